@@ -1,0 +1,64 @@
+# Two commands to know: `make serve` and `make test`. Everything else is here for who works on Headrace.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+REPOSITORY ?= model_repository
+
+.DEFAULT_GOAL := help
+.PHONY: help serve models test check format bench load lock docs clean test-gpu
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+# The stamps make an install happen once, and again when a lock changes.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Headrace needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}: run make PYTHON=/path/to/python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.serve: requirements/serve.lock pyproject.toml | $(BIN)/python
+	$(PIP) install --progress-bar on --require-hashes --no-deps -r requirements/serve.lock
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: requirements/dev.lock $(VENV)/.serve | $(BIN)/python
+	$(PIP) install --progress-bar on --require-hashes --no-deps -r requirements/dev.lock
+	@touch $@
+
+models: $(VENV)/.serve ## build the demo models into model_repository/ (skips what is there)
+	@$(BIN)/headrace models build --output $(REPOSITORY)
+
+serve: models ## install, build the demo models, serve on http://127.0.0.1:8000
+	@exec $(BIN)/headrace serve --model-repository $(REPOSITORY)
+
+test: $(VENV)/.dev models ## everything that is tested without a GPU
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(VENV)/.dev ## let ruff rewrite the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev models ## compare with bare ASGI, a naive server and ONNX Runtime in process
+	$(BIN)/python -m loadtest.bench
+
+load: $(VENV)/.dev models ## locust, headless, against a server of its own
+	$(BIN)/python -m loadtest.run
+
+docs: $(VENV)/.serve ## write the generated pages of docs/
+	$(BIN)/python -m server.control.schema docs
+
+lock: ## resolve the dependencies anew (needs uv)
+	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-annotate --no-header --upgrade -q -o requirements/serve.lock
+	uv pip compile pyproject.toml --extra demo --group build --group test --group check --group load --universal \
+	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+	  -c requirements/serve.lock -q -o requirements/dev.lock
+
+clean: ## forget the environment and the built models
+	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis

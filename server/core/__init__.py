@@ -1,0 +1,1 @@
+"""The nouns: no I/O, no threads, no protocol."""
