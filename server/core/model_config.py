@@ -1,0 +1,241 @@
+"""A model's configuration: one schema for `config.pbtxt` and `config.yaml`.
+
+The field names are those of Triton's published `ModelConfig` message. What that message has no field for is ours
+(`HEADRACE_FIELDS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
+dotted name behind "headrace.". The object is frozen and checked at birth; a problem is raised as pydantic's
+`ValidationError` that carries `Problems`.
+
+What a file left out, `model_fields_set` tells: the reader in `control` completes it from the model itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from server.core.config_base import (
+    ConfigPart,
+    Count,
+    Flag,
+    Location,
+    ParameterText,
+    Problem,
+    Problems,
+    Text,
+    Version,
+    one_of,
+)
+from server.core.optimization_config import Accelerator, ExecutionAccelerators, Optimization
+from server.core.scheduling_config import (
+    LATEST_VERSION,
+    AllVersions,
+    DynamicBatching,
+    InstanceGroup,
+    LatestVersions,
+    QueuePolicy,
+    SpecificVersions,
+    VersionPolicy,
+)
+from server.core.tensor_config import ModelInput, ModelOutput, ModelWarmup, Preprocess, Reshape, WarmupInput
+
+__all__ = [
+    "BACKENDS",
+    "HEADRACE_FIELDS",
+    "LATEST_VERSION",
+    "Accelerator",
+    "AllVersions",
+    "Backend",
+    "DynamicBatching",
+    "ExecutionAccelerators",
+    "InstanceGroup",
+    "LatestVersions",
+    "Location",
+    "ModelConfig",
+    "ModelInput",
+    "ModelOutput",
+    "ModelWarmup",
+    "Optimization",
+    "Preprocess",
+    "Problem",
+    "Problems",
+    "QueuePolicy",
+    "Reshape",
+    "Slo",
+    "SpecificVersions",
+    "VersionPolicy",
+    "WarmupInput",
+    "name_problem",
+]
+
+
+class Backend(ConfigPart):
+    """What runs a model, and the names that go with it."""
+
+    name: str
+    platform: str
+    default_model_filename: str
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(name="onnxruntime", platform="onnxruntime_onnx", default_model_filename="model.onnx"),
+        Backend(name="tensorrt", platform="tensorrt_plan", default_model_filename="model.plan"),
+    )
+}
+_PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+
+
+def name_problem(name: str) -> Problem | None:
+    """What is wrong with `name` as the name of a model, or None."""
+    if _NAME.fullmatch(name) and ".." not in name:
+        return None
+    cure = "use letters, digits, '_', '-' and single '.', 128 at most, starting with a letter, a digit or '_'"
+    return Problem(("name",), f"{name[:140]!r} cannot be a model's name", cure)
+
+
+def _label(value: str) -> str:
+    if not _LABEL.fullmatch(value):
+        cure = "use letters, digits, '_' and '-', 64 at most, starting with a letter or '_'"
+        raise Problems([Problem((), f"{value[:80]!r} cannot be the label of a version", cure)])
+    return value
+
+
+def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput, ...]) -> list[Problem]:
+    names = [tensor.name for tensor in tensors]
+    return [
+        Problem((field, index, "name"), f'{field} "{name}" is listed twice', "remove one of them")
+        for index, name in enumerate(names)
+        if name in names[:index]
+    ]
+
+
+class Slo(ConfigPart):
+    """The service level the model's owner promises."""
+
+    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        default=None, description="99 of 100 requests are answered within this many milliseconds."
+    )
+
+
+class ModelConfig(ConfigPart):
+    """One model's configuration. Field names are Triton's; the last ones, after `metric_tags`, are Headrace's own."""
+
+    name: Text = Field(default="", description="The model's name; must be the folder's name, which it is if absent.")
+    platform: Text = Field(
+        default="", description="`onnxruntime_onnx` or `tensorrt_plan`; follows from `backend` if absent."
+    )
+    backend: Text = Field(
+        default="", description="`onnxruntime` or `tensorrt`; follows from `platform` or the model's file if absent."
+    )
+    version_policy: VersionPolicy = Field(
+        default=LATEST_VERSION, description="Which of the versions on disk are served."
+    )
+    max_batch_size: Count = Field(
+        default=0,
+        description="Rows that run together at most. 0: the model has no batch dimension. If absent it follows from the model: "
+        "4, with `dynamic_batching` on, where the first dimension of every input and output is free, else 0.",
+    )
+    input: tuple[ModelInput, ...] = Field(default=(), description="The inputs; read from the model if absent.")
+    output: tuple[ModelOutput, ...] = Field(
+        default=(), description="The outputs offered; all of the model's if absent."
+    )
+    optimization: Optimization = Field(default=Optimization(), description="Optimisations of the model's execution.")
+    dynamic_batching: DynamicBatching | None = Field(
+        default=None, description="Requests that wait together run together; `{}` turns it on with the defaults."
+    )
+    instance_group: tuple[InstanceGroup, ...] = Field(
+        default=(), description="Copies of the model; one group of one if absent."
+    )
+    default_model_filename: Text = Field(
+        default="", description="The model's file in a version's folder; `model.onnx` if absent."
+    )
+    parameters: dict[str, ParameterText] = Field(
+        default={},
+        description="Options of the backend, e.g. `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`.",
+    )
+    model_warmup: tuple[ModelWarmup, ...] = Field(
+        default=(), description="Requests that run before the model is ready."
+    )
+    metric_tags: dict[str, ParameterText] = Field(default={}, description="Labels for the model's metrics.")
+    oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = Field(
+        default="split",
+        description="A request of more than `max_batch_size` rows is split and its answer joined, or refused (as Triton does).",
+    )
+    preprocess: Preprocess | None = Field(default=None, description="How a picture becomes the input tensor.")
+    labels: dict[Annotated[str, Field(strict=True), AfterValidator(_label)], Version] = Field(
+        default={}, description="Names for versions, e.g. `stable: 3`."
+    )
+    slo: Slo = Field(default=Slo(), description="The service level promised.")
+    fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
+        default=None, description="What runs the model where its own backend cannot."
+    )
+    build_on_load: Flag = Field(
+        default=False, description="Build the TensorRT engine from the ONNX file when the model is loaded."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        problems = [
+            *self._identity_problems(),
+            *_duplicates("input", self.input),
+            *_duplicates("output", self.output),
+            *self._batch_problems(),
+            *self._tensor_problems(),
+        ]
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def _identity_problems(self) -> list[Problem]:
+        problem = name_problem(self.name) if self.name else None
+        problems = [] if problem is None else [problem]
+        export = "export the model to ONNX and remove backend and platform"
+        if self.platform == "ensemble" or self.backend == "ensemble":
+            problems.append(Problem(("platform",), "ensembles are not served yet", "they come with a later release"))
+        elif self.platform and self.platform not in _PLATFORMS:
+            problems.append(Problem(("platform",), f'platform "{self.platform}" is not served here', export))
+        elif self.backend and self.backend not in BACKENDS:
+            problems.append(Problem(("backend",), f'backend "{self.backend}" is not served here', export))
+        elif self.backend and self.platform and _PLATFORMS[self.platform] != self.backend:
+            message = f'platform "{self.platform}" does not go with backend "{self.backend}"'
+            problems.append(
+                Problem(("platform",), message, f'write "{BACKENDS[self.backend].platform}", or remove platform')
+            )
+        return problems
+
+    def _batch_problems(self) -> list[Problem]:
+        # While max_batch_size is still to be completed from the model, nothing can be compared with it.
+        if self.dynamic_batching is None or "max_batch_size" not in self.model_fields_set:
+            return []
+        return [
+            Problem(
+                ("dynamic_batching", "preferred_batch_size", index),
+                f"preferred_batch_size {size} is more than max_batch_size {self.max_batch_size}",
+                "raise max_batch_size, or remove the size",
+            )
+            for index, size in enumerate(self.dynamic_batching.preferred_batch_size)
+            if size > self.max_batch_size
+        ]
+
+    def _tensor_problems(self) -> list[Problem]:
+        names = [tensor.name for tensor in self.input]
+        problems = []
+        if self.preprocess is not None and names and self.preprocess.input not in names:
+            message = f'preprocess.input "{self.preprocess.input}" is not an input of the model'
+            problems.append(Problem(("preprocess", "input"), message, f"write one of {', '.join(names)}"))
+        for index, warmup in enumerate(self.model_warmup):
+            problems += [
+                Problem(("model_warmup", index, "inputs", name), f'warm-up names "{name}", which is not an input', "")
+                for name in warmup.inputs
+                if names and name not in names
+            ]
+        return problems
+
+
+HEADRACE_FIELDS: tuple[str, ...] = ("oversize", "preprocess", "labels", "slo", "fallback", "build_on_load")

@@ -1,0 +1,186 @@
+"""How a configuration describes the tensors of a model: inputs, outputs, pre-processing, warm-up data."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from server.core.config_base import (
+    ConfigPart,
+    DataType,
+    Dimension,
+    Flag,
+    Number,
+    PositiveCount,
+    Problem,
+    Problems,
+    Text,
+    one_of,
+)
+
+TensorName = Annotated[str, Field(strict=True, min_length=1)]
+TensorFormat = Annotated[
+    Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"],
+    *one_of(("FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"), "FORMAT_"),
+]
+
+
+def shape_problem(dims: tuple[int, ...], reshape: Reshape | None) -> list[Problem]:
+    """Why `dims` cannot be laid out as `reshape.shape`: the fixed sizes must multiply to the same, the free ones be as many."""
+    if reshape is None:
+        return []
+    fixed = [math.prod(size for size in shape if size > 0) for shape in (dims, reshape.shape)]
+    free = [sum(size < 0 for size in shape) for shape in (dims, reshape.shape)]
+    if fixed[0] == fixed[1] and free[0] == free[1]:
+        return []
+    message = f"reshape {list(reshape.shape)} does not hold as many elements as dims {list(dims)}"
+    return [Problem(("reshape",), message, "the sizes of both must multiply to the same number")]
+
+
+class Reshape(ConfigPart):
+    """The model's own shape of a tensor, where it differs from what callers see."""
+
+    shape: tuple[Dimension, ...] = Field(
+        default=(), description="The shape the model has, without the batch dimension."
+    )
+
+
+class ModelInput(ConfigPart):
+    """One input of the model, as callers see it."""
+
+    name: TensorName = Field(description="The tensor's name in the model.")
+    data_type: DataType = Field(
+        default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
+    )
+    format: TensorFormat = Field(
+        default="FORMAT_NONE", description="How a picture's dimensions are ordered; informative only."
+    )
+    dims: tuple[Dimension, ...] = Field(
+        default=(),
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 takes any size. "
+        "Read from the model if absent.",
+    )
+    reshape: Reshape | None = Field(
+        default=None, description="The shape the model itself takes, where it differs from `dims`."
+    )
+    optional: Flag = Field(
+        default=False, description="A request may leave this input out; the model must have a default for it."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelInput:
+        problems = shape_problem(self.dims, self.reshape) if "dims" in self.model_fields_set else []
+        if self.format != "FORMAT_NONE" and self.dims and len(self.dims) != 3:
+            message = f"{self.format} is for dims of 3 sizes, not {list(self.dims)}"
+            problems.append(Problem(("format",), message, "remove format"))
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+class ModelOutput(ConfigPart):
+    """One output of the model, as callers see it."""
+
+    name: TensorName = Field(description="The tensor's name in the model.")
+    data_type: DataType = Field(
+        default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
+    )
+    dims: tuple[Dimension, ...] = Field(
+        default=(),
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 stands for any size. "
+        "Read from the model if absent.",
+    )
+    reshape: Reshape | None = Field(
+        default=None, description="The shape the model itself gives, where it differs from `dims`."
+    )
+    label_filename: Text = Field(
+        default="",
+        description="File in the model's folder with one class name a line, for the classes along the last dimension.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelOutput:
+        problems = shape_problem(self.dims, self.reshape) if "dims" in self.model_fields_set else []
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+class Preprocess(ConfigPart):
+    """How a picture becomes the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
+
+    input: TensorName = Field(description="The input that takes the picture.")
+    color: Annotated[Literal["rgb", "gray"], *one_of(("rgb", "gray"))] = Field(
+        default="rgb", description="Channels: three (red, green, blue) or one (grey)."
+    )
+    resize_short_side: PositiveCount = Field(
+        default=256, description="The shorter side after resizing, in pixels; the ratio is kept."
+    )
+    crop: tuple[PositiveCount, PositiveCount] = Field(
+        default=(224, 224), description="Height and width, in pixels, cut from the centre after resizing."
+    )
+    interpolation: Annotated[Literal["bilinear", "bicubic"], *one_of(("bilinear", "bicubic"))] = Field(
+        default="bilinear", description="How pixels in between are computed when resizing."
+    )
+    mean: tuple[Number, ...] = Field(
+        default=(0.0,), description="Subtracted from each pixel (0 to 255): one number, or one a channel."
+    )
+    std: tuple[Number, ...] = Field(
+        default=(1.0,), description="Divides each pixel after `mean` was subtracted: one number, or one a channel."
+    )
+    layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = Field(
+        default="nchw", description="Order of the tensor's dimensions: channels before or after height and width."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Preprocess:
+        channels = 3 if self.color == "rgb" else 1
+        problems = [
+            Problem((field,), f"{field} has {len(values)} numbers", f"write one number, or {channels} for {self.color}")
+            for field, values in (("mean", self.mean), ("std", self.std))
+            if len(values) not in (1, channels)
+        ]
+        if 0 in self.std:
+            problems.append(
+                Problem(("std",), "std divides the pixels and cannot be 0", "write 1.0 to leave them as they are")
+            )
+        if max(self.crop) > self.resize_short_side:
+            message = (
+                f"crop {list(self.crop)} is larger than the picture after resize_short_side {self.resize_short_side}"
+            )
+            problems.append(Problem(("crop",), message, "crop at most what resizing leaves"))
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+class WarmupInput(ConfigPart):
+    """What one input is fed with while the model warms up."""
+
+    data_type: DataType = Field(default="", description="Element type of the input.")
+    dims: tuple[Dimension, ...] = Field(
+        default=(), description="Shape without the batch dimension; every size must be known."
+    )
+    zero_data: Flag = Field(default=False, description="Feed zeros.")
+    random_data: Flag = Field(default=False, description="Feed random values.")
+    input_data_file: Text = Field(
+        default="", description="Feed the raw values of this file in the model's folder `warmup/`."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> WarmupInput:
+        if (self.zero_data, self.random_data, bool(self.input_data_file)).count(True) != 1:
+            message = "the data of a warm-up input is not told"
+            raise Problems([Problem((), message, "write exactly one of zero_data, random_data, input_data_file")])
+        return self
+
+
+class ModelWarmup(ConfigPart):
+    """A request that every instance answers before the model is ready."""
+
+    name: Text = Field(default="", description="A name for the log.")
+    batch_size: PositiveCount = Field(default=1, description="Rows in the request.")
+    inputs: dict[str, WarmupInput] = Field(default={}, description="Data by input name.")
+    count: PositiveCount = Field(default=1, description="How many times the request is run.")
