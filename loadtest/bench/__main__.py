@@ -1,0 +1,173 @@
+"""`python -m loadtest.bench`: Headrace beside its peers, in one command.
+
+Exit status: 0 if every target was met (or `--quick`, whose figures mean little), 1 if one was missed, 2 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from loadtest.bench import machine, wrk
+from loadtest.bench.cases import CASES
+from loadtest.bench.inprocess import WrongAnswer
+from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
+from loadtest.bench.results import CaseResult
+from loadtest.bench.session import Bench, Case, Cores
+from loadtest.servers import HEADRACE_COMMAND, ServerFailed
+
+FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, FileNotFoundError, subprocess.CalledProcessError, OSError)
+OPEN_FILES = 8192
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; give the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    console = Console()
+    usable = machine.usable_cores()
+    for missing, advice in (
+        (not wrk.is_installed(), wrk.HOW_TO_INSTALL),
+        (len(usable) < 2, "the bench needs two cores, one for the server and one for the client"),
+    ):
+        if missing:
+            console.print(advice, style="bold red")
+            return 2
+    if options.markdown:
+        replace_block(options.markdown.read_text(), "")  # Better now than after all has been measured.
+    cores = Cores(server=usable[:1], client=usable[1:2])
+    # This process draws the progress bar: beside the client, never beside a server that is measured.
+    os.sched_setaffinity(0, cores.client)
+    _allow_open_files(OPEN_FILES)
+    cases = [case for case in CASES if not options.only or case.name in options.only]
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, _progress(console) as progress:
+        rounds = options.rounds or (1 if options.quick else 5)
+        bench = Bench(
+            repository=options.model_repository,
+            command=tuple(shlex.split(options.command)),
+            rounds=rounds,
+            quick=options.quick,
+            cores=cores,
+            scratch=Path(scratch),
+            progress=lambda step, seconds: None,
+        )
+        results = _run_all(cases, bench, progress)
+    report = Report(
+        command=shlex.join(["python", "-m", "loadtest.bench", *words]),
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        machine=machine.describe(cores),
+        results=results,
+    )
+    print_report(report, console)
+    if options.json:
+        options.json.write_text(to_json(report))
+    if options.markdown:
+        write_markdown(report, options.markdown)
+    if any(result.failure for result in results):
+        return 2
+    return int(any(result.missed for result in results) and not options.quick)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m loadtest.bench", description="Measure Headrace beside its peers.")
+    parser.add_argument("--quick", action="store_true", help="short samples, to see that all works; asks for no target")
+    parser.add_argument("--rounds", type=_positive, help="rounds of each case (default: 5; 1 with --quick)")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="replace the block between the bench markers in a page"
+    )
+    parser.add_argument(
+        "--command",
+        default=shlex.join(HEADRACE_COMMAND),
+        help="how to start the server, e.g. that of another checkout (default: %(default)s)",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # One redraw a second: drawing takes time from the client's core.
+    return Progress(*columns, console=console, refresh_per_second=1, transient=True)
+
+
+class Steps:
+    """The progress bar of a run: a step's seconds count once the next step begins."""
+
+    def __init__(self, progress: Progress, total_s: float) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total_s)
+        self._running_s = 0.0
+
+    def begin(self, case: str, step: str, seconds: float) -> None:
+        """A step of a case that takes `seconds`."""
+        self._progress.update(self._task, description=f"{case}: {step}", advance=self._running_s)
+        self._running_s = seconds
+
+    def finish(self, done_s: float) -> None:
+        """A case ended: whatever it guessed, so much is done."""
+        self._progress.update(self._task, completed=done_s)
+        self._running_s = 0.0
+
+
+def _run_all(cases: Sequence[Case], bench: Bench, progress: Progress) -> list[CaseResult]:
+    steps = Steps(progress, sum(case.planned_s(bench) for case in cases))
+    results, planned_s = [], 0.0
+    for case in cases:
+        results.append(_run(case, replace(bench, progress=partial(steps.begin, case.name))))
+        planned_s += case.planned_s(bench)
+        steps.finish(planned_s)
+    return results
+
+
+def _run(case: Case, bench: Bench) -> CaseResult:
+    """One case; what goes wrong in it is its result, so that the others are still measured."""
+    try:
+        return case.run(bench)
+    except FAILURES as failure:
+        text = str(failure)
+        if isinstance(failure, subprocess.CalledProcessError):
+            text += f"\n{failure.stderr}"
+        return CaseResult(case.name, case.title, failure=text)
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise the soft limit, ours and that of the servers we start: a thousand connections take two thousand ends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

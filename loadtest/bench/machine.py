@@ -1,0 +1,66 @@
+"""Where a figure was measured: without it the figure says little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from loadtest.bench.session import Cores
+from loadtest.servers import ROOT
+
+PACKAGES = ("onnxruntime", "numpy", "uvicorn", "uvloop", "httptools", "fastapi", "pydantic")
+
+
+def usable_cores() -> tuple[int, ...]:
+    """The cores that this process may run on."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def describe(cores: Cores) -> dict[str, str]:
+    """Processor, cores, memory, system, versions, commit: label to text, in the order to print."""
+    packages = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    used = f"{len(cores.both)} used: {cores.server[0]} for servers, {cores.client[0]} for clients"
+    release = ".".join(platform.release().split(".")[:2])
+    return {
+        "processor": _processor(),
+        "cores": f"{os.cpu_count()} in the machine, {used}",
+        "memory": f"{memory_bytes / 2**30:.1f} GiB",
+        "system": f"{platform.system()} {release}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "packages": packages,
+        "client": _first_line(["wrk", "--version"]).split(" Copyright")[0],
+        "commit": _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(line.replace("\t", "").split(": ", 1) for line in lines if ": " in line)
+    name = fields.get("model name", platform.machine())
+    numbers = [
+        f"{label} {fields[key]}" for label, key in (("family", "cpu family"), ("model", "model")) if key in fields
+    ]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _first_line(command: list[str]) -> str:
+    """What a command says first, empty if it cannot be run; wrk exits with 1 after its version."""
+    try:
+        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=10)
+    except OSError:
+        return ""
+    return next(iter(finished.stdout.splitlines()), "").strip()

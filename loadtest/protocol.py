@@ -1,0 +1,101 @@
+"""The client's side of the Open Inference Protocol V2, kept apart from the server's codec so that the one can check the other.
+
+Only the datatypes that the demo models use are known here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+DATATYPES: dict[str, np.dtype[Any]] = {
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype("u1"),
+}
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """One POST: the path, the body and the headers that belong to the body."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def binary_request(model: str, inputs: Mapping[str, Array]) -> HttpRequest:
+    """An infer request whose tensors travel as raw bytes behind the JSON header, and whose answer shall do so too."""
+    described, blobs = [], []
+    for name, array in inputs.items():
+        blob = np.ascontiguousarray(array).tobytes()
+        described.append(_described(name, array) | {"parameters": {"binary_data_size": len(blob)}})
+        blobs.append(blob)
+    header = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+    headers = {"Content-Type": "application/octet-stream", HEADER_LENGTH: str(len(header))}
+    return HttpRequest(_infer_path(model), header + b"".join(blobs), headers)
+
+
+def json_request(model: str, inputs: Mapping[str, Array]) -> HttpRequest:
+    """An infer request with flat JSON tensors."""
+    described = [_described(name, array) | {"data": array.ravel().tolist()} for name, array in inputs.items()]
+    body = json.dumps({"inputs": described}).encode()
+    return HttpRequest(_infer_path(model), body, {"Content-Type": "application/json"})
+
+
+def decode_answer(headers: Mapping[str, str], body: bytes) -> dict[str, Array]:
+    """The output tensors of an infer answer, by name.
+
+    Args:
+        headers: the answer's headers; their names are compared without regard to case.
+        body: JSON alone, or JSON followed by raw tensors.
+
+    Raises:
+        ValueError: the body is shorter or longer than its header says.
+    """
+    lowered = {name.lower(): value for name, value in headers.items()}
+    header_bytes = int(lowered.get(HEADER_LENGTH.lower(), len(body)))
+    outputs: dict[str, Array] = {}
+    offset = header_bytes
+    for output in json.loads(body[:header_bytes])["outputs"]:
+        dtype, shape = DATATYPES[output["datatype"]], output["shape"]
+        size_bytes = output.get("parameters", {}).get("binary_data_size")
+        if size_bytes is None:
+            outputs[output["name"]] = np.asarray(output["data"], dtype=dtype).reshape(shape)
+            continue
+        outputs[output["name"]] = np.frombuffer(body[offset : offset + size_bytes], dtype=dtype).reshape(shape)
+        offset += size_bytes
+    if offset != len(body):
+        raise ValueError(f"the answer has {len(body)} bytes, its header describes {offset}")
+    return outputs
+
+
+def send(host: str, port: int, request: HttpRequest, timeout_s: float = 30.0) -> tuple[int, dict[str, str], bytes]:
+    """POST once on a fresh connection: status, headers, body."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("POST", request.path, request.body, dict(request.headers))
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+    finally:
+        connection.close()
+
+
+def _described(name: str, array: Array) -> dict[str, Any]:
+    return {"name": name, "shape": list(array.shape), "datatype": NAMES[array.dtype]}
+
+
+def _infer_path(model: str) -> str:
+    return f"/v2/models/{model}/infer"

@@ -1,0 +1,174 @@
+"""Server processes under test: started, waited for, pinned, stopped, and their exit status checked."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+HEADRACE_COMMAND = (sys.executable, "-m", "server", "serve")
+
+
+class ServerFailed(RuntimeError):
+    """A server did not start, died, or did not stop as it should; the text has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that answers.
+
+    Attributes:
+        name: what reports call it.
+        port: TCP port on the loopback address.
+        pid: the process that was started.
+    """
+
+    name: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start one server.
+
+    Attributes:
+        name: what reports and the log file are called.
+        command: the words before the port option.
+        port_option: e.g. "--http-port"; the free port found follows it.
+        ready_path: answers 200 once the server can take load.
+        env: added to this process's environment.
+        cpus: the cores it may use; None for all.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    port_option: str = "--port"
+    ready_path: str = "/"
+    env: tuple[tuple[str, str], ...] = ()
+    cpus: tuple[int, ...] | None = None
+
+
+def headrace(
+    model_repository: Path,
+    *,
+    name: str = "headrace",
+    command: Sequence[str] = HEADRACE_COMMAND,
+    env: Mapping[str, str] | None = None,
+    cpus: tuple[int, ...] | None = None,
+) -> ServerCommand:
+    """Headrace on a model repository, with its default settings."""
+    words = (*command, "--model-repository", str(model_repository), "--host", HOST)
+    return ServerCommand(name, words, "--http-port", "/v2/health/ready", tuple((env or {}).items()), cpus)
+
+
+def peer(module: str, name: str, *arguments: str, cpus: tuple[int, ...] | None = None) -> ServerCommand:
+    """One of the servers in `loadtest/peers`."""
+    return ServerCommand(name, (sys.executable, "-m", f"loadtest.peers.{module}", *arguments), cpus=cpus)
+
+
+@contextmanager
+def running(server: ServerCommand, log_folder: Path, ready_timeout_s: float = 120.0) -> Iterator[Running]:
+    """Start a server on a free port, give it once it is ready, stop it with SIGTERM.
+
+    Raises:
+        ServerFailed: it was not ready in time, or did not exit with 0 within 20 s of SIGTERM.
+    """
+    port = free_port()
+    words = [*pinned(server.cpus), *server.command, server.port_option, str(port)]
+    log_path = log_folder / f"{server.name.replace(' ', '_')}.{port}.log"
+    with log_path.open("wb") as log:
+        environment = os.environ | dict(server.env)
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    try:
+        _wait_until_ready(server, process, port, log_path, ready_timeout_s)
+        yield Running(server.name, port, process.pid)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    _stop(server, process, log_path)
+
+
+def pinned(cpus: tuple[int, ...] | None) -> list[str]:
+    """The words that put a command on these cores: `taskset` becomes the command, so that its process id stays true."""
+    return [] if cpus is None else ["taskset", "-c", ",".join(map(str, cpus))]
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and its descendants, in bytes, as the kernel counts it now."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    total = next(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Rss:"))
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        total += sum(resident_bytes(int(child)) for child in children.read_text().split())
+    return total
+
+
+def cpu_seconds(pid: int) -> float:
+    """The processor time that a process has used so far, all its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_until_ready(
+    server: ServerCommand, process: subprocess.Popen[bytes], port: int, log_path: Path, timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailed(f"{server.name} exited with {process.returncode} at its start:\n{_tail(log_path)}")
+        if _answers(port, server.ready_path):
+            return
+        time.sleep(0.1)
+    raise ServerFailed(f"{server.name} was not ready within {timeout_s:.0f} s:\n{_tail(log_path)}")
+
+
+def _answers(port: int, path: str) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=2.0)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _stop(server: ServerCommand, process: subprocess.Popen[bytes], log_path: Path, timeout_s: float = 20.0) -> None:
+    if process.poll() is not None:
+        raise ServerFailed(f"{server.name} died under load with {process.returncode}:\n{_tail(log_path)}")
+    process.send_signal(signal.SIGTERM)
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise ServerFailed(f"{server.name} still ran {timeout_s:.0f} s after SIGTERM:\n{_tail(log_path)}") from None
+    if status != 0:
+        raise ServerFailed(f"{server.name} exited with {status} after SIGTERM, expected 0:\n{_tail(log_path)}")
+
+
+def _tail(log_path: Path, lines: int = 25) -> str:
+    return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
