@@ -22,19 +22,31 @@ from dataclasses import dataclass
 
 
 class HeadraceError(Exception):
-    """The root: its text is safe to show to the caller."""
+    """The root: its text is safe to show to the caller.
+
+    Attributes:
+        reason: one word for the metrics; each class has its own.
+    """
+
+    reason = "error"
 
 
 class BadRequest(HeadraceError):
     """The caller sent something that cannot be served as it is."""
 
+    reason = "bad_request"
+
 
 class TooLarge(BadRequest):
     """The caller sent more than a limit allows."""
 
+    reason = "too_large"
+
 
 class NotFound(HeadraceError):
     """What the caller named does not exist here."""
+
+    reason = "not_found"
 
 
 class Unavailable(HeadraceError):
@@ -45,6 +57,8 @@ class Unavailable(HeadraceError):
         retry_after_s: when it makes sense to come back, in seconds.
     """
 
+    reason = "unavailable"
+
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -53,21 +67,31 @@ class Unavailable(HeadraceError):
 class Overloaded(Unavailable):
     """A bounded queue is full."""
 
+    reason = "overloaded"
+
 
 class QueueTimeout(Unavailable):
     """The request waited longer than the model's queue policy allows."""
+
+    reason = "queue_timeout"
 
 
 class DeadlineExceeded(HeadraceError):
     """The deadline that the request itself carried has passed."""
 
+    reason = "deadline"
+
 
 class Cancelled(HeadraceError):
     """Nobody waits for the answer any more."""
 
+    reason = "cancelled"
+
 
 class Unsupported(HeadraceError):
     """The protocol knows it, this server (or this machine) does not offer it."""
+
+    reason = "unsupported"
 
 
 class ModelFailed(HeadraceError):
@@ -77,6 +101,8 @@ class ModelFailed(HeadraceError):
         message: what the caller reads; never the backend's own text, which may hold paths.
         reference: the id under which the log has the cause.
     """
+
+    reason = "model_failed"
 
     def __init__(self, message: str, reference: str = "") -> None:
         super().__init__(message)
@@ -113,6 +139,8 @@ class ConfigError(HeadraceError):
     Args:
         findings: every problem found, not only the first.
     """
+
+    reason = "config"
 
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("; ".join(str(finding) for finding in findings))

@@ -41,7 +41,9 @@ class Datatype:
 
 def _datatype(name: str, config_name: str, onnx_number: int, ort_name: str, dtype: str) -> Datatype:
     kind: np.dtype[np.generic] = np.dtype(dtype)
-    return Datatype(name, "TYPE_" + config_name, onnx_number, f"tensor({ort_name})", kind, 0 if dtype == "O" else kind.itemsize)
+    return Datatype(
+        name, "TYPE_" + config_name, onnx_number, f"tensor({ort_name})", kind, 0 if dtype == "O" else kind.itemsize
+    )
 
 
 # Everything little-endian: the protocol's wire order, and that of every machine we run on.
@@ -93,7 +95,7 @@ class TensorSpec:
     labels: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ModelSpec:
     """What the data plane and the codecs need to know of one version of a model.
 

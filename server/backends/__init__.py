@@ -1,0 +1,1 @@
+"""What runs a model. One file a library, imported when a model asks for it."""

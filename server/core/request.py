@@ -1,0 +1,61 @@
+"""What travels down the road (`InferRequest`) and what comes back (`InferResponse`)."""
+
+from __future__ import annotations
+
+from server.core.tensor import Array
+
+Parameter = bool | int | float | str
+
+
+class InferRequest:
+    """One decoded and checked inference request.
+
+    Attributes:
+        id: the caller's own id, "" if there is none.
+        inputs: tensors by name; with the batch dimension in front where the model batches.
+        rows: size of the batch dimension (1 for a model without one).
+        shape_key: equal for requests that may share a batch; None where the model allows one shape only.
+        outputs: names of the outputs wanted; None means all.
+        priority: the level asked for, 0 for the model's default; 1 is the highest.
+        deadline_ns: on the monotonic clock, 0 if the request has none.
+        received_ns: monotonic, when the whole request had arrived.
+        size_bytes: what the request holds in memory while it waits.
+    """
+
+    __slots__ = ("deadline_ns", "id", "inputs", "outputs", "priority", "received_ns", "rows", "shape_key", "size_bytes")
+
+    def __init__(
+        self,
+        *,
+        inputs: dict[str, Array],
+        rows: int,
+        shape_key: object,
+        received_ns: int,
+        request_id: str = "",
+        outputs: tuple[str, ...] | None = None,
+        priority: int = 0,
+        deadline_ns: int = 0,
+        size_bytes: int = 0,
+    ) -> None:
+        self.id = request_id
+        self.inputs = inputs
+        self.rows = rows
+        self.shape_key = shape_key
+        self.outputs = outputs
+        self.priority = priority
+        self.deadline_ns = deadline_ns
+        self.received_ns = received_ns
+        self.size_bytes = size_bytes
+
+
+class InferResponse:
+    """The rows of a batch that belong to one request.
+
+    Attributes:
+        outputs: every output of the model by name, views into the batch's result where it was shared.
+    """
+
+    __slots__ = ("outputs",)
+
+    def __init__(self, outputs: dict[str, Array]) -> None:
+        self.outputs = outputs

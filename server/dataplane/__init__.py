@@ -1,0 +1,1 @@
+"""Queue, batching, instances: what happens between a decoded request and its answer."""

@@ -1,0 +1,306 @@
+"""One loaded version of a model as the rest of the server sees it: `ModelHandle`.
+
+The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to another
+process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop; the rest by the control thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from server.backends.base import LoadedModel
+from server.core.clock import NS_PER_US, Clock, monotonic_ns
+from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
+from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.request import InferRequest
+from server.core.tensor import ModelSpec
+from server.dataplane.batch import cut
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.instance import Deliver, Instance
+from server.dataplane.join import Joint, PartCompletion
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import QueueLimits, Scheduler
+from server.dataplane.sequencer import Sequencer
+from server.observability.recorder import Recorder
+
+logger = logging.getLogger("headrace.model")
+
+# uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
+_MAX_DELAY_NS = 86_400 * 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class HandlePolicy:
+    """How a model version treats its requests; made from its configuration.
+
+    Attributes:
+        batch: how requests may be merged.
+        limits: what may wait.
+        instances: how many run at the same time.
+        split_oversized: cut a request larger than a batch into parts, or refuse it.
+        preserve_ordering: answer in the order of arrival.
+        levels: number of priority levels, 1 if there are none.
+        default_level: 1-based level of a request that names none.
+        queue_timeout_ns: how long a request may wait, 0 for ever.
+        demote_on_timeout: serve it last instead of refusing it.
+        timeout_override: a request's own timeout takes the place of the queue's.
+    """
+
+    batch: BatchPolicy = field(default_factory=BatchPolicy)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    instances: int = 1
+    split_oversized: bool = True
+    preserve_ordering: bool = False
+    levels: int = 1
+    default_level: int = 1
+    queue_timeout_ns: int = 0
+    demote_on_timeout: bool = False
+    timeout_override: bool = False
+
+
+class ModelHandle:
+    """A loaded version with its queue and its instances.
+
+    Args:
+        spec: what callers may send and get.
+        policy: how requests are treated.
+        model: what runs; owned by the handle, closed with it.
+        mailbox: of the event loop on which callers wait.
+        recorder: counts.
+        on_dead: called from a dying instance's thread with the number of instances left.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        policy: HandlePolicy,
+        model: LoadedModel,
+        mailbox: Mailbox,
+        recorder: Recorder,
+        on_dead: Callable[[int], None] = lambda _left: None,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.spec = spec
+        self.policy = policy
+        self.recorder = recorder
+        self._model = model
+        self._mailbox = mailbox
+        self._on_dead = on_dead
+        self._clock = clock
+        self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock)
+        self._sequencer = Sequencer() if policy.preserve_ordering else None
+        self._lock = threading.Lock()
+        self._leases = 0
+        self._idle = threading.Event()
+        self._idle.set()
+        self._alive = policy.instances
+        self._instances = [self._instance(index) for index in range(policy.instances)]
+        self._scheduler.set_instances(policy.instances)
+
+    def start(self) -> None:
+        """Start the instances."""
+        for instance in self._instances:
+            instance.start()
+
+    # On the event loop
+
+    def lease(self) -> ModelHandle:
+        """Take a lease; the registry calls this."""
+        with self._lock:
+            self._leases += 1
+            self._idle.clear()
+        return self
+
+    def release(self) -> None:
+        """Give a lease back."""
+        with self._lock:
+            self._leases -= 1
+            if self._leases == 0:
+                self._idle.set()
+
+    def admit(self) -> None:
+        """Refuse early, before a request is decoded.
+
+        Raises:
+            Unavailable: no instance is left.
+        """
+        if self._alive == 0:
+            raise self._dead()
+
+    def infer(self, request: InferRequest) -> LoopCompletion:
+        """Queue a request; await what is returned for the answer.
+
+        Raises:
+            BadRequest: more rows than a batch holds, and the model does not split.
+            DeadlineExceeded: the deadline has passed already.
+            Overloaded: the queue is full.
+            Unavailable: the model is being unloaded or its instances have died.
+        """
+        now_ns = self._clock()
+        if request.deadline_ns and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded("the request's deadline had passed before it was queued")
+        completion = LoopCompletion(self._mailbox)
+        max_rows = self.policy.batch.max_rows
+        level = self._level(request)
+        if request.rows <= max_rows:
+            entry = Entry(request, completion, level, now_ns)
+            entry.leave = self._scheduler.discard
+            completion.after = entry.on_settled
+            entries = [entry]
+        else:
+            entries = self._parts(request, completion, level, now_ns)
+        if self._sequencer is not None:
+            self._sequence([entry.completion for entry in entries])
+        try:
+            self._scheduler.enqueue(entries)
+        except Unavailable as error:
+            settle_all([(entry.completion, error) for entry in entries])  # so that a sequencer waits for none of them
+            raise
+        if request.deadline_ns or self.policy.queue_timeout_ns:
+            self._set_alarms(request, completion, entries, now_ns)
+        return completion
+
+    def failed(self, error: HeadraceError, received_ns: int) -> None:
+        """Count a request that was answered with an error."""
+        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
+
+    # By whoever asks
+
+    @property
+    def ready(self) -> bool:
+        """True while at least one instance lives."""
+        return self._alive > 0
+
+    @property
+    def alive(self) -> int:
+        """Instances that live."""
+        return self._alive
+
+    @property
+    def in_flight(self) -> int:
+        """Requests between lease and release."""
+        return self._leases
+
+    @property
+    def depth(self) -> int:
+        """Requests in the queue."""
+        return self._scheduler.depth
+
+    # By the control thread
+
+    def close(self, timeout_s: float) -> bool:
+        """Serve what is queued, end the instances, give the model back.
+
+        Returns:
+            False if something still ran after `timeout_s`; its callers have got an error, and its memory is not freed.
+        """
+        deadline_ns = self._clock() + int(timeout_s * 1e9)
+        self._idle.wait(timeout_s)
+        self._scheduler.close()
+        ended = True
+        for instance in self._instances:
+            left_s = max((deadline_ns - self._clock()) / 1e9, 0.0)
+            ended = instance.join(left_s) and ended
+        if not ended:
+            self._give_up(Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited"))
+            return False
+        self._model.close()
+        return True
+
+    def _instance(self, index: int) -> Instance:
+        deliver: Deliver = settle_all if self._sequencer is None else self._sequencer.deliver
+        return Instance(
+            name=f"{self.spec.name}/{self.spec.version}#{index}",
+            open_execution=lambda: self._model.execution(index),
+            scheduler=self._scheduler,
+            max_rows=self.policy.batch.max_rows,
+            recorder=self.recorder,
+            deliver=deliver,
+            on_exit=self._instance_ended,
+            clock=self._clock,
+        )
+
+    def _instance_ended(self, cause: BaseException | None) -> None:
+        if cause is None:
+            return
+        with self._lock:
+            self._alive -= 1
+            left = self._alive
+        self._scheduler.set_instances(left)
+        if left == 0:
+            self._give_up(self._dead())
+        self._on_dead(left)
+
+    def _give_up(self, error: HeadraceError) -> None:
+        settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
+
+    def _dead(self) -> Unavailable:
+        return Unavailable(f"all instances of model '{self.spec.name}' have died; the server's log says why")
+
+    def _level(self, request: InferRequest) -> int:
+        # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.
+        levels = self.policy.levels
+        if levels == 1:
+            return 0
+        return min(request.priority or self.policy.default_level, levels) - 1
+
+    def _parts(self, request: InferRequest, whole: LoopCompletion, level: int, now_ns: int) -> list[Entry]:
+        max_rows = self.policy.batch.max_rows
+        if not self.policy.split_oversized or self.spec.max_batch_size == 0:
+            raise BadRequest(
+                f"the request has {request.rows} rows, model '{self.spec.name}' takes at most {max_rows} "
+                "(it is configured with oversize: reject)"
+            )
+        pieces = cut(request.inputs, request.rows, max_rows)
+        joint = Joint(whole, len(pieces))
+        entries: list[Entry] = []
+        for index, inputs in enumerate(pieces):
+            part = InferRequest(
+                inputs=inputs,
+                rows=min(max_rows, request.rows - index * max_rows),
+                shape_key=request.shape_key,
+                received_ns=request.received_ns,
+                size_bytes=request.size_bytes // len(pieces),
+            )
+            entry = Entry(part, PartCompletion(joint, index), level, now_ns)
+            entry.leave = self._scheduler.discard
+            entries.append(entry)
+
+        def leave_all() -> None:
+            for entry in entries:
+                entry.on_settled()
+
+        whole.after = leave_all
+        return entries
+
+    def _sequence(self, completions: list[Completion]) -> None:
+        sequencer = self._sequencer
+        if sequencer is None:
+            return
+        for completion in completions:
+            before = completion.after
+
+            def after(before: Callable[[], None] | None = before) -> None:
+                if before is not None:
+                    before()
+                sequencer.release()
+
+            completion.after = after
+        sequencer.admit(completions)
+
+    def _set_alarms(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
+        policy = self.policy
+        if request.deadline_ns:
+            late = DeadlineExceeded(
+                f"the request's deadline passed after {(request.deadline_ns - request.received_ns) // NS_PER_US} us"
+            )
+            completion.call_after(min(request.deadline_ns - now_ns, _MAX_DELAY_NS), completion.settle, late)
+            if policy.timeout_override:
+                return
+        if policy.queue_timeout_ns:
+            for entry in entries:
+                completion.call_after(policy.queue_timeout_ns, self._scheduler.expire, entry, policy.demote_on_timeout)

@@ -1,0 +1,228 @@
+"""Where requests wait and idle instances pull: a lock around the queue, the decision, and who sleeps.
+
+There is no scheduler thread. `next_batch` is the loop an instance runs: ask `poll`, sleep until its answer can change, ask
+again. `poll` never blocks, so tests and the simulator drive it in virtual time.
+
+Ownership: every attribute is guarded by `_lock`. Lock order: nothing else is taken while it is held, and no completion is
+settled under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from server.core.clock import NS_PER_S, Clock, monotonic_ns
+from server.core.errors import Overloaded, QueueTimeout, Unavailable
+from server.dataplane.batching import IDLE, BatchPolicy, CloseReason, Idle, Take, WaitUntil, decide
+from server.dataplane.queue import Entry, Lane, Queue
+
+_FOREVER = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that run together.
+
+    Attributes:
+        entries: live entries of one shape, in the order of serving.
+        reason: why the batch was closed.
+        taken_ns: monotonic, when it was closed.
+    """
+
+    entries: list[Entry]
+    reason: CloseReason
+    taken_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait at most.
+
+    Attributes:
+        max_count: requests.
+        max_size_bytes: memory that waiting requests hold.
+    """
+
+    max_count: int = 4096
+    max_size_bytes: int = 1 << 30
+
+
+class Scheduler:
+    """The queue of one model version and the instances that pull from it.
+
+    Args:
+        policy: how requests may be merged.
+        limits: what may wait at most.
+        levels: number of priority levels (one more is kept for demoted requests).
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        limits: QueueLimits | None = None,
+        levels: int = 1,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.policy = policy
+        self.limits = limits or QueueLimits()
+        self._levels = levels
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._queue = Queue(levels + 1)
+        self._sleepers: list[threading.Lock] = []
+        self._timed_sleepers = 0
+        self._closed = False
+        self._failure: Exception | None = None
+        self._batch_ns = 0  # smoothed time an instance is busy with a batch
+        self._instances = 1
+
+    # What the front of the house calls
+
+    def enqueue(self, entries: list[Entry]) -> None:
+        """Queue the entries of one request together, or none of them.
+
+        Raises:
+            Overloaded: the queue is full.
+            Unavailable: the model is being unloaded, or all its instances have died.
+        """
+        size_bytes = sum(entry.size_bytes for entry in entries) if len(entries) > 1 else entries[0].size_bytes
+        wake: list[threading.Lock] = []
+        with self._lock:
+            if self._closed:
+                raise self._failure or Unavailable("the model is being unloaded")
+            queue, limits = self._queue, self.limits
+            if queue.count + len(entries) > limits.max_count or (
+                queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
+            ):
+                raise Overloaded(
+                    f"the queue is full: {queue.count} requests wait, {limits.max_count} may", self._drain_time_s()
+                )
+            for entry in entries:
+                lane = queue.push(entry)
+                if self._sleepers and self._worth_waking(lane):
+                    wake.append(self._sleepers.pop())
+        for sleeper in wake:
+            sleeper.release()
+
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry whose caller has gone or whose deadline has passed; a no-op once it is being run."""
+        with self._lock:
+            self._queue.discard(entry)
+
+    def expire(self, entry: Entry, demote: bool) -> None:
+        """The queue policy's timeout of an entry has passed: refuse it, or serve it after all others.
+
+        A no-op once the entry is being run.
+        """
+        with self._lock:
+            if demote:
+                self._queue.demote(entry, self._levels)
+                return
+            if not self._queue.discard(entry):
+                return
+            retry_after_s = self._drain_time_s()
+        entry.completion.settle(QueueTimeout("the request waited longer than the queue policy allows", retry_after_s))
+
+    @property
+    def depth(self) -> int:
+        """Requests waiting now."""
+        return self._queue.count
+
+    # What instances call
+
+    def poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
+        """What an idle instance should do at `now_ns`; never blocks.
+
+        The lane that is ready and most urgent wins: by priority level, then by how long its oldest request has waited.
+        """
+        with self._lock:
+            return self._poll(now_ns)
+
+    def next_batch(self, sleeper: threading.Lock) -> Batch | None:
+        """Block until there is a batch to run; None when the scheduler is closed and empty.
+
+        Args:
+            sleeper: a lock that the calling thread owns and holds, on which it sleeps.
+        """
+        while True:
+            with self._lock:
+                answer = self._poll(self._clock())
+                if type(answer) is Batch:
+                    # Somebody must keep the alarm for what is left, and it is not this thread any more.
+                    if self._queue.count and self._sleepers and not self._timed_sleepers:
+                        self._sleepers.pop().release()
+                    return answer
+                if self._closed:
+                    return None
+                timeout_s = _FOREVER
+                if type(answer) is WaitUntil:
+                    timeout_s = max(answer.time_ns - self._clock(), 0) / NS_PER_S
+                    self._timed_sleepers += 1
+                self._sleepers.append(sleeper)
+            woken = sleeper.acquire(timeout=timeout_s)
+            if timeout_s is not _FOREVER:
+                with self._lock:
+                    self._timed_sleepers -= 1
+                    if woken:
+                        continue
+                    if sleeper in self._sleepers:
+                        self._sleepers.remove(sleeper)
+                        continue
+                sleeper.acquire()  # somebody woke us in the moment our time was up: consume that
+
+    def report(self, busy_ns: int) -> None:
+        """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""
+        self._batch_ns += (busy_ns - self._batch_ns) >> 3 if self._batch_ns else busy_ns
+
+    def set_instances(self, count: int) -> None:
+        """How many instances pull."""
+        self._instances = max(count, 1)
+
+    # What the owner calls
+
+    def close(self) -> None:
+        """Accept nothing more; what waits is still served, without delay."""
+        with self._lock:
+            self._closed = True
+            sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            sleeper.release()
+
+    def fail(self, error: Exception) -> list[Entry]:
+        """Accept nothing more and give up what waits: the caller settles the entries returned."""
+        with self._lock:
+            self._failure = error
+            entries = self._queue.clear()
+        self.close()
+        return entries
+
+    def _poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
+        best: Take | None = None
+        best_lane: Lane | None = None
+        best_rank = (0, 0)
+        wait: WaitUntil | None = None
+        for lane in self._queue.lanes:
+            answer = decide(lane, now_ns, self.policy)
+            if type(answer) is Take:
+                rank = (lane.first_level, lane.oldest_ns)
+                if best is None or rank < best_rank:
+                    best, best_lane, best_rank = answer, lane, rank
+            elif type(answer) is WaitUntil:
+                if self._closed:
+                    best, best_lane = Take(lane.count, CloseReason.DRAIN), lane
+                    break
+                if wait is None or answer.time_ns < wait.time_ns:
+                    wait = answer
+        if best is None or best_lane is None:
+            return wait or IDLE
+        return Batch(self._queue.take(best_lane, best.count), best.reason, now_ns)
+
+    def _worth_waking(self, lane: Lane) -> bool:
+        """A sleeper can run something now, or nobody has set an alarm for the lane's delay yet."""
+        return type(decide(lane, self._clock(), self.policy)) is Take or not self._timed_sleepers
+
+    def _drain_time_s(self) -> float:
+        batches = self._queue.total_rows / self.policy.max_rows
+        return max(batches * self._batch_ns / self._instances / NS_PER_S, 1.0)

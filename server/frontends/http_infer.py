@@ -1,0 +1,212 @@
+"""`POST /v2/models/{model}[/versions/{version}]/infer` as a raw ASGI callable: the hot path.
+
+No framework between the socket and the codec: no pydantic, no dependency injection, one coroutine a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from server.core.clock import Clock, monotonic_ns
+from server.core.completion import LoopCompletion
+from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge
+from server.core.tensor import ModelSpec
+from server.frontends import compression
+from server.frontends.http_codec import Body, ModelCodec
+from server.frontends.models import Handle, Models
+from server.frontends.status import http_status, retry_after_s
+
+logger = logging.getLogger("headrace.http")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# Smaller answers are sent as they are, whatever the client accepts.
+_MIN_COMPRESSED_BYTES = 1024
+_JSON_TYPE = (b"content-type", b"application/json")
+_BINARY_TYPE = (b"content-type", b"application/octet-stream")
+
+
+class Connection(Protocol):
+    """What our HTTP protocol adds to the scope: somewhere to leave who waits on this connection."""
+
+    caller: LoopCompletion | None
+
+
+class InferHeaders:
+    """The headers of a request that matter here."""
+
+    __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size")
+
+    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Read them.
+
+        Raises:
+            BadRequest: a length that is none.
+        """
+        self.accept_encoding = ""
+        self.content_encoding = ""
+        self.content_length = 0
+        self.header_size: int | None = None
+        for name, value in headers:
+            if name == b"inference-header-content-length":
+                self.header_size = _length(name, value)
+            elif name == b"content-length":
+                self.content_length = _length(name, value)
+            elif name == b"content-encoding":
+                self.content_encoding = value.decode("latin-1").strip().lower()
+            elif name == b"accept-encoding":
+                self.accept_encoding = value.decode("latin-1")
+
+
+class InferEndpoint:
+    """Serves inference requests.
+
+    Args:
+        models: where versions are leased.
+        max_body_bytes: of a request, packed and unpacked.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(self, models: Models, max_body_bytes: int, clock: Clock = monotonic_ns) -> None:
+        self._models = models
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._codecs: WeakKeyDictionary[ModelSpec, ModelCodec] = WeakKeyDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
+        """Serve one request for a model; never raises for what the client did."""
+        received_ns = self._clock()
+        handle: Handle | None = None
+        try:
+            handle = self._models.lease(model, version)
+            handle.admit()
+            headers = InferHeaders(scope["headers"])
+            body = await self._read(receive, headers)
+            received_ns = self._clock()
+            codec = self._codec(handle.spec)
+            request, plan = codec.decode(body, headers.header_size, received_ns)
+            response = await self._wait(handle.infer(request), scope, receive)
+            size, parts = codec.encode(response, plan)
+            await _send_answer(send, size, parts, headers.accept_encoding)
+        except HeadraceError as error:
+            if handle is not None:
+                handle.failed(error, received_ns)
+            if not isinstance(error, Cancelled):
+                await send_error(send, error)
+        except Exception:
+            reference = uuid.uuid4().hex[:12]
+            logger.exception("request failed in the front end (reference %s)", reference)
+            failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
+            if handle is not None:
+                handle.failed(failure, received_ns)
+            await send_error(send, failure)
+        finally:
+            if handle is not None:
+                handle.release()
+
+    def _codec(self, spec: ModelSpec) -> ModelCodec:
+        codec = self._codecs.get(spec)
+        if codec is None:
+            codec = self._codecs[spec] = ModelCodec(spec)
+        return codec
+
+    async def _read(self, receive: Receive, headers: InferHeaders) -> bytes:
+        limit = self._max_body_bytes
+        if headers.content_length > limit:
+            raise TooLarge(f"the body has {headers.content_length} bytes, at most {limit} are taken")
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Cancelled("the client left before its request had arrived")
+        body: bytes = message.get("body", b"")
+        if message.get("more_body", False):
+            body = await _read_on(receive, body, limit)
+        if headers.content_encoding:
+            return compression.decompress(body, headers.content_encoding, limit)
+        return body
+
+    async def _wait(self, completion: LoopCompletion, scope: Scope, receive: Receive) -> Any:
+        connection: Connection | None = scope.get("headrace.connection")
+        if connection is None:
+            return await _wait_watching(completion, receive)
+        connection.caller = completion
+        try:
+            return await completion
+        except asyncio.CancelledError:  # the server is being shut down by force
+            completion.abandon()
+            raise
+        finally:
+            connection.caller = None
+
+
+async def _read_on(receive: Receive, first: bytes, limit: int) -> bytes:
+    parts = [first]
+    size = len(first)
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Cancelled("the client left before its request had arrived")
+        part: bytes = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"the body is larger than {limit} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _wait_watching(completion: LoopCompletion, receive: Receive) -> Any:
+    """Wait behind an ASGI server that is not ours: its disconnect message is watched by a task."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        completion.abandon()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        return await completion
+    finally:
+        watcher.cancel()
+
+
+async def _send_answer(send: Send, header_size: int | None, parts: Body, accept_encoding: str) -> None:
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    headers = [_JSON_TYPE]
+    if header_size is not None:
+        headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
+    if accept_encoding and len(body) >= _MIN_COMPRESSED_BYTES:
+        encoding = compression.choose(accept_encoding)
+        if encoding:
+            body = compression.compress(bytes(body), encoding)
+            headers.append((b"content-encoding", encoding.encode()))
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: HeadraceError) -> None:
+    """Answer with an error: its status, Retry-After where coming back makes sense, and `{"error": text}`."""
+    body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
+    headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
+    seconds = retry_after_s(error)
+    if seconds is not None:
+        headers.append((b"retry-after", b"%d" % seconds))
+    await send({"type": "http.response.start", "status": http_status(error), "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _length(name: bytes, value: bytes) -> int:
+    # Digits only: int() would take signs, blanks and underscores. Twenty digits are beyond any size.
+    if not value.isdigit() or len(value) > 20:
+        raise BadRequest(f"{name.decode()}: {value[:32]!r} is not a number of bytes")
+    return int(value)
