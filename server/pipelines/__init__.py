@@ -1,0 +1,1 @@
+"""What happens to data before a model and after it."""
