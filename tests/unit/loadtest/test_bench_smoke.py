@@ -1,0 +1,95 @@
+"""The bench against real processes: that it starts, loads and stops them, and believes no server that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest import servers
+from loadtest.bench import wrk
+from loadtest.bench.cases.idle_connections import idle_connections
+from loadtest.protocol import HttpRequest, send
+from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
+
+TINY = ROOT / "model_repository" / "tiny"
+needs_wrk = pytest.mark.skipif(not wrk.is_installed(), reason=wrk.HOW_TO_INSTALL)
+
+
+@needs_wrk
+def test_a_peer_is_started_loaded_and_stopped(tmp_path: Path) -> None:
+    request = HttpRequest("/anything", b"x" * 1000, {"Content-Type": "application/octet-stream"})
+    with running(servers.peer("bare_asgi", "bare", "--answer-bytes", "123"), tmp_path) as server:
+        assert send(servers.HOST, server.port, request)[2] == b"o" * 123
+        load = wrk.Load((request,), connections=4, seconds=1, record_completions=True)
+        sample = wrk.run(server.url, load, tmp_path)
+        assert servers.resident_bytes(server.pid) > 1_000_000
+        assert servers.cpu_seconds(server.pid) > 0
+        with idle_connections(server.port, 20):
+            pass
+    assert sample.requests > 100
+    assert len(sample.completions_s) == sample.requests
+    assert 0 < sample.p50_us <= sample.p99_us <= sample.max_us
+
+
+@needs_wrk
+def test_errors_of_a_server_fail_the_run(tmp_path: Path) -> None:
+    model = tmp_path / "model.onnx"
+    write_sum(model)
+    with running(servers.peer("naive_fastapi", "naive", "--model", str(model)), tmp_path) as server:
+        wrong = HttpRequest("/predict", b"{}", {"Content-Type": "application/json"})
+        with pytest.raises(wrk.LoadFailed, match="status"):
+            wrk.run(server.url, wrk.Load((wrong,), connections=2, seconds=1), tmp_path)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    command = ServerCommand("broken", (sys.executable, "-c", "import sys; sys.exit('no such model')"))
+    with pytest.raises(ServerFailed, match="no such model"), running(command, tmp_path):
+        pass
+
+
+def test_a_server_that_exits_badly_is_no_success(tmp_path: Path) -> None:
+    code = (
+        "import http.server, sys\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200)\n"
+        "        self.end_headers()\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[2])), Handler).serve_forever()\n"
+    )
+    with (
+        pytest.raises(ServerFailed, match="exited with -15 after SIGTERM"),
+        running(ServerCommand("rude", (sys.executable, "-c", code)), tmp_path),
+    ):
+        pass
+
+
+@needs_wrk
+@pytest.mark.skipif(not TINY.is_dir(), reason="the demo models are not built: `make models`")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the bench needs two cores")
+def test_quick_bench_measures_headrace_and_its_peers(tmp_path: Path) -> None:
+    page, results = tmp_path / "page.md", tmp_path / "results.json"
+    page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    command = [sys.executable, "-m", "loadtest.bench", "--quick", "--only", "tiny-1"]
+    command += ["--json", str(results), "--markdown", str(page)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (result,) = json.loads(results.read_text())["results"]
+    assert {figure["contender"] for figure in result["figures"]} >= {"headrace", "bare ASGI", "naive FastAPI"}
+    assert all(figure["spread"]["median"] > 0 for figure in result["figures"])
+    assert "| headrace | requests/s |" in page.read_text()
+
+
+def write_sum(path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("input", "output")]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["input", "input"], ["output"])], "sum", tensors[:1], tensors[1:]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
