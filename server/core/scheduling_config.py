@@ -136,7 +136,7 @@ class VersionPolicy(ConfigPart):
     def _check(self) -> VersionPolicy:
         if (self.latest, self.all, self.specific).count(None) != 2:
             raise Problems(
-                [Problem((), "version_policy must name one policy", "write exactly one of latest, all, specific")]
+                [Problem((), "one policy is needed", "write exactly one of latest, all, specific")]
             )
         return self
 

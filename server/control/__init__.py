@@ -1,0 +1,1 @@
+"""The control plane: from a folder of models to versions that serve."""

@@ -1,0 +1,236 @@
+"""Completes a configuration from its model and finds where the two contradict each other.
+
+What a file says counts; what it leaves out comes from the model. `max_batch_size` follows Triton's auto-completion: where the
+first dimension of every input and output is free, it is 4 and dynamic batching is on. Where the file gives `dims` but no
+`max_batch_size`, the dims tell: as long as the model's own shape, there is no batch dimension; one shorter, there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from server.control.config_binding import problems_of
+from server.control.onnx_signature import OnnxSignature, TensorSignature
+from server.core.model_config import (
+    BACKENDS,
+    DynamicBatching,
+    InstanceGroup,
+    ModelConfig,
+    ModelInput,
+    ModelOutput,
+    Problem,
+)
+
+# Triton's default for models whose configuration it completes.
+DEFAULT_MAX_BATCH_SIZE = 4
+
+_Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
+
+
+def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
+    """Fills in what follows from names alone: name, backend, platform, file, one group of instances.
+
+    Args:
+        config: checked, so backend and platform are known ones and agree.
+        folder_name: the model's name, and the configuration's where it tells none.
+    """
+    backend = next((b for b in BACKENDS.values() if config.platform == b.platform or config.backend == b.name), None)
+    if backend is None:
+        suffix = config.default_model_filename.rpartition(".")[2]
+        backend = BACKENDS["tensorrt" if suffix in ("plan", "engine") else "onnxruntime"]
+    # A copy without checks: each value is known to be right, and what was set in the file stays known (model_fields_set).
+    update: dict[str, Any] = {
+        "name": folder_name,
+        "backend": backend.name,
+        "platform": backend.platform,
+        "default_model_filename": config.default_model_filename or backend.default_model_filename,
+    }
+    groups = config.instance_group or (InstanceGroup(),)
+    update["instance_group"] = tuple(
+        group if group.name else group.model_copy(update={"name": f"{folder_name}_{index}"})
+        for index, group in enumerate(groups)
+    )
+    return config.model_copy(update=update)
+
+
+def complete_from_model(
+    config: ModelConfig, signature: OnnxSignature
+) -> tuple[ModelConfig | None, list[Problem], list[Problem]]:
+    """Fills in what the configuration leaves out, and compares the rest with the model.
+
+    Args:
+        config: as read from the file, identity completed.
+        signature: of the version to complete from.
+
+    Returns:
+        The completed configuration (None if there are problems), the problems, and remarks that are not fatal.
+    """
+    update: dict[str, Any] = {}
+    remarks: list[Problem] = []
+    if "max_batch_size" not in config.model_fields_set:
+        update["max_batch_size"] = _batch_size(config, signature)
+        if update["max_batch_size"] > 1:
+            remarks += _symbol_remarks(config, signature)
+            if config.dynamic_batching is None:
+                update["dynamic_batching"] = DynamicBatching()
+    batched = update.get("max_batch_size", config.max_batch_size) > 0
+    fatal = [] if config.input else _untold("input", signature.required_inputs)
+    unreadable = [] if config.output else _untold("output", signature.outputs)
+    inputs = config.input or tuple(ModelInput(name=t.name) for t in signature.required_inputs if t.data_type)
+    outputs = config.output or tuple(ModelOutput(name=t.name) for t in signature.outputs if t.data_type)
+    (remarks if outputs else fatal).extend(unreadable)
+    update["input"] = tuple(_completed(tensor, signature.inputs, batched) for tensor in inputs)
+    update["output"] = tuple(_completed(tensor, signature.outputs, batched) for tensor in outputs)
+    values = {name: getattr(config, name) for name in config.model_fields_set} | update
+    values |= {
+        name: getattr(config, name)
+        for name in ("name", "backend", "platform", "default_model_filename", "instance_group")
+    }
+    try:
+        completed = ModelConfig.model_validate(values)
+    except ValidationError as error:
+        return None, fatal + problems_of(error), remarks
+    fatal = fatal or contradictions(completed, signature)
+    return (None if fatal else completed), fatal, remarks
+
+
+def _batch_size(config: ModelConfig, signature: OnnxSignature) -> int:
+    shapes = [tensor.shape for tensor in (*signature.required_inputs, *signature.outputs) if tensor.data_type]
+    if not all(shape and shape[0] == -1 for shape in shapes):
+        return 0
+    known = {tensor.name: tensor.shape for tensor in (*signature.inputs, *signature.outputs)}
+    tensors: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
+    for tensor in tensors:
+        shape = known.get(tensor.name)
+        if "dims" in tensor.model_fields_set and shape is not None and len(tensor.dims) == len(shape):
+            return 0
+    return DEFAULT_MAX_BATCH_SIZE
+
+
+def _symbol_remarks(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
+    """Warns where first dimensions carry different names: one of them may be no batch dimension."""
+    symbols = {t.batch_symbol: t.name for t in (*signature.required_inputs, *signature.outputs) if t.batch_symbol}
+    if len(symbols) < 2:
+        return []
+    named = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
+    message = f"the free first dimensions {named} are all taken as the batch"
+    return [
+        Problem(
+            ("max_batch_size",),
+            message,
+            "write max_batch_size: 0 if one of them is something else, else the size you want",
+        )
+    ]
+
+
+def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
+    """What cannot be derived: tensors of types that no request carries."""
+    return [
+        Problem(
+            (field,),
+            f'{field} "{t.name}" of the model has the type {t.onnx_type}, which no request carries',
+            "export it as a tensor",
+        )
+        for t in tensors
+        if not t.data_type
+    ]
+
+
+def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: bool) -> _Tensor:
+    signature = next((candidate for candidate in known if candidate.name == tensor.name), None)
+    if signature is None:
+        return tensor
+    update: dict[str, Any] = {}
+    if not tensor.data_type and signature.data_type:
+        update["data_type"] = signature.data_type
+    if "dims" not in tensor.model_fields_set and signature.shape is not None:
+        update["dims"] = signature.shape[1:] if batched else signature.shape
+    return tensor.model_copy(update=update)
+
+
+def incomplete(config: ModelConfig) -> list[Problem]:
+    """What a configuration must tell itself because there is no ONNX file to read it from."""
+    cure = "write it; only an ONNX file can be asked for it"
+    problems = [
+        Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
+    ]
+    both: tuple[tuple[str, tuple[ModelInput | ModelOutput, ...]], ...] = (
+        ("input", config.input),
+        ("output", config.output),
+    )
+    for field, tensors in both:
+        for index, tensor in enumerate(tensors):
+            missing = [name for name in ("data_type", "dims") if name not in tensor.model_fields_set]
+            problems += [Problem((field, index), f'{field} "{tensor.name}" has no {name}', cure) for name in missing]
+    return problems
+
+
+def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
+    """Where a complete configuration and the model do not agree; each problem tells both sides."""
+    problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
+    problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
+    listed = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
+    for required in signature.required_inputs:
+        index, tensor = listed.get(required.name, (0, None))
+        if tensor is None:
+            message = (
+                f'the model has the input "{required.name}" ({required.onnx_type}), the configuration does not list it'
+            )
+            problems.append(
+                Problem(("input",), message, "add it, or leave input out to have all of them read from the model")
+            )
+        elif tensor.optional:
+            message = f'input "{required.name}" is optional in the configuration, the model has no default for it'
+            problems.append(Problem(("input", index, "optional"), message, "remove optional"))
+    return problems
+
+
+def _compare(
+    field: str,
+    tensors: tuple[ModelInput | ModelOutput, ...],
+    known: tuple[TensorSignature, ...],
+    batched: bool,
+) -> list[Problem]:
+    problems = []
+    by_name = {tensor.name: tensor for tensor in known}
+    names = ", ".join(tensor.name for tensor in known if not tensor.has_default)
+    for index, tensor in enumerate(tensors):
+        signature = by_name.get(tensor.name)
+        if signature is None:
+            message = f'{field} "{tensor.name}" is not in the model'
+            problems.append(Problem((field, index, "name"), message, f"the model has {names}"))
+            continue
+        if tensor.data_type != signature.data_type:
+            message = f'{field} "{tensor.name}" has the type {tensor.data_type or "none"}, the model has {signature.onnx_type}'
+            cure = f"write {signature.data_type}" if signature.data_type else "export it as a tensor, or leave it out"
+            problems.append(Problem((field, index, "data_type"), message, cure))
+        problem = _compare_shape(field, index, tensor, signature.shape, batched)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _compare_shape(
+    field: str, index: int, tensor: ModelInput | ModelOutput, shape: tuple[int, ...] | None, batched: bool
+) -> Problem | None:
+    name = f'{field} "{tensor.name}"'
+    if shape is None:
+        if "dims" in tensor.model_fields_set:
+            return None
+        return Problem((field, index), f"the model does not tell the shape of {name}", "write its dims")
+    if batched and (not shape or shape[0] != -1):
+        message = f"max_batch_size needs a free first dimension, {name} has the shape {list(shape)} in the model"
+        return Problem(
+            ("max_batch_size",), message, "write max_batch_size: 0, or export the model with a dynamic batch dimension"
+        )
+    dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+    own = shape[1:] if batched else shape
+    # A free dimension of the model takes any size; a fixed one must be told as it is.
+    if len(dims) == len(own) and all(size in (-1, told) for told, size in zip(dims, own, strict=True)):
+        return None
+    place = " behind the batch dimension" if batched else ""
+    return Problem(
+        (field, index, "dims"), f"{name} has dims {list(dims)}, the model has {list(own)}{place}", f"write {list(own)}"
+    )

@@ -1,0 +1,124 @@
+"""Which fields of Triton's schema this server does not have, and which it has without an effect yet. One table, told to users.
+
+A pattern is a dotted path; `*` stands for any index or key. `screen` takes what is refused or ignored out of a document, so
+that the schema sees only what it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from server.control.document import Document
+from server.core.errors import Finding
+from server.core.model_config import Location, Problem
+
+_TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
+
+# Serving with these would give other answers than the author of the configuration expects. Pattern -> cure.
+REFUSED: dict[str, str] = {
+    "runtime": "remove it; the backend's own runtime is used",
+    "sequence_batching": "stateful models are not served; keep the state in the client, as inputs and outputs",
+    "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
+    "batch_input": "remove it; pass the counts as inputs of the request",
+    "batch_output": "remove it; inputs of different shapes are not merged here",
+    "input.*.reshape": "reshape comes with a later release; give dims as the model has them",
+    "output.*.reshape": "reshape comes with a later release; give dims as the model has them",
+    "input.*.is_shape_tensor": _TENSORRT_ONLY,
+    "output.*.is_shape_tensor": _TENSORRT_ONLY,
+    "input.*.is_non_linear_format_io": _TENSORRT_ONLY,
+    "output.*.is_non_linear_format_io": _TENSORRT_ONLY,
+    "input.*.allow_ragged_batch": "remove it; requests of different shapes are batched apart",
+    "instance_group.*.rate_limiter": "remove it; an instance takes work when it is idle",
+    "instance_group.*.secondary_devices": "remove it; DLA cores are not used",
+    "instance_group.*.profile": "remove it; profiles of TensorRT engines come with a later release",
+    "instance_group.*.passive": "remove it; every instance serves",
+    "instance_group.*.host_policy": "remove it; start the server under numactl or taskset instead",
+    "cc_model_filenames": "remove it; one file serves every GPU, named by default_model_filename",
+    "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
+    "model_transaction_policy.decoupled": "remove it; a request has one answer",
+    "model_repository_agents": "remove it; prepare the files before the server sees them",
+    "response_cache.enable": "the response cache comes with a later release; remove it",
+}
+
+# Nothing is wrong without these: accepted, not kept, said once. Pattern -> what happens instead.
+IGNORED: dict[str, str] = {
+    "model_metrics": "histograms have the server's own buckets",
+    "optimization.cuda.graph_spec": "every batch size is run alike",
+}
+
+# Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
+WITHOUT_EFFECT: dict[str, str] = {
+    "dynamic_batching.priority_queue_policy": "default_queue_policy counts for every level",
+    "model_warmup": "the first request warms the model",
+    "metric_tags": "metrics carry the model's name and version",
+    "optimization.graph": "ONNX Runtime does all its graph optimisations",
+    "optimization.priority": "all models are equal",
+    "optimization.cuda": "there is no CUDA backend yet",
+    "optimization.execution_accelerators": "the model runs without an accelerator",
+    "optimization.eager_batching": "a batch is assembled when an instance is free",
+    "labels": "a version is asked for by its number",
+    "slo": "nothing is promised yet",
+    "fallback": "a model whose backend is missing does not load",
+    "build_on_load": "engines are not built yet",
+}
+
+# What these say is what happens anyway.
+_DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {}, "PRIORITY_DEFAULT", "default")
+
+
+def _places(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
+    """Every place in `data` that `pattern` leads to."""
+    if not pattern:
+        yield loc
+    elif pattern[0] == "*":
+        items = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
+        for key, item in items:
+            yield from _places(item, pattern[1:], (*loc, key))
+    elif isinstance(data, dict) and pattern[0] in data:
+        yield from _places(data[pattern[0]], pattern[1:], (*loc, pattern[0]))
+
+
+def _parent(data: dict[str, object], loc: Location) -> Any:
+    parent: Any = data
+    for part in loc[:-1]:
+        parent = parent[part]
+    return parent
+
+
+def _take_out(data: dict[str, object], loc: Location) -> object:
+    """Removes the value at `loc`, and the block around it if that is then empty and not part of our schema."""
+    parent = _parent(data, loc)
+    value: object = parent.pop(loc[-1])
+    if len(loc) == 2 and loc[0] in ("model_operations", "model_transaction_policy", "response_cache") and not parent:
+        data.pop(str(loc[0]))
+    return value
+
+
+def screen(document: Document) -> list[Finding]:
+    """Refuses, takes out and remarks on what this server does not do. Changes `document.data`.
+
+    Returns:
+        A fatal finding for each field refused, a warning for each that has no effect.
+    """
+    findings = []
+    for pattern, cure in REFUSED.items():
+        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+            problem = Problem(loc, f'"{_dotted(loc)}" is not served here', cure)
+            if _take_out(document.data, loc) not in _DEFAULTS:
+                findings.append(document.finding(problem))
+    for pattern, instead in IGNORED.items():
+        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+            problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
+            if _take_out(document.data, loc) not in _DEFAULTS:
+                findings.append(document.finding(problem, fatal=False))
+    for pattern, instead in WITHOUT_EFFECT.items():
+        for loc in _places(document.data, tuple(pattern.split("."))):
+            if _parent(document.data, loc)[loc[-1]] not in _DEFAULTS:
+                problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
+                findings.append(document.finding(problem, fatal=False))
+    return findings
+
+
+def _dotted(loc: Location) -> str:
+    return ".".join(str(part) for part in loc)

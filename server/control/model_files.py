@@ -1,0 +1,121 @@
+"""The files of one model's folder: version folders, the model in each, labels; nothing outside of the repository is followed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+
+from server.control.document import refuse
+from server.core.errors import Finding
+from server.core.model_config import ModelConfig
+
+# ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
+MAX_LABELS_BYTES = 16 * 1024 * 1024
+
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+
+
+def within(path: Path, root: Path) -> bool:
+    """True if `path`, with all links followed, lies in `root`."""
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+
+
+def shown(path: Path, repository: Path) -> str:
+    """How a finding names `path`: relative to where the repository was named."""
+    return path.relative_to(repository).as_posix()
+
+
+def find_versions(folder: Path, repository: Path) -> tuple[tuple[int, ...], list[Finding]]:
+    """The version numbers on disk, ascending, and remarks on folders that look like a version and are none.
+
+    Files beside them (labels, notes), hidden folders and `warmup` are passed over in silence.
+    """
+    versions = []
+    findings = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(".") or not entry.is_dir() or entry.name == "warmup":
+            continue
+        if not _VERSION.fullmatch(entry.name):
+            cure = "name a version's folder by a positive number without leading zeros"
+            findings.append(Finding(shown(entry, repository), None, "is no version and is ignored", cure, fatal=False))
+        elif not within(entry, repository):
+            cure = "copy the files into the repository"
+            findings.append(Finding(shown(entry, repository), None, "is a link that leads out of the repository", cure))
+        else:
+            versions.append(int(entry.name))
+    return tuple(sorted(versions)), findings
+
+
+def find_model_file(folder: Path, version: int, filename: str) -> Path:
+    """Where the model of one version is; a folder of that name holds a file of that name, as Triton has it for ONNX."""
+    path = folder / str(version) / filename
+    return path / filename if path.is_dir() else path
+
+
+def check_model_file(path: Path, repository: Path) -> list[Finding]:
+    """What is wrong with a model's file from the outside; nothing if it is there and inside of the repository."""
+    name = shown(path, repository)
+    if not path.is_file():
+        others = (
+            sorted(p.name for p in path.parent.iterdir() if p.is_file() and not p.name.startswith("."))
+            if path.parent.is_dir()
+            else []
+        )
+        there = f"the folder has {', '.join(others[:5])}; " if others else ""
+        cure = f"{there}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
+        return [Finding(name, None, "the model's file is missing", cure)]
+    if not within(path, repository):
+        return [Finding(name, None, "is a link that leads out of the repository", "copy the file into the repository")]
+    return []
+
+
+def filename_problem(value: str) -> tuple[str, str] | None:
+    """Message and cure if `value` cannot name a file inside of a model's folder; None if it can."""
+    inside = PurePosixPath(value)
+    if "\0" in value or "\\" in value or inside.is_absolute() or ".." in inside.parts or not inside.parts:
+        return f"{value!r:.120} leads out of the model's folder", "write a path below it, with '/' and without '..'"
+    return None
+
+
+def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
+    """The class names in a label file, one a line, blank lines at its end left out.
+
+    Raises:
+        ConfigError: missing, outside of the repository, too large, or not UTF-8.
+    """
+    name = shown(path, repository)
+    if not path.is_file():
+        raise refuse(name, None, "the label file is missing", "add it to the model's folder, or remove label_filename")
+    if not within(path, repository):
+        raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
+    try:
+        content = path.read_bytes() if path.stat().st_size <= MAX_LABELS_BYTES else None
+    except OSError as error:
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+    if content is None:
+        raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
+    # Not splitlines(): that also splits at characters which may stand in a name.
+    return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
+
+
+def label_remarks(
+    config: ModelConfig, labels: dict[str, tuple[str, ...]], folder: Path, repository: Path
+) -> list[Finding]:
+    """Warns of label files with fewer names than the output has classes."""
+    findings = []
+    for output in config.output:
+        classes = output.dims[-1] if output.dims else -1
+        names = labels.get(output.name)
+        if names is not None and len(names) < classes:
+            message = f'has {len(names)} names, output "{output.name}" has {classes} classes'
+            name = shown(folder / output.label_filename, repository)
+            findings.append(Finding(name, None, message, "add the missing names, one a line", fatal=False))
+    return findings
