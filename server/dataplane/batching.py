@@ -25,6 +25,8 @@ class CloseReason(Enum):
     """The oldest request had waited for the allowed delay."""
     IDLE = "idle"
     """An instance was idle and waiting is not allowed."""
+    SINGLE = "single"
+    """The model does not merge requests."""
     DRAIN = "drain"
     """The model is being unloaded: nothing more will join."""
 
@@ -37,11 +39,13 @@ class BatchPolicy:
         max_rows: rows in one batch, at least 1.
         preferred_rows: sizes worth closing a batch for, ascending.
         max_delay_ns: how long the oldest request may be kept waiting for company while an instance is idle.
+        merge: False runs every request alone.
     """
 
     max_rows: int = 1
     preferred_rows: tuple[int, ...] = ()
     max_delay_ns: int = 0
+    merge: bool = True
 
 
 class LaneView(Protocol):
@@ -93,6 +97,8 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy) -> Decision:
     count = view.count
     if count == 0:
         return IDLE
+    if not policy.merge:
+        return Take(1, CloseReason.SINGLE)
     if view.total_rows > policy.max_rows:
         fitting = _fitting(view, policy.max_rows)
         if fitting < count:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from server.backends.base import LoadedModel
-from server.core.clock import NS_PER_US, Clock, monotonic_ns
+from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
 from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, Unavailable
 from server.core.request import InferRequest
@@ -29,7 +29,7 @@ from server.observability.recorder import Recorder
 logger = logging.getLogger("headrace.model")
 
 # uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
-_MAX_DELAY_NS = 86_400 * 1_000_000_000
+_MAX_DELAY_NS = 86_400 * NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ class ModelHandle:
         self._sequencer = Sequencer() if policy.preserve_ordering else None
         self._lock = threading.Lock()
         self._leases = 0
+        self._closing = False
         self._idle = threading.Event()
         self._idle.set()
         self._alive = policy.instances
@@ -108,12 +109,14 @@ class ModelHandle:
 
     # On the event loop
 
-    def lease(self) -> ModelHandle:
-        """Take a lease; the registry calls this."""
+    def lease(self) -> bool:
+        """Take a lease; False if the version is being closed. The registry calls this."""
         with self._lock:
+            if self._closing:
+                return False
             self._leases += 1
             self._idle.clear()
-        return self
+        return True
 
     def release(self) -> None:
         """Give a lease back."""
@@ -198,12 +201,14 @@ class ModelHandle:
         Returns:
             False if something still ran after `timeout_s`; its callers have got an error, and its memory is not freed.
         """
-        deadline_ns = self._clock() + int(timeout_s * 1e9)
+        deadline_ns = self._clock() + int(timeout_s * NS_PER_S)
+        with self._lock:
+            self._closing = True
         self._idle.wait(timeout_s)
         self._scheduler.close()
         ended = True
         for instance in self._instances:
-            left_s = max((deadline_ns - self._clock()) / 1e9, 0.0)
+            left_s = max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
             ended = instance.join(left_s) and ended
         if not ended:
             self._give_up(Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited"))

@@ -7,13 +7,14 @@ buckets by NumPy, many at a time: when a few thousand have gathered, or when Pro
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from server.core.clock import NS_PER_S
+from server.core.clock import NS_PER_MS, NS_PER_S
 
 # Seconds. The same for every model and phase, so that histograms add up over replicas.
 BUCKETS_S: tuple[float, ...] = (
@@ -99,6 +100,7 @@ class Totals:
         rows: rows of the successful requests.
         executions: batches run, whatever became of them.
         queue_ns, assembly_ns, compute_ns, split_ns: per successful request, summed (a batch's time counts for each member).
+        last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
         sizes: per batch size in rows.
         reasons: batches by the reason why they were closed.
         phases: histograms by phase.
@@ -114,6 +116,7 @@ class Totals:
     assembly_ns: int = 0
     compute_ns: int = 0
     split_ns: int = 0
+    last_ms: int = 0
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in PHASES})
@@ -165,6 +168,7 @@ class Recorder:
             totals.assembly_ns += assembly_ns * members
             totals.compute_ns += compute_ns * members
             totals.split_ns += split_ns * members
+            totals.last_ms = time.time_ns() // NS_PER_MS
             totals.reasons[reason] += 1
             size = totals.sizes.get(rows)
             if size is None:
@@ -210,6 +214,7 @@ class Recorder:
                 assembly_ns=live.assembly_ns,
                 compute_ns=live.compute_ns,
                 split_ns=live.split_ns,
+                last_ms=live.last_ms,
                 sizes={
                     rows: SizeTotals(size.count, size.assembly_ns, size.compute_ns, size.split_ns)
                     for rows, size in live.sizes.items()

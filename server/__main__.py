@@ -1,0 +1,87 @@
+"""The command line: `headrace serve | validate | infer | models build`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+from server import settings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    # `models` belongs to engines, which the server never imports: it gets the rest of the line as it is.
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["models"]:
+        return subprocess.call([sys.executable, "-m", "engines", *given])
+    try:
+        args = _parser().parse_args(given)
+    except ValueError as error:
+        Console(stderr=True).print(f"headrace: {error}", style="red", highlight=False)
+        return 2
+    run = args.run
+    status: int = run(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="headrace", description="An inference server for folders of models.")
+    parser.add_argument("--version", action="version", version=version("headrace"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model repository")
+    settings.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+
+    validate = commands.add_parser("validate", help="check a model repository without serving it")
+    validate.add_argument("path", nargs="+", type=Path, help="a model repository, or the folder of one model")
+    validate.set_defaults(run=_validate)
+
+    from server.client import infer_command
+
+    infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
+    infer_command.add_arguments(infer)
+    infer.set_defaults(run=infer_command.main)
+
+    commands.add_parser("models", help="models build: build the demo models")
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    chosen = settings.from_arguments(args)
+    configure_logging(chosen.log_format)
+    from server.app import HeadraceServer
+    from server.banner import announce
+
+    return HeadraceServer(chosen, announce).run()
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from server.control import validate
+
+    return validate.main(args.path, Console())
+
+
+def configure_logging(log_format: str) -> None:
+    """Warnings and news to standard error, for people or as JSON lines."""
+    if log_format == "json":
+        from server.observability.logs import JsonFormatter
+
+        handler: logging.Handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s", force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What `headrace serve` prints when it is ready: where it listens, what it serves, what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+
+class Index(Protocol):
+    """The registry, as far as the banner goes."""
+
+    def index(self) -> Sequence[Mapping[str, object]]:
+        """Every version found, its state and reason."""
+
+
+def announce(url: str, registry: Index) -> None:
+    """Print the models, the addresses and a line to try."""
+    console = Console(highlight=False)
+    rows = registry.index()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("model", "version", "state"):
+        table.add_column(title)
+    for row in rows:
+        state = str(row["state"])
+        table.add_row(str(row["name"]), str(row["version"]), f"[{'green' if state == 'READY' else 'red'}]{state}[/]")
+    console.print(table)
+    console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs")
+    ready = {row["name"] for row in rows if row["state"] == "READY"}
+    line = example(url, ready)
+    if line:
+        console.print("Try:  " + line, soft_wrap=True, markup=False)
+    if "efficientnet_lite0" in ready:
+        console.print("or:   headrace infer efficientnet_lite0 photo.jpg", markup=False)
+    console.print("Ctrl-C stops it.")
+
+
+def example(url: str, ready: set[object]) -> str:
+    """A curl line for a demo model, "" if none serves."""
+    if "add_sub" not in ready:
+        return f"curl {url}/v2/health/ready"
+    numbers = list(range(16))
+    body = {
+        "inputs": [
+            {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "data": numbers},
+            {"name": "INPUT1", "datatype": "INT32", "shape": [1, 16], "data": [1] * 16},
+        ]
+    }
+    return f"curl -s {url}/v2/models/add_sub/infer -d {shlex.quote(orjson.dumps(body).decode())}"

@@ -1,0 +1,151 @@
+"""The only factory: a model's folder and a version in, a running `ModelHandle` out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.backends.base import Backend, Execution, LoadedModel
+from server.control.config_reader import ModelFolder
+from server.core.clock import NS_PER_US
+from server.core.completion import Mailbox
+from server.core.errors import ConfigError, Finding
+from server.core.model_config import DynamicBatching, ModelConfig
+from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.reshape import ReshapingExecution
+from server.dataplane.scheduler import QueueLimits
+from server.observability.recorder import Recorder
+
+logger = logging.getLogger("headrace.loader")
+
+
+def open_backend(name: str) -> Backend:
+    """A backend by its name in the configuration; its library is imported here and not before.
+
+    Raises:
+        ConfigError: there is none of that name on this machine.
+    """
+    if name == "onnxruntime":
+        from server.backends.onnxruntime_backend import OnnxRuntimeBackend
+
+        return OnnxRuntimeBackend()
+    cure = "write backend: onnxruntime, or fallback: onnxruntime"
+    raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Builds handles.
+
+    Attributes:
+        mailbox: of the event loop on which callers wait.
+        histograms: keep latency histograms.
+        on_dead: called with (model, version, instances left) when an instance dies.
+        backend: finds a backend by name.
+    """
+
+    mailbox: Mailbox
+    histograms: bool = True
+    on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
+    backend: Callable[[str], Backend] = open_backend
+
+    def load(self, folder: ModelFolder, version: int) -> ModelHandle:
+        """Read the model file and start its instances.
+
+        Raises:
+            ConfigError: the version cannot be served; says why.
+        """
+        config = folder.config
+        policy = handle_policy(config)
+        model = self._open(config).load(folder.model_file(version), policy.instances, dict(config.parameters))
+        spec = model_spec(folder, version)
+        handle = ModelHandle(
+            spec=spec,
+            policy=policy,
+            model=_reshaping(model, config),
+            mailbox=self.mailbox,
+            recorder=Recorder(self.histograms),
+            on_dead=lambda left: self.on_dead(config.name, str(version), left),
+        )
+        handle.start()
+        return handle
+
+    def _open(self, config: ModelConfig) -> Backend:
+        try:
+            return self.backend(config.backend)
+        except ConfigError:
+            if config.fallback is None:
+                raise
+            logger.warning("model %s: backend %s is not here, %s runs it", config.name, config.backend, config.fallback)
+            return self.backend(config.fallback)
+
+
+def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
+    """What callers may send and get."""
+    config = folder.config
+    batch = (-1,) if config.max_batch_size else ()
+    inputs = {
+        tensor.name: TensorSpec(
+            tensor.name, BY_CONFIG_NAME[tensor.data_type], (*batch, *tensor.dims), optional=tensor.optional
+        )
+        for tensor in config.input
+    }
+    outputs = {
+        tensor.name: TensorSpec(
+            tensor.name,
+            BY_CONFIG_NAME[tensor.data_type],
+            (*batch, *tensor.dims),
+            labels=folder.labels.get(tensor.name, ()),
+        )
+        for tensor in config.output
+    }
+    return ModelSpec(config.name, str(version), config.platform, inputs, outputs, config.max_batch_size)
+
+
+def handle_policy(config: ModelConfig) -> HandlePolicy:
+    """How the model treats its requests."""
+    batching = config.dynamic_batching
+    merge = batching is not None and config.max_batch_size > 0
+    batching = batching or DynamicBatching()
+    queue = batching.default_queue_policy
+    limits = QueueLimits(max_count=queue.max_queue_size) if queue.max_queue_size else QueueLimits()
+    return HandlePolicy(
+        batch=BatchPolicy(
+            max_rows=max(config.max_batch_size, 1),
+            preferred_rows=tuple(sorted(batching.preferred_batch_size)),
+            max_delay_ns=batching.max_queue_delay_microseconds * NS_PER_US,
+            merge=merge,
+        ),
+        limits=limits,
+        instances=sum(group.count for group in config.instance_group) or 1,
+        split_oversized=config.oversize == "split",
+        preserve_ordering=batching.preserve_ordering,
+        levels=max(batching.priority_levels, 1),
+        default_level=max(batching.default_priority_level, 1),
+        queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
+        demote_on_timeout=queue.timeout_action == "DELAY",
+        timeout_override=queue.allow_timeout_override,
+    )
+
+
+def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:
+    inputs = {tensor.name: tensor.reshape.shape for tensor in config.input if tensor.reshape is not None}
+    outputs = {tensor.name: tensor.dims for tensor in config.output if tensor.reshape is not None}
+    return _ReshapingModel(model, inputs, outputs, config.max_batch_size > 0) if inputs or outputs else model
+
+
+@dataclass(frozen=True, slots=True)
+class _ReshapingModel:
+    inner: LoadedModel
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    batched: bool
+
+    def execution(self, index: int) -> Execution:
+        return ReshapingExecution(self.inner.execution(index), self.inputs, self.outputs, self.batched)
+
+    def close(self) -> None:
+        self.inner.close()

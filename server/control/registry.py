@@ -1,0 +1,175 @@
+"""Which versions serve now. The event loop reads, the control thread writes; what is read is swapped whole, never changed.
+
+Ownership: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from server.control.lifecycle import State, step
+from server.core.errors import NotFound, Unavailable
+from server.dataplane.handle import ModelHandle
+from server.observability.statistics import to_triton
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """One model's versions that serve.
+
+    Attributes:
+        handles: by version, ascending.
+        labels: names for versions.
+        config: the configuration in Triton's JSON.
+    """
+
+    handles: dict[str, ModelHandle]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    def find(self, version: str) -> ModelHandle | None:
+        """By number or label; "" is the latest."""
+        if not version:
+            return next(reversed(self.handles.values()), None)
+        return self.handles.get(self.labels.get(version, version))
+
+
+@dataclass(slots=True)
+class _Record:
+    state: State
+    reason: str
+
+
+class Registry:
+    """All models and what became of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._serving: Mapping[str, Serving] = {}
+        self._records: dict[tuple[str, str], _Record] = {}
+        self._complete = False
+
+    # For the front ends
+
+    def lease(self, name: str, version: str) -> ModelHandle:
+        """Lease a version; "" is the latest.
+
+        Raises:
+            NotFound: no such model or version.
+            Unavailable: there is one, but it does not serve now.
+        """
+        while True:
+            serving = self._serving.get(name)
+            handle = serving.find(version) if serving is not None else None
+            if handle is None:
+                raise self._missing(name, version)
+            if handle.lease():
+                return handle
+
+    def versions(self, name: str) -> Sequence[str]:
+        """The versions that serve, ascending."""
+        serving = self._serving.get(name)
+        return list(serving.handles) if serving is not None else []
+
+    def config(self, name: str, version: str) -> Mapping[str, object]:
+        """The configuration in force; raises what `lease` raises."""
+        serving = self._serving.get(name)
+        if serving is None or serving.find(version) is None:
+            raise self._missing(name, version)
+        return serving.config
+
+    def statistics(self, name: str, version: str) -> Sequence[Mapping[str, object]]:
+        """Of all models if `name` is "", of all versions if `version` is ""; raises what `lease` raises."""
+        serving = self._serving
+        if not name:
+            return [to_triton(model, number, handle.recorder.totals()) for model, number, handle in self.sources()]
+        if name not in serving or serving[name].find(version) is None:
+            raise self._missing(name, version)
+        chosen = serving[name].find(version) if version else None
+        return [
+            to_triton(name, number, handle.recorder.totals())
+            for number, handle in serving[name].handles.items()
+            if chosen is None or handle is chosen
+        ]
+
+    def index(self) -> Sequence[Mapping[str, object]]:
+        """Every version found, its state and reason."""
+        with self._lock:
+            return [
+                {"name": name, "version": version, "state": record.state.value, "reason": record.reason}
+                for (name, version), record in sorted(self._records.items())
+            ]
+
+    def ready(self) -> bool:
+        """True once the first loading is over, while every version that serves has a living instance."""
+        return self._complete and all(
+            handle.ready for serving in self._serving.values() for handle in serving.handles.values()
+        )
+
+    # For metrics
+
+    def sources(self) -> Iterable[tuple[str, str, ModelHandle]]:
+        """Everything that serves."""
+        return [
+            (name, version, handle)
+            for name, serving in self._serving.items()
+            for version, handle in serving.handles.items()
+        ]
+
+    # For the control thread
+
+    def set_complete(self, complete: bool) -> None:
+        """The first loading is over (True), or the server drains (False)."""
+        self._complete = complete
+
+    def mark(self, name: str, version: str, state: State, reason: str = "") -> None:
+        """Move a version to a state."""
+        with self._lock:
+            record = self._records.setdefault((name, version), _Record(State.UNKNOWN, ""))
+            if state is not State.UNKNOWN:
+                record.state = step(record.state, state)
+            record.reason = reason
+
+    def forget(self, name: str, version: str) -> None:
+        """Drop the record of a version; "" is the one a model has before its versions are known."""
+        with self._lock:
+            self._records.pop((name, version), None)
+
+    def publish(self, name: str, serving: Serving | None) -> Serving | None:
+        """Swap what serves under a name (None: nothing); gives what served before."""
+        with self._lock:
+            now = dict(self._serving)
+            before = now.pop(name, None)
+            if serving is not None and serving.handles:
+                ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
+                now[name] = replace(serving, handles=ordered)
+            self._serving = now
+            return before
+
+    def failures(self) -> list[tuple[str, str, str]]:
+        """(name, version, reason) of everything that cannot serve."""
+        with self._lock:
+            return [
+                (name, version, record.reason)
+                for (name, version), record in sorted(self._records.items())
+                if record.state is State.UNAVAILABLE
+            ]
+
+    def _missing(self, name: str, version: str) -> NotFound | Unavailable:
+        shown = f"model {name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
+        with self._lock:
+            records = [
+                record
+                for (model, number), record in self._records.items()
+                if model == name and (not version or version == number or not number)
+            ]
+        for record in records:
+            if record.state is State.UNAVAILABLE:
+                return Unavailable(f"{shown} cannot be served: {record.reason}")
+            if record.state in (State.UNKNOWN, State.LOADING):
+                return Unavailable(f"{shown} is being loaded")
+        if records:
+            return Unavailable(f"{shown} is not loaded")
+        return NotFound(f"{shown} is not found; POST /v2/repository/index lists what there is")

@@ -1,0 +1,224 @@
+"""What the command line and the environment say. The only reader of the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "HEADRACE_"
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to serve; every field is an option of `headrace serve` and a variable `HEADRACE_<FIELD>`.
+
+    Attributes:
+        model_repository: folders with one folder a model.
+        host: address to listen on.
+        http_port: for HTTP; 0 lets the system choose.
+        grpc_port: for gRPC.
+        metrics_port: for /metrics, None for the HTTP port.
+        model_control: none loads everything at start, explicit only what `load_model` names, poll watches the folders.
+        load_model: models to load at start; "*" is all.
+        strict: refuse to start if a model cannot be served.
+        allow_client_shm: let clients register shared memory.
+        allow_model_override: let a load request bring its own configuration.
+        cache_bytes: of the response cache.
+        trace_file: where traces go.
+        log_format: text or json.
+        max_body_bytes: of one request.
+        drain_timeout_s: how long shutdown waits for requests in flight.
+        metrics: keep latency histograms and serve /metrics.
+    """
+
+    model_repository: tuple[Path, ...]
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int | None = None
+    model_control: str = "none"
+    load_model: tuple[str, ...] = ()
+    strict: bool = False
+    allow_client_shm: bool = False
+    allow_model_override: bool = False
+    cache_bytes: int = 0
+    trace_file: str = ""
+    log_format: str = "text"
+    max_body_bytes: int = 128 << 20
+    drain_timeout_s: float = 30.0
+    metrics: bool = True
+
+
+# Accepted today, effective with a later release: field -> what is missing.
+LATER: dict[str, str] = {
+    "grpc_port": "gRPC",
+    "model_control": "loading and unloading while the server runs",
+    "allow_client_shm": "shared memory",
+    "allow_model_override": "loading with a configuration from the client",
+    "cache_bytes": "the response cache",
+    "trace_file": "tracing",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
+    """Declare the options of `headrace serve`, with defaults from the environment.
+
+    Raises:
+        ValueError: a variable has a value that the option does not take; names both.
+    """
+    env = _Environment(os.environ if environ is None else environ)
+    add = parser.add_argument
+    repositories = env.list("MODEL_REPOSITORY") or ["model_repository"]
+    add("--model-repository", action="append", metavar="DIR", help=f"folder of models, repeatable ({repositories[0]})")
+    parser.set_defaults(default_model_repository=repositories, default_load_model=env.list("LOAD_MODEL"))
+    add("--host", default=env.text("HOST", "127.0.0.1"), help="address to listen on (%(default)s)")
+    add("--http-port", type=_port, default=env.port("HTTP_PORT", 8000), metavar="N", help="HTTP port (%(default)s)")
+    add("--grpc-port", type=_port, default=env.port("GRPC_PORT", 8001), metavar="N", help="gRPC port (%(default)s)")
+    metrics_port = env.port("METRICS_PORT", None)
+    add("--metrics-port", type=_port, default=metrics_port, metavar="N", help="port of /metrics (the HTTP port)")
+    control = env.choice("MODEL_CONTROL", "none", ("none", "explicit", "poll"))
+    add("--model-control", choices=("none", "explicit", "poll"), default=control, help="who loads models (%(default)s)")
+    add(
+        "--load-model", action="append", metavar="NAME", help="load at start, with --model-control explicit; repeatable"
+    )
+    _add_flag(parser, env, "strict", "refuse to start if a model cannot be served")
+    _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
+    _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
+    add(
+        "--cache-bytes",
+        type=_size,
+        default=env.size("CACHE_BYTES", 0),
+        metavar="N",
+        help="of the response cache (0: off)",
+    )
+    add("--trace-file", default=env.text("TRACE_FILE", ""), metavar="FILE", help="write traces to this file")
+    log_format = env.choice("LOG_FORMAT", "text", ("text", "json"))
+    add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
+    body = env.size("MAX_BODY_BYTES", 128 << 20)
+    add("--max-body-bytes", type=_size, default=body, metavar="N", help="of one request (%(default)s)")
+    drain = env.seconds("DRAIN_TIMEOUT_S", 30.0)
+    add(
+        "--drain-timeout-s",
+        type=_seconds,
+        default=drain,
+        metavar="S",
+        help="wait for requests at shutdown (%(default)s)",
+    )
+    add(
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=env.flag("METRICS", True),
+        help="latency histograms and /metrics (on)",
+    )
+
+
+def from_arguments(args: argparse.Namespace) -> Settings:
+    """Settings out of parsed arguments."""
+    return Settings(
+        model_repository=tuple(Path(folder) for folder in args.model_repository or args.default_model_repository),
+        host=args.host,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        model_control=args.model_control,
+        load_model=tuple(args.load_model or args.default_load_model),
+        strict=args.strict,
+        allow_client_shm=args.allow_client_shm,
+        allow_model_override=args.allow_model_override,
+        cache_bytes=args.cache_bytes,
+        trace_file=args.trace_file,
+        log_format=args.log_format,
+        max_body_bytes=args.max_body_bytes,
+        drain_timeout_s=args.drain_timeout_s,
+        metrics=args.metrics,
+    )
+
+
+def without_effect(settings: Settings) -> list[str]:
+    """A sentence for every option that was set and has no effect yet."""
+    default = Settings(model_repository=())
+    return [
+        f"--{name.replace('_', '-')} has no effect yet: {missing} comes with a later release"
+        for name, missing in LATER.items()
+        if getattr(settings, name) != getattr(default, name)
+        # Loading a chosen set at start works already.
+        and not (name == "model_control" and settings.model_control == "explicit" and settings.load_model)
+    ]
+
+
+def _add_flag(parser: argparse.ArgumentParser, env: _Environment, name: str, text: str) -> None:
+    default = env.flag(name.replace("-", "_").upper(), False)
+    parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+class _Environment:
+    """Reads `HEADRACE_` variables and says which one is wrong."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, name: str, default: str) -> str:
+        return self._environ.get(PREFIX + name, default)
+
+    def list(self, name: str) -> list[str]:
+        return [part for part in self.text(name, "").split(os.pathsep) if part]
+
+    def port(self, name: str, default: int | None) -> int | None:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else int(self._parsed(name, text, _port))
+
+    def size(self, name: str, default: int) -> int:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else int(self._parsed(name, text, _size))
+
+    def seconds(self, name: str, default: float) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self._parsed(name, text, _seconds)
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self._environ.get(PREFIX + name)
+        if text is None:
+            return default
+        if text.lower() not in _TRUE | _FALSE:
+            raise ValueError(f"{PREFIX}{name}: {text!r} is neither true nor false")
+        return text.lower() in _TRUE
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        text = self.text(name, default)
+        if text not in choices:
+            raise ValueError(f"{PREFIX}{name}: {text!r} is not one of {', '.join(choices)}")
+        return text
+
+    @staticmethod
+    def _parsed(name: str, text: str, parse: object) -> float:
+        try:
+            return parse(text)  # type: ignore[operator,no-any-return]
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{PREFIX}{name}: {error}") from error
