@@ -1,0 +1,87 @@
+"""The demo models by name: which recipe builds each, and which files lie beside it.
+
+Nothing heavy is imported here: a recipe is named by module and function, and loaded when it is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from typing import Any, cast
+
+from engines.demo.artefact import Artefact
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: the model's name, and that of its folder.
+        recipe: "module:function" within `engines.demo`; the function takes a `Report` and returns an `Artefact`.
+        sources: the modules whose text makes the model what it is; a change in one of them rebuilds it.
+        files: file in the model's folder -> the file of this package's `files/` folder that it is a copy of.
+        fetched_recipe: the recipe for fetched weights, "" if there is none; it takes a `Report` and a `WeightsFile`.
+    """
+
+    name: str
+    recipe: str
+    sources: tuple[str, ...]
+    files: dict[str, str]
+    fetched_recipe: str = ""
+
+    def recipe_digest(self) -> str:
+        """SHA-256, in hex, over the text of `sources`."""
+        digest = hashlib.sha256()
+        for source in self.sources:
+            digest.update(files("engines.demo").joinpath(f"{source}.py").read_bytes())
+        return digest.hexdigest()
+
+    def file_text(self, name: str) -> str:
+        """The text of one of `files`."""
+        return files("engines.demo").joinpath("files", self.files[name]).read_text(encoding="utf-8")
+
+
+def load_recipe(recipe: str) -> Callable[..., Artefact]:
+    """Import "module:function" of `engines.demo`."""
+    module_name, function_name = recipe.split(":")
+    module: Any = import_module(f"engines.demo.{module_name}")
+    return cast(Callable[..., Artefact], getattr(module, function_name))
+
+
+# The slow ones last, so that a first look at the repository already finds something.
+CATALOGUE: dict[str, DemoModel] = {
+    model.name: model
+    for model in (
+        DemoModel("tiny", "small:build_tiny", ("small", "graph"), {"config.pbtxt": "tiny/config.pbtxt"}),
+        DemoModel("add_sub", "small:build_add_sub_int32", ("small", "graph"), {"config.pbtxt": "add_sub/config.pbtxt"}),
+        DemoModel(
+            "add_sub_fp32",
+            "small:build_add_sub_fp32",
+            ("small", "graph"),
+            {"config.pbtxt": "add_sub_fp32/config.pbtxt"},
+        ),
+        DemoModel(
+            "efficientnet_lite0",
+            "efficientnet:build",
+            ("efficientnet", "graph", "torch_weights"),
+            {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
+        ),
+        DemoModel(
+            "resnet50",
+            "resnet:build_seeded",
+            ("resnet", "graph"),
+            {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
+            fetched_recipe="resnet:build_fetched",
+        ),
+        DemoModel(
+            "digits",
+            "digits:build",
+            ("digits", "digits_network", "graph"),
+            {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
+        ),
+    )
+}

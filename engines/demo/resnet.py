@@ -1,0 +1,129 @@
+"""ResNet-50 v1.5, with seeded weights or with published ones.
+
+The architecture is that of He et al., "Deep Residual Learning for Image Recognition" (2015), table 1; v1.5 means that the
+stride of 2 sits in a block's 3x3 convolution and not in its first. Tensor names are torchvision's, whose state dict of
+this architecture can be read as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from engines.demo.artefact import Artefact, BuildError, Report
+from engines.demo.graph import Floats, GraphBuilder, fold_batch_norm, fp32
+from engines.demo.weights_file import WeightsFile
+
+SIDE = 224
+CLASSES = 1000
+SEED = 50
+_EPSILON = 1e-5
+# Blocks in each of the four stages; the width doubles from 64 on, and a block's output is four times as wide.
+_BLOCKS = (3, 4, 6, 3)
+_EXPANSION = 4
+# An even share of the shortcut's variance and the branch's would double it 16 times; this adds a quarter each time.
+_BRANCH_GAIN = 0.5
+
+# Gives weight and bias of one convolution: its name, its batch norm's name, the weight's shape, the gain it should have.
+ConvWeights = Callable[[str, str, tuple[int, ...], float], tuple[Floats, Floats]]
+
+
+def build_seeded(report: Report) -> Artefact:
+    """Input "input" FP32 [N, 3, 224, 224], output "logits" FP32 [N, 1000]; random weights, the same each time."""
+    random = np.random.default_rng(SEED)
+
+    def draw(shape: tuple[int, ...], gain: float) -> Floats:
+        # He et al., "Delving Deep into Rectifiers" (2015): variance 2 / fan-in keeps activations' scale through ReLUs.
+        # Without batch norm the positive mean of what comes in would drown the picture, so each filter sums to zero;
+        # that takes away the mean's share of the power, 1 / pi of a rectified normal, which the filter makes up for.
+        weight = random.standard_normal(shape, np.float32)
+        weight -= weight.mean(axis=tuple(range(1, len(shape))), keepdims=True)
+        return weight * np.float32(gain * np.sqrt(2.0 / (1.0 - 1.0 / np.pi) / np.prod(shape[1:])))
+
+    def seeded(_conv: str, _norm: str, shape: tuple[int, ...], gain: float) -> tuple[Floats, Floats]:
+        return draw(shape, gain), np.zeros(shape[0], np.float32)
+
+    width = 512 * _EXPANSION
+    dense = draw((CLASSES, width), 1.0), np.zeros(CLASSES, np.float32)
+    return _build(report, seeded, dense, f"seeded random weights, seed {SEED}", "Apache-2.0", "seeded")
+
+
+def build_fetched(report: Report, weights: WeightsFile) -> Artefact:
+    """The same with published weights: a state dict with torchvision's names, or an ONNX file that takes its place.
+
+    Raises:
+        BuildError: if the file cannot be had, has another checksum, or does not hold this architecture.
+    """
+    content = weights.read(lambda done, note: report(0.6 * done, note))
+    origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
+    if content[:4] != b"PK\x03\x04" and content[:2] != b"\x80\x02":
+        from engines.demo.onnx_file import adopt
+
+        report(0.7, "checking the ONNX file")
+        model = adopt(content, fp32(3, SIDE, SIDE), fp32(CLASSES), "input", "logits", {"origin": origin})
+        return Artefact(model, source)
+
+    from engines.demo.torch_weights import read_state_dict
+
+    tensors = read_state_dict(content)
+
+    def tensor(name: str, shape: tuple[int, ...]) -> Floats:
+        if name not in tensors or tensors[name].shape != shape or tensors[name].dtype != np.float32:
+            found = f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
+            raise BuildError(
+                f"{weights.url}: {name} is {found}, expected float32 {shape}: this is no state dict of torchvision's resnet50"
+            )
+        return tensors[name]
+
+    def folded(conv: str, norm: str, shape: tuple[int, ...], _gain: float) -> tuple[Floats, Floats]:
+        parts = ("weight", "bias", "running_mean", "running_var")
+        gamma, beta, mean, variance = (tensor(f"{norm}.{part}", shape[:1]) for part in parts)
+        return fold_batch_norm(tensor(f"{conv}.weight", shape), gamma, beta, mean, variance, _EPSILON)
+
+    dense = tensor("fc.weight", (CLASSES, 512 * _EXPANSION)), tensor("fc.bias", (CLASSES,))
+    licence = "the publisher's"
+    return _build(lambda done, note: report(0.6 + 0.4 * done, note), folded, dense, origin, licence, source)
+
+
+def _build(
+    report: Report, weights: ConvWeights, dense: tuple[Floats, Floats], origin: str, licence: str, source: str
+) -> Artefact:
+    graph = GraphBuilder("resnet50")
+    x = graph.conv("input", "conv1", *weights("conv1", "bn1", (64, 3, 7, 7), 1.0), stride=2)
+    x = graph.node("Relu", x)
+    x = graph.node("MaxPool", x, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1])
+    channels, number = 64, 0
+    for stage, blocks in enumerate(_BLOCKS):
+        for block in range(blocks):
+            report(number / sum(_BLOCKS), f"block {number + 1} of {sum(_BLOCKS)}")
+            stride = 2 if stage > 0 and block == 0 else 1
+            x = _block(graph, x, f"layer{stage + 1}.{block}", weights, channels, 64 << stage, stride)
+            channels, number = (64 << stage) * _EXPANSION, number + 1
+    x = graph.node("Flatten", graph.node("GlobalAveragePool", x))
+    graph.dense(x, "fc", *dense, output="logits")
+    model = graph.model(
+        {"input": fp32(3, SIDE, SIDE)},
+        {"logits": fp32(CLASSES)},
+        "ResNet-50 v1.5: RGB pixels less ImageNet's mean, divided by its deviation in; the logits of 1000 classes out.",
+        {"origin": origin, "licence": licence},
+    )
+    return Artefact(model, source)
+
+
+def _block(
+    graph: GraphBuilder, x: str, prefix: str, weights: ConvWeights, channels: int, width: int, stride: int
+) -> str:
+    """A bottleneck: 1x1 to `width`, 3x3 with the stride, 1x1 to four times `width`, added to the shortcut."""
+
+    def conv(y: str, name: str, norm: str, shape: tuple[int, ...], stride: int = 1, gain: float = 1.0) -> str:
+        weight, bias = weights(f"{prefix}.{name}", f"{prefix}.{norm}", shape, gain)
+        return graph.conv(y, f"{prefix}.{name}", weight, bias, stride=stride)
+
+    wide = width * _EXPANSION
+    y = graph.node("Relu", conv(x, "conv1", "bn1", (width, channels, 1, 1)))
+    y = graph.node("Relu", conv(y, "conv2", "bn2", (width, width, 3, 3), stride))
+    y = conv(y, "conv3", "bn3", (wide, width, 1, 1), gain=_BRANCH_GAIN)
+    if channels != wide or stride != 1:
+        x = conv(x, "downsample.0", "downsample.1", (wide, channels, 1, 1), stride)
+    return graph.node("Relu", graph.node("Add", x, y))

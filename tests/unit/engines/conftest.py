@@ -1,0 +1,114 @@
+"""One demo repository for all tests here, built once, and checkpoints as PyTorch writes them, without PyTorch."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import struct
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.demo.build import build_model
+from engines.demo.catalogue import CATALOGUE
+
+SaveCheckpoint = Callable[..., bytes]
+
+
+@pytest.fixture(scope="session")
+def demo_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("demo_repository")
+    for model in CATALOGUE.values():
+        outcome = build_model(model, output, None, False, lambda *_: None)
+        assert outcome.built, outcome.error
+    return output
+
+
+class _Storage:
+    def __init__(self, key: str, values: np.ndarray) -> None:
+        self.key, self.values = key, values
+
+
+class _Tensor:
+    """A tensor over a storage; `strides` in elements."""
+
+    def __init__(self, storage: _Storage, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> None:
+        self.arguments = (storage, offset, shape, strides, False, collections.OrderedDict())
+
+    def __reduce__(self) -> Any:
+        return sys.modules["torch._utils"]._rebuild_tensor_v2, self.arguments
+
+
+class _Pickler(pickle.Pickler):
+    legacy = False
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        kind = {"<f4": "FloatStorage", "<i8": "LongStorage"}[obj.values.dtype.str]
+        pid = ("storage", getattr(sys.modules["torch"], kind), obj.key, "cpu", len(obj.values))
+        return (*pid, None) if self.legacy else pid
+
+
+def _fake_torch() -> dict[str, types.ModuleType]:
+    torch, inner = types.ModuleType("torch"), types.ModuleType("torch._utils")
+    torch._utils = inner
+    for name in ("FloatStorage", "LongStorage"):
+        setattr(torch, name, type(name, (), {"__module__": "torch"}))
+
+    def rebuild() -> None: ...
+
+    rebuild.__module__, rebuild.__name__, rebuild.__qualname__ = "torch._utils", *["_rebuild_tensor_v2"] * 2
+    inner._rebuild_tensor_v2 = rebuild
+    return {"torch": torch, "torch._utils": inner}
+
+
+@pytest.fixture
+def save_checkpoint(monkeypatch: pytest.MonkeyPatch) -> SaveCheckpoint:
+    """save(state, legacy=False): entries are arrays, (array, shape, strides, offset) for views, or anything picklable."""
+
+    def save(state: dict[str, Any], legacy: bool = False) -> bytes:
+        storages: list[_Storage] = []
+
+        def tensor(entry: Any) -> Any:
+            if isinstance(entry, np.ndarray):
+                entry = (entry.ravel(), entry.shape, tuple(s // entry.itemsize for s in entry.strides), 0)
+            if not isinstance(entry, tuple):
+                return entry
+            values, shape, strides, offset = entry
+            storages.append(_Storage(str(1000 + len(storages)), values))
+            return _Tensor(storages[-1], shape, strides, offset)
+
+        stream = io.BytesIO()
+        if legacy:
+            info = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
+            for header in (0x1950A86A20F9469CFC6C, 1001, info):
+                pickle.dump(header, stream, 2)
+        with monkeypatch.context() as patch:
+            for name, module in _fake_torch().items():
+                patch.setitem(sys.modules, name, module)
+            pickled = io.BytesIO()
+            pickler = _Pickler(pickled, 2)
+            pickler.legacy = legacy
+            pickler.dump(collections.OrderedDict((name, tensor(entry)) for name, entry in state.items()))
+        if legacy:
+            stream.write(pickled.getvalue())
+            pickle.dump([storage.key for storage in storages], stream, 2)
+            for storage in storages:
+                stream.write(struct.pack("<q", len(storage.values)) + storage.values.tobytes())
+        else:
+            with zipfile.ZipFile(stream, "w") as archive:
+                archive.writestr("archive/data.pkl", pickled.getvalue())
+                archive.writestr("archive/byteorder", "little")
+                for storage in storages:
+                    archive.writestr(f"archive/data/{storage.key}", storage.values.tobytes())
+        return stream.getvalue()
+
+    return save

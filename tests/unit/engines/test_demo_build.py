@@ -1,0 +1,197 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+import engines.__main__ as command_line
+from engines.demo import build, small
+from engines.demo.artefact import BuildError
+from engines.demo.build import State, build_model, choose, state_of
+from engines.demo.catalogue import CATALOGUE
+from engines.demo.weights_file import WeightsFile
+
+COMMITTED = Path(__file__).parents[3] / "model_repository"
+TINY = CATALOGUE["tiny"]
+FETCHED = WeightsFile("weights.pth", "ab" * 32)
+
+
+def _build(output: Path, force: bool = False):
+    return build_model(TINY, output, None, force, lambda *_: None)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _change_stamp(output: Path, **fields: object) -> None:
+    path = output / "tiny/1/build.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_second_build_touches_nothing(tmp_path):
+    first = _build(tmp_path)
+    assert (first.state, first.built) == (State.MISSING, True)
+    assert first.size_bytes == (tmp_path / "tiny/1/model.onnx").stat().st_size
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    second = _build(tmp_path)
+    assert (second.state, second.built) == (State.UP_TO_DATE, False)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_builds_are_reproducible_and_leave_nothing_else(tmp_path):
+    _build(tmp_path / "a")
+    _build(tmp_path / "b")
+    a, b = _contents(tmp_path / "a"), _contents(tmp_path / "b")
+    assert list(a) == ["tiny/1/build.json", "tiny/1/model.onnx", "tiny/config.pbtxt"]
+    assert a["tiny/1/model.onnx"] == b["tiny/1/model.onnx"]
+
+
+def test_a_changed_recipe_rebuilds(tmp_path):
+    _build(tmp_path)
+    _change_stamp(tmp_path, recipe="another")
+    outcome = _build(tmp_path)
+    assert (outcome.state, outcome.built) == (State.OUTDATED, True)
+    assert _build(tmp_path).state is State.UP_TO_DATE
+
+
+def test_a_damaged_model_is_rebuilt(tmp_path):
+    _build(tmp_path)
+    model = tmp_path / "tiny/1/model.onnx"
+    whole = model.read_bytes()
+    model.write_bytes(whole[:100])
+    assert _build(tmp_path).built
+    assert model.read_bytes() == whole
+
+
+def test_somebodys_own_model_is_kept_unless_forced(tmp_path):
+    (tmp_path / "tiny/1").mkdir(parents=True)
+    model = tmp_path / "tiny/1/model.onnx"
+    model.write_bytes(b"mine")
+    outcome = _build(tmp_path)
+    assert (outcome.state, outcome.built) == (State.FOREIGN, False)
+    assert model.read_bytes() == b"mine"
+    assert _build(tmp_path, force=True).built
+    assert model.read_bytes() != b"mine"
+
+
+def test_configs_are_restored_but_never_overwritten(tmp_path):
+    _build(tmp_path)
+    config = tmp_path / "tiny/config.pbtxt"
+    config.write_text("# mine")
+    _build(tmp_path, force=True)
+    assert config.read_text() == "# mine"
+    config.unlink()
+    _build(tmp_path)
+    assert config.read_text() == TINY.file_text("config.pbtxt")
+    config.rename(config.with_name("config.yaml"))
+    _build(tmp_path)
+    assert not config.exists()
+
+
+@pytest.mark.parametrize("present", [False, True], ids=["nothing there", "older model there"])
+def test_a_failure_while_writing_leaves_what_was(tmp_path, monkeypatch, present):
+    if present:
+        _build(tmp_path)
+        _change_stamp(tmp_path, recipe="another")
+    before = {name: data for name, data in _contents(tmp_path).items() if name.startswith("tiny/1/")}
+    write_bytes = Path.write_bytes
+
+    def full_disk(path: Path, data: bytes) -> int:
+        if path.name == build.STAMP_FILE:
+            raise OSError(28, "No space left on device")
+        return write_bytes(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
+    outcome = _build(tmp_path)
+    assert "No space left" in outcome.error
+    assert not outcome.built
+    after = _contents(tmp_path)
+    after.pop("tiny/config.pbtxt")
+    assert after == before
+    assert [path.name for path in (tmp_path / "tiny").iterdir() if path.name.startswith(".")] == []
+
+
+def test_one_failing_model_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    def fail(_report):
+        raise BuildError("the weights are not installed")
+
+    monkeypatch.setattr(small, "build_tiny", fail)
+    status = command_line.main(["models", "build", "--output", str(tmp_path), "--only", "tiny", "add_sub"])
+    assert status == 1
+    assert "tiny was not built: the weights are not installed" in capsys.readouterr().out
+    assert (tmp_path / "add_sub/1/model.onnx").is_file()
+    assert not (tmp_path / "tiny/1").exists()
+
+
+def test_when_all_is_there_one_line_says_so_and_nothing_heavy_is_imported(tmp_path):
+    arguments = ["models", "build", "--output", str(tmp_path), "--only", "tiny", "add_sub"]
+    assert command_line.main(arguments) == 0
+    script = (
+        "import sys, engines.__main__ as m\n"
+        f"status = m.main({arguments!r})\n"
+        "print(sorted({'numpy', 'onnx', 'onnxruntime', 'sklearn'} & set(sys.modules)), status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"All 2 demo models are up to date in {tmp_path}.\n[] 0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--only", "tyni"], "no demo model is called tyni"),
+        (["--weights-url", "x.pth"], "belong together"),
+        (["--weights-sha256", "ab" * 32], "belong together"),
+        (["--weights-url", "x.pth", "--weights-sha256", "12"], "64 hex digits"),
+        (["--only", "tiny", "--pretrained"], "only resnet50 takes them"),
+    ],
+)
+def test_a_wrong_call_is_told(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command_line.main(["models", "build", *arguments])
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_fetched_weights_stay_until_others_are_asked_for(tmp_path):
+    model = CATALOGUE["resnet50"]
+    folder = tmp_path / "resnet50/1"
+    folder.mkdir(parents=True)
+    (folder / "model.onnx").write_bytes(b"four")
+    stamp = {"recipe": model.recipe_digest(), "weights": f"sha256:{FETCHED.sha256}", "size_bytes": 4}
+    (folder / "build.json").write_text(json.dumps(stamp))
+    assert state_of(model, tmp_path, None) is State.UP_TO_DATE
+    assert state_of(model, tmp_path, FETCHED) is State.UP_TO_DATE
+    assert state_of(model, tmp_path, WeightsFile("other.pth", "cd" * 32)) is State.OUTDATED
+    (folder / "build.json").write_text(json.dumps(stamp | {"weights": "seeded"}))
+    assert state_of(model, tmp_path, None) is State.UP_TO_DATE
+    assert state_of(model, tmp_path, FETCHED) is State.OUTDATED
+
+
+def test_all_models_are_chosen_unless_some_are_named():
+    assert [model.name for model in choose([], FETCHED)] == list(CATALOGUE)
+    assert [model.name for model in choose(["digits", "tiny"], None)] == ["tiny", "digits"]
+
+
+@pytest.mark.parametrize(("model", "name"), [(model, name) for model in CATALOGUE.values() for name in model.files])
+def test_committed_files_are_what_the_builder_writes(model, name):
+    assert (COMMITTED / model.name / name).read_text(encoding="utf-8") == model.file_text(name)
+
+
+@pytest.mark.parametrize("model", CATALOGUE.values(), ids=lambda model: model.name)
+def test_configs_read_as_what_they_are(model, demo_repository):
+    if "config.yaml" in model.files:
+        config = yaml.safe_load(model.file_text("config.yaml"))
+        name, batch, outputs = config["name"], config["max_batch_size"], config["output"]
+        label_files = [output.get("label_filename") for output in outputs]
+    else:
+        parsed = text_format.Parse(model.file_text("config.pbtxt"), model_config_pb2.ModelConfig())
+        name, batch = parsed.name, parsed.max_batch_size
+        label_files = [output.label_filename or None for output in parsed.output]
+    assert name == model.name
+    assert batch == {"tiny": 64, "digits": 64}.get(name, 8)
+    assert [file for file in label_files if file] == [file for file in model.files if file.startswith("labels")]
