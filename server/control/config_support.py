@@ -22,8 +22,6 @@ REFUSED: dict[str, str] = {
     "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
     "batch_input": "remove it; pass the counts as inputs of the request",
     "batch_output": "remove it; inputs of different shapes are not merged here",
-    "input.*.reshape": "reshape comes with a later release; give dims as the model has them",
-    "output.*.reshape": "reshape comes with a later release; give dims as the model has them",
     "input.*.is_shape_tensor": _TENSORRT_ONLY,
     "output.*.is_shape_tensor": _TENSORRT_ONLY,
     "input.*.is_non_linear_format_io": _TENSORRT_ONLY,
@@ -50,6 +48,8 @@ IGNORED: dict[str, str] = {
 # Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
 WITHOUT_EFFECT: dict[str, str] = {
     "dynamic_batching.priority_queue_policy": "default_queue_policy counts for every level",
+    "instance_group.*.kind": "every instance runs on the CPU",
+    "instance_group.*.gpus": "every instance runs on the CPU",
     "model_warmup": "the first request warms the model",
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
@@ -57,14 +57,19 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.cuda": "there is no CUDA backend yet",
     "optimization.execution_accelerators": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
-    "labels": "a version is asked for by its number",
     "slo": "nothing is promised yet",
-    "fallback": "a model whose backend is missing does not load",
     "build_on_load": "engines are not built yet",
 }
 
 # What these say is what happens anyway.
-_DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {}, "PRIORITY_DEFAULT", "default")
+_DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
+_DEFAULT_WORDS = ("default", "auto", "cpu", "model")
+
+
+def _says_nothing(value: object) -> bool:
+    if isinstance(value, str):
+        return value == "" or value.rpartition("_")[2].lower() in _DEFAULT_WORDS
+    return value in _DEFAULTS
 
 
 def _places(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
@@ -105,16 +110,16 @@ def screen(document: Document) -> list[Finding]:
     for pattern, cure in REFUSED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):
             problem = Problem(loc, f'"{_dotted(loc)}" is not served here', cure)
-            if _take_out(document.data, loc) not in _DEFAULTS:
+            if not _says_nothing(_take_out(document.data, loc)):
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):
             problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
-            if _take_out(document.data, loc) not in _DEFAULTS:
+            if not _says_nothing(_take_out(document.data, loc)):
                 findings.append(document.finding(problem, fatal=False))
     for pattern, instead in WITHOUT_EFFECT.items():
         for loc in _places(document.data, tuple(pattern.split("."))):
-            if _parent(document.data, loc)[loc[-1]] not in _DEFAULTS:
+            if not _says_nothing(_parent(document.data, loc)[loc[-1]]):
                 problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
                 findings.append(document.finding(problem, fatal=False))
     return findings

@@ -25,7 +25,6 @@ PAGE_FILE = "configuration.md"
 _INFORMATIVE = {
     "input.*.format": "informative",
     "instance_group.*.name": "informative",
-    "instance_group.*.gpus": "on GPUs only",
     "optimization.input_pinned_memory": "on GPUs only",
     "optimization.output_pinned_memory": "on GPUs only",
     "optimization.gather_kernel_buffer_threshold": "on GPUs only",
@@ -104,7 +103,7 @@ def _parts(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
     for name, field in model.model_fields.items():
         pattern = (*path, name, *_step(field.annotation))
         inner = _model_in(field.annotation)
-        if inner is not None and inner.model_fields and not any(_matches(refused, pattern) for refused in REFUSED):
+        if inner is not None and inner.model_fields:
             yield from _parts(inner, pattern)
 
 
@@ -115,6 +114,8 @@ def _matches(pattern: str, path: tuple[str, ...]) -> bool:
 
 
 def _status(path: tuple[str, ...]) -> str:
+    if path == ("instance_group", "*", "kind"):
+        return "`KIND_CPU` and `KIND_AUTO`; every instance runs on the CPU"
     for pattern, instead in WITHOUT_EFFECT.items():
         if _matches(pattern, path):
             return f"no effect yet: {instead}"
@@ -170,8 +171,6 @@ def _table(path: tuple[str, ...], model: type[BaseModel], names: list[str]) -> l
     for name in names:
         field = model.model_fields[name]
         here = (*path, name)
-        if any(_matches(refused, here) for refused in REFUSED):
-            continue
         cells = [
             f"`{name}`",
             _type_name(field.annotation, name),
@@ -224,14 +223,7 @@ def configuration_page() -> str:
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of `config.yaml`."""
-    schema: dict[str, Any] = _without_nulls(ModelConfig.model_json_schema())
-    for pattern in REFUSED:
-        field, _, rest = pattern.partition(".*.")
-        part = {"input": "ModelInput", "output": "ModelOutput"}.get(field)
-        if part is not None:
-            schema["$defs"][part]["properties"].pop(rest, None)
-    used = json.dumps(schema)
-    schema["$defs"] = {name: part for name, part in schema["$defs"].items() if f'"#/$defs/{name}"' in used}
+    schema = _without_nulls(ModelConfig.model_json_schema())
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **schema,

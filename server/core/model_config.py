@@ -157,7 +157,8 @@ class ModelConfig(ConfigPart):
     )
     parameters: dict[str, ParameterText] = Field(
         default={},
-        description="Options of the backend, e.g. `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`.",
+        description="Options of the backend; ONNX Runtime's: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`, "
+        "`enable_mem_arena`, `enable_mem_pattern`, `optimization_level`.",
     )
     model_warmup: tuple[ModelWarmup, ...] = Field(
         default=(), description="Requests that run before the model is ready."
@@ -226,8 +227,12 @@ class ModelConfig(ConfigPart):
     def _tensor_problems(self) -> list[Problem]:
         names = [tensor.name for tensor in self.input]
         problems = []
-        if self.preprocess is not None and names and self.preprocess.input not in names:
-            message = f'preprocess.input "{self.preprocess.input}" is not an input of the model'
+        picture = None if self.preprocess is None else self.preprocess.input
+        if picture == "" and len(names) > 1:
+            message = "preprocess does not tell which of the inputs takes the picture"
+            problems.append(Problem(("preprocess",), message, f"write input: one of {', '.join(names)}"))
+        elif picture and names and picture not in names:
+            message = f'preprocess.input "{picture}" is not an input of the model'
             problems.append(Problem(("preprocess", "input"), message, f"write one of {', '.join(names)}"))
         for index, warmup in enumerate(self.model_warmup):
             problems += [

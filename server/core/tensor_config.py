@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from server.core.config_base import (
     ConfigPart,
@@ -24,6 +24,17 @@ TensorName = Annotated[str, Field(strict=True, min_length=1)]
 TensorFormat = Annotated[
     Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"],
     *one_of(("FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"), "FORMAT_"),
+]
+
+
+def _as_channels(value: Any) -> Any:
+    return (value,) if isinstance(value, int | float) else value
+
+
+Channels = Annotated[
+    tuple[Number, ...],
+    BeforeValidator(_as_channels),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]}),
 ]
 
 
@@ -111,7 +122,9 @@ class ModelOutput(ConfigPart):
 class Preprocess(ConfigPart):
     """How a picture becomes the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
 
-    input: TensorName = Field(description="The input that takes the picture.")
+    input: Text = Field(
+        default="", description="The input that takes the picture; may be left out for a model with only one."
+    )
     color: Annotated[Literal["rgb", "gray"], *one_of(("rgb", "gray"))] = Field(
         default="rgb", description="Channels: three (red, green, blue) or one (grey)."
     )
@@ -124,10 +137,10 @@ class Preprocess(ConfigPart):
     interpolation: Annotated[Literal["bilinear", "bicubic"], *one_of(("bilinear", "bicubic"))] = Field(
         default="bilinear", description="How pixels in between are computed when resizing."
     )
-    mean: tuple[Number, ...] = Field(
+    mean: Channels = Field(
         default=(0.0,), description="Subtracted from each pixel (0 to 255): one number, or one a channel."
     )
-    std: tuple[Number, ...] = Field(
+    std: Channels = Field(
         default=(1.0,), description="Divides each pixel after `mean` was subtracted: one number, or one a channel."
     )
     layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = Field(
