@@ -17,10 +17,24 @@ def port_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def serve(app: Any, port: int) -> None:
-    """Run an ASGI application on uvicorn with uvloop and httptools, without an access log, until SIGTERM."""
+def serve(app: Any, port: int, *, server_headers: bool = True) -> None:
+    """Run an ASGI application on uvicorn with uvloop and httptools, without an access log, until SIGTERM.
+
+    Args:
+        app: the application.
+        port: on the loopback address.
+        server_headers: whether answers carry `server` and `date`, as they do unless somebody turns it off.
+    """
     # uvicorn raises the signal again after its shutdown; without a handler of ours the exit status would be -15.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
-        app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", access_log=False, log_level="warning"
+        app,
+        host="127.0.0.1",
+        port=port,
+        loop="uvloop",
+        http="httptools",
+        access_log=False,
+        log_level="warning",
+        server_header=server_headers,
+        date_header=server_headers,
     )

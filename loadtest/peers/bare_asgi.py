@@ -40,7 +40,8 @@ def main() -> None:
     parser = port_parser()
     parser.add_argument("--answer-bytes", type=int, required=True)
     options = parser.parse_args()
-    serve(BareAsgi(b"o" * options.answer_bytes), options.port)
+    # Headrace sends neither header; the floor shall not pay for what we do not.
+    serve(BareAsgi(b"o" * options.answer_bytes), options.port, server_headers=False)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""`python -m loadtest.run`: locust, headless, against a Headrace of its own or a running one, with thresholds.
+
+Exit status: 0 if every answer was right and p99 within its bound, 1 if not, 2 if the test could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loadtest.servers import HEADRACE_COMMAND, ROOT, ServerFailed, headrace, running
+
+SCENARIOS = {"json": "JsonUser", "binary": "BinaryUser", "mixed": "MixedUser"}
+RESULTS = ROOT / "loadtest" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What locust counted for one kind of request; latencies in milliseconds, as locust rounds them."""
+
+    name: str
+    requests: int
+    failures: int
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the scenarios, print the summary, give the exit status."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    RESULTS.mkdir(exist_ok=True)
+    stem = RESULTS / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        with _target(options) as host:
+            console.print(f"{options.users} users for {options.duration_s} s on {host}: {', '.join(options.scenario)}")
+            status = _run_locust(host, options, stem)
+        lines = summarise(json.loads(stem.with_suffix(".json").read_text()), options.duration_s)
+    except (ServerFailed, OSError, subprocess.TimeoutExpired) as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+    console.print(_table(lines))
+    console.print(f"report: {stem.with_suffix('.html').relative_to(ROOT)}")
+    problems = verdicts(lines, options.p99_ms)
+    if status not in (0, 1):
+        problems.append(f"locust exited with {status}")
+    for problem in problems:
+        console.print(f"FAIL  {problem}", style="bold red", markup=False)
+    if not problems:
+        console.print(f"PASS  no failure, p99 within {options.p99_ms:g} ms", style="bold green")
+    return int(bool(problems))
+
+
+def summarise(entries: Sequence[Mapping[str, Any]], duration_s: float) -> list[Line]:
+    """The lines of locust's JSON statistics, by name."""
+    lines = []
+    for entry in sorted(entries, key=lambda entry: str(entry["name"])):
+        times = {float(time_ms): int(count) for time_ms, count in entry["response_times"].items()}
+        elapsed_s = entry["last_request_timestamp"] - entry["start_time"] if entry["num_requests"] else duration_s
+        lines.append(
+            Line(
+                name=entry["name"],
+                requests=entry["num_requests"],
+                failures=entry["num_failures"],
+                requests_per_s=entry["num_requests"] / max(elapsed_s, 1e-9),
+                p50_ms=percentile(times, 0.50),
+                p99_ms=percentile(times, 0.99),
+            )
+        )
+    return lines
+
+
+def percentile(times: Mapping[float, int], share: float) -> float:
+    """The time, in ms, within which `share` of the requests were answered: `times` counts requests by time."""
+    wanted, seen = share * sum(times.values()), 0
+    for time_ms in sorted(times):
+        seen += times[time_ms]
+        if seen >= wanted:
+            return time_ms
+    return 0.0
+
+
+def verdicts(lines: Sequence[Line], p99_ms: float) -> list[str]:
+    """What breaks a threshold, a sentence each."""
+    if not any(line.requests for line in lines):
+        return ["no request was answered"]
+    problems = [f"{line.name}: {line.failures} of {line.requests} failed" for line in lines if line.failures]
+    problems += [
+        f"{line.name}: p99 is {line.p99_ms:g} ms, allowed are {p99_ms:g} ms" for line in lines if line.p99_ms > p99_ms
+    ]
+    return problems
+
+
+@contextmanager
+def _target(options: argparse.Namespace) -> Iterator[str]:
+    """The URL of the server named, or of one that lives as long as the test."""
+    if options.host:
+        yield options.host
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-load-") as scratch,
+        running(
+            headrace(options.model_repository.resolve(), command=shlex.split(options.command)), Path(scratch)
+        ) as server,
+    ):
+        yield server.url
+
+
+def _run_locust(host: str, options: argparse.Namespace, stem: Path) -> int:
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--only-summary"]
+    command += ["--host", host, "--users", str(options.users), "--spawn-rate", str(options.users)]
+    command += ["--run-time", f"{options.duration_s}s", "--stop-timeout", "10", "--loglevel", "WARNING"]
+    command += ["--html", str(stem.with_suffix(".html")), "--json-file", str(stem)]  # locust adds .json
+    command += [SCENARIOS[name] for name in options.scenario]
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        for _ in track(range(options.duration_s), "load", refresh_per_second=1, transient=True):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+        return process.wait(60.0)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _table(lines: Sequence[Line]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("request")
+    for column in ("requests", "failed", "requests/s", "p50 ms", "p99 ms"):
+        table.add_column(column, justify="right")
+    for line in lines:
+        cells = (f"{line.requests:,}", str(line.failures), f"{line.requests_per_s:,.0f}")
+        table.add_row(line.name, *cells, f"{line.p50_ms:g}", f"{line.p99_ms:g}")
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.run", description="Load Headrace with locust and judge it."
+    )
+    parser.add_argument(
+        "--command",
+        default=shlex.join(HEADRACE_COMMAND),
+        help="how to start a server, e.g. that of another checkout (default: %(default)s)",
+    )
+    parser.add_argument("--host", metavar="URL", help="a running server (default: one of its own, on a free port)")
+    parser.add_argument("--scenario", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="default: all")
+    parser.add_argument("--users", type=int, default=24, help="shared by the scenarios (default: %(default)s)")
+    parser.add_argument(
+        "--duration", dest="duration_s", type=int, default=20, metavar="SECONDS", help="default: %(default)s"
+    )
+    parser.add_argument("--p99-ms", type=float, default=1000.0, help="for every kind of request (default: %(default)s)")
+    parser.add_argument("--model-repository", type=Path, default=ROOT / "model_repository")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
