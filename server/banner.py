@@ -29,7 +29,7 @@ def announce(url: str, registry: Index) -> None:
         state = str(row["state"])
         table.add_row(str(row["name"]), str(row["version"]), f"[{'green' if state == 'READY' else 'red'}]{state}[/]")
     console.print(table)
-    console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs")
+    console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs", soft_wrap=True)
     ready = {row["name"] for row in rows if row["state"] == "READY"}
     line = example(url, ready)
     if line:

@@ -17,6 +17,7 @@ import orjson
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge
+from server.core.request import InferResponse
 from server.core.tensor import ModelSpec
 from server.frontends import compression
 from server.frontends.http_codec import Body, ModelCodec
@@ -34,12 +35,23 @@ Send = Callable[[Message], Awaitable[None]]
 _MIN_COMPRESSED_BYTES = 1024
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+_BINARY_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n"
+    b"inference-header-content-length: %d\r\ncontent-length: %d\r\n"
+)
 
 
 class Connection(Protocol):
-    """What our HTTP protocol adds to the scope: somewhere to leave who waits on this connection."""
+    """The short cuts that our own HTTP protocol offers; see `server.frontends.http_protocol`."""
 
     caller: LoopCompletion | None
+
+    def whole_body(self, send: Send) -> bytes | None:
+        """The body if all of it is here."""
+
+    def answer(self, send: Send, head: bytes, parts: Body) -> bool:
+        """Write a whole answer; False if it must go through `send`."""
 
 
 class InferHeaders:
@@ -91,13 +103,15 @@ class InferEndpoint:
             handle = self._models.lease(model, version)
             handle.admit()
             headers = InferHeaders(scope["headers"])
-            body = await self._read(receive, headers)
+            connection: Connection | None = scope.get("headrace.connection")
+            whole = None if connection is None else connection.whole_body(send)
+            body = await self._read(receive, headers, whole)
             received_ns = self._clock()
             codec = self._codec(handle.spec)
             request, plan = codec.decode(body, headers.header_size, received_ns)
-            response = await self._wait(handle.infer(request), scope, receive)
+            response = await _wait(handle.infer(request), connection, receive)
             size, parts = codec.encode(response, plan)
-            await _send_answer(send, size, parts, headers.accept_encoding)
+            await _send_answer(send, connection, size, parts, headers.accept_encoding)
         except HeadraceError as error:
             if handle is not None:
                 handle.failed(error, received_ns)
@@ -120,37 +134,20 @@ class InferEndpoint:
             codec = self._codecs[spec] = ModelCodec(spec)
         return codec
 
-    async def _read(self, receive: Receive, headers: InferHeaders) -> bytes:
+    async def _read(self, receive: Receive, headers: InferHeaders, body: bytes | None) -> bytes:
         limit = self._max_body_bytes
-        if headers.content_length > limit:
-            raise TooLarge(f"the body has {headers.content_length} bytes, at most {limit} are taken")
-        message = await receive()
-        if message["type"] != "http.request":
-            raise Cancelled("the client left before its request had arrived")
-        body: bytes = message.get("body", b"")
-        if message.get("more_body", False):
-            body = await _read_on(receive, body, limit)
+        if headers.content_length > limit or (body is not None and len(body) > limit):
+            raise TooLarge(f"the body has {headers.content_length or 'too many'} bytes, at most {limit} are taken")
+        if body is None:
+            body = await _receive_all(receive, limit)
         if headers.content_encoding:
             return compression.decompress(body, headers.content_encoding, limit)
         return body
 
-    async def _wait(self, completion: LoopCompletion, scope: Scope, receive: Receive) -> Any:
-        connection: Connection | None = scope.get("headrace.connection")
-        if connection is None:
-            return await _wait_watching(completion, receive)
-        connection.caller = completion
-        try:
-            return await completion
-        except asyncio.CancelledError:  # the server is being shut down by force
-            completion.abandon()
-            raise
-        finally:
-            connection.caller = None
 
-
-async def _read_on(receive: Receive, first: bytes, limit: int) -> bytes:
-    parts = [first]
-    size = len(first)
+async def _receive_all(receive: Receive, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] != "http.request":
@@ -161,10 +158,23 @@ async def _read_on(receive: Receive, first: bytes, limit: int) -> bytes:
         if size > limit:
             raise TooLarge(f"the body is larger than {limit} bytes")
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _wait_watching(completion: LoopCompletion, receive: Receive) -> Any:
+async def _wait(completion: LoopCompletion, connection: Connection | None, receive: Receive) -> InferResponse:
+    if connection is None:
+        return await _wait_watching(completion, receive)
+    connection.caller = completion
+    try:
+        return await completion
+    except asyncio.CancelledError:  # the server is being shut down by force
+        completion.abandon()
+        raise
+    finally:
+        connection.caller = None
+
+
+async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferResponse:
     """Wait behind an ASGI server that is not ours: its disconnect message is watched by a task."""
 
     async def watch() -> None:
@@ -179,19 +189,26 @@ async def _wait_watching(completion: LoopCompletion, receive: Receive) -> Any:
         watcher.cancel()
 
 
-async def _send_answer(send: Send, header_size: int | None, parts: Body, accept_encoding: str) -> None:
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
+async def _send_answer(
+    send: Send, connection: Connection | None, header_size: int | None, parts: Body, accept_encoding: str
+) -> None:
+    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    encoding = compression.choose(accept_encoding) if accept_encoding and size >= _MIN_COMPRESSED_BYTES else ""
+    if encoding:
+        parts = [compression.compress(b"".join(parts), encoding)]
+        size = len(parts[0])
+    elif connection is not None:
+        head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
+        if connection.answer(send, head, parts):
+            return
     headers = [_JSON_TYPE]
     if header_size is not None:
         headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
-    if accept_encoding and len(body) >= _MIN_COMPRESSED_BYTES:
-        encoding = compression.choose(accept_encoding)
-        if encoding:
-            body = compression.compress(bytes(body), encoding)
-            headers.append((b"content-encoding", encoding.encode()))
-    headers.append((b"content-length", b"%d" % len(body)))
+    if encoding:
+        headers.append((b"content-encoding", encoding.encode()))
+    headers.append((b"content-length", b"%d" % size))
     await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": b"".join(parts)})
 
 
 async def send_error(send: Send, error: HeadraceError) -> None:
