@@ -1,0 +1,212 @@
+"""Small ONNX models for tests, built by `onnx.helper`, and the model repository to put them in.
+
+Every builder returns a `ModelProto` that ONNX Runtime runs in process too, so that a served answer can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from server.core.tensor import BY_NAME
+
+Dim = int | str | None
+_OPSET = 21
+_IR_VERSION = 10
+
+
+def identity(
+    datatype: str = "FP32", shape: Sequence[Dim] = ("batch", "n"), names: tuple[str, str] = ("X", "Y")
+) -> onnx.ModelProto:
+    """Y = X, for any datatype of the protocol; `shape` with the batch dimension."""
+    kind = BY_NAME[datatype].onnx_number
+    return _model(
+        [helper.make_node("Identity", [names[0]], [names[1]])], {names[0]: (kind, shape)}, {names[1]: (kind, shape)}
+    )
+
+
+def affine(features: int = 16, classes: int = 4, seed: int = 0) -> onnx.ModelProto:
+    """Y = relu(X @ W + B): FP32 X (batch, features), Y (batch, classes); seeded weights, different for each seed."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "W": rng.standard_normal((features, classes)).astype(np.float32),
+        "B": rng.standard_normal(classes).astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("MatMul", ["X", "W"], ["XW"]),
+        helper.make_node("Add", ["XW", "B"], ["XWB"]),
+        helper.make_node("Relu", ["XWB"], ["Y"]),
+    ]
+    fp32 = TensorProto.FLOAT
+    return _model(nodes, {"X": (fp32, ("batch", features))}, {"Y": (fp32, ("batch", classes))}, weights)
+
+
+def sum_difference(width: int = 4) -> onnx.ModelProto:
+    """SUM = A + B and DIFFERENCE = A - B as FP32, of INT32 A and FP32 B, all (batch, width)."""
+    nodes = [
+        helper.make_node("Cast", ["A"], ["A_FP32"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["A_FP32", "B"], ["SUM"]),
+        helper.make_node("Sub", ["A_FP32", "B"], ["DIFFERENCE"]),
+    ]
+    shape = ("batch", width)
+    return _model(
+        nodes,
+        {"A": (TensorProto.INT32, shape), "B": (TensorProto.FLOAT, shape)},
+        {"SUM": (TensorProto.FLOAT, shape), "DIFFERENCE": (TensorProto.FLOAT, shape)},
+    )
+
+
+def row_sums() -> onnx.ModelProto:
+    """DOUBLE = 2 X (batch, n) and SUM (batch, 1) of FP32 X (batch, n): rows of any length, so requests of different shapes."""
+    constants = {"two": np.array(2, np.float32), "axes": np.array([1], np.int64)}
+    nodes = [
+        helper.make_node("Mul", ["X", "two"], ["DOUBLE"]),
+        helper.make_node("ReduceSum", ["X", "axes"], ["SUM"], keepdims=1),
+    ]
+    fp32 = TensorProto.FLOAT
+    return _model(
+        nodes,
+        {"X": (fp32, ("batch", "n"))},
+        {"DOUBLE": (fp32, ("batch", "n")), "SUM": (fp32, ("batch", 1))},
+        constants,
+    )
+
+
+def unbatched() -> onnx.ModelProto:
+    """Y = -X, FP32 (2, 3): no batch dimension at all."""
+    fp32 = TensorProto.FLOAT
+    return _model([helper.make_node("Neg", ["X"], ["Y"])], {"X": (fp32, (2, 3))}, {"Y": (fp32, (2, 3))})
+
+
+def transposed() -> onnx.ModelProto:
+    """Y (batch, 3, 2) is each row of X (batch, 2, 3) transposed; for `reshape`, which callers see as 6 numbers."""
+    fp32 = TensorProto.FLOAT
+    node = helper.make_node("Transpose", ["X"], ["Y"], perm=[0, 2, 1])
+    return _model([node], {"X": (fp32, ("batch", 2, 3))}, {"Y": (fp32, ("batch", 3, 2))})
+
+
+def scores(classes: int = 5) -> onnx.ModelProto:
+    """SCORES (batch, classes) FP32 is a copy of X, BEST (batch, 1) INT64 the index of each row's highest."""
+    nodes = [
+        helper.make_node("Identity", ["X"], ["SCORES"]),
+        helper.make_node("ArgMax", ["X"], ["BEST"], axis=1, keepdims=1),
+    ]
+    shape = ("batch", classes)
+    return _model(
+        nodes,
+        {"X": (TensorProto.FLOAT, shape)},
+        {"SCORES": (TensorProto.FLOAT, shape), "BEST": (TensorProto.INT64, ("batch", 1))},
+    )
+
+
+def optional_bias(width: int = 3) -> onnx.ModelProto:
+    """Y = X + BIAS, FP32 (batch, width); BIAS (1, width) has a default of 100, so a request may leave it out."""
+    fp32 = TensorProto.FLOAT
+    model = _model(
+        [helper.make_node("Add", ["X", "BIAS"], ["Y"])],
+        {"X": (fp32, ("batch", width)), "BIAS": (fp32, ("bias_batch", width))},
+        {"Y": (fp32, ("batch", width))},
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.full((1, width), 100, np.float32), "BIAS"))
+    return model
+
+
+def table_lookup(size: int = 4) -> onnx.ModelProto:
+    """Y = 10 * X for INT64 X (batch, 1) in [-size, size); the model itself refuses any other value (a failing Gather)."""
+    table = {"table": np.arange(size, dtype=np.int64) * 10}
+    int64 = TensorProto.INT64
+    node = helper.make_node("Gather", ["table", "X"], ["Y"], axis=0)
+    return _model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
+
+
+def busy(width: int = 128) -> onnx.ModelProto:
+    """STEPS (1,) INT64 -> Y (1,) FP32: computes for as long as the caller says, some 30 us a step on one core.
+
+    No batch dimension. Y is 1 whatever STEPS is: each step multiplies a matrix by the identity matrix.
+    """
+    fp32 = TensorProto.FLOAT
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["keep_on"], ["keep_on_out"]),
+            helper.make_node("MatMul", ["carried", "eye"], ["carried_out"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("step", TensorProto.INT64, ()),
+            helper.make_tensor_value_info("keep_on", TensorProto.BOOL, ()),
+            helper.make_tensor_value_info("carried", fp32, (width, width)),
+        ],
+        [
+            helper.make_tensor_value_info("keep_on_out", TensorProto.BOOL, ()),
+            helper.make_tensor_value_info("carried_out", fp32, (width, width)),
+        ],
+    )
+    constants = {
+        "eye": np.eye(width, dtype=np.float32),
+        "true": np.array(True),
+        "scalar": np.array([], np.int64),
+        "axes": np.array([0, 1], np.int64),
+        "flat": np.array([1], np.int64),
+    }
+    nodes = [
+        helper.make_node("Reshape", ["STEPS", "scalar"], ["trips"]),
+        helper.make_node("Loop", ["trips", "true", "eye"], ["last"], body=body),
+        helper.make_node("ReduceMax", ["last", "axes"], ["highest"], keepdims=0),
+        helper.make_node("Reshape", ["highest", "flat"], ["Y"]),
+    ]
+    return _model(nodes, {"STEPS": (TensorProto.INT64, (1,))}, {"Y": (fp32, (1,))}, constants)
+
+
+def add_model(
+    repository: Path,
+    name: str,
+    model: onnx.ModelProto | bytes,
+    *,
+    version: int = 1,
+    config: str = "",
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """Put one version of a model into a repository.
+
+    Args:
+        repository: the folder of models; made if it is not there.
+        name: of the model and its folder.
+        model: what goes into `<version>/model.onnx`; bytes as they are, for files that are no model.
+        version: the version's number.
+        config: what goes into `config.pbtxt`, if anything.
+        files: more files of the model's folder by name, e.g. labels, `config.yaml`.
+
+    Returns:
+        The model's folder.
+    """
+    folder = repository / name
+    (folder / str(version)).mkdir(parents=True, exist_ok=True)
+    content = model if isinstance(model, bytes) else model.SerializeToString()
+    (folder / str(version) / "model.onnx").write_bytes(content)
+    if config:
+        (folder / "config.pbtxt").write_text(config)
+    for file, text in (files or {}).items():
+        (folder / file).write_text(text)
+    return folder
+
+
+def _model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Mapping[str, tuple[int, Sequence[Dim]]],
+    outputs: Mapping[str, tuple[int, Sequence[Dim]]],
+    constants: Mapping[str, np.ndarray] | None = None,
+) -> onnx.ModelProto:
+    graph = helper.make_graph(
+        list(nodes),
+        "graph",
+        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
+        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in outputs.items()],
+        [numpy_helper.from_array(np.asarray(array), name) for name, array in (constants or {}).items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
+    onnx.checker.check_model(model)
+    return model

@@ -1,0 +1,173 @@
+"""A real `headrace serve` in a process of its own, on a free port, stopped by SIGTERM and held to exit status 0."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+COMMAND = (sys.executable, "-m", "server")
+# Loading goes on while other tests use the cores; a hanging server must still fail before pytest's own timeout.
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+_BANNER = re.compile(r"Headrace listens on http://\S+?:(\d+)\s")
+
+
+class ServerFailed(AssertionError):
+    """The server did not start, died, or did not stop as it should; the text has its log."""
+
+
+@dataclass
+class Server:
+    """A server process.
+
+    Attributes:
+        process: what was started.
+        log: the file with its standard output and standard error.
+        port: of HTTP; 0 until the banner tells.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    port: int = 0
+
+    @property
+    def address(self) -> str:
+        """host:port, as tritonclient takes it."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served."""
+        return f"http://{self.address}"
+
+    @property
+    def text(self) -> str:
+        """All that the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait for the banner, which comes when all models are loaded, and read the port from it.
+
+        Raises:
+            ServerFailed: the process ended, or said nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := _BANNER.search(self.text)) is None:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"the server exited with {self.process.returncode} at its start:\n{self.text}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server was not ready within {timeout_s:g} s:\n{self.text}")
+            time.sleep(0.02)
+        self.port = int(found[1])
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """One HTTP request on a connection of its own: status, headers (names in lower case) and body."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the process."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait for the process to end; its exit status.
+
+        Raises:
+            ServerFailed: it still runs after `timeout_s`; it is killed.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise ServerFailed(f"the server still ran after {timeout_s:g} s:\n{self.text}") from None
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """SIGTERM, then the process must end with status 0 in time.
+
+        Raises:
+            ServerFailed: it had ended before, or does not end so.
+        """
+        if self.process.poll() is not None:
+            raise ServerFailed(f"the server died with {self.process.returncode}:\n{self.text}")
+        self.signal(signal.SIGTERM)
+        status = self.wait(timeout_s)
+        if status != 0:
+            raise ServerFailed(f"the server exited with {status} after SIGTERM, expected 0:\n{self.text}")
+
+
+def start(
+    repository: Path,
+    log: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> Server:
+    """Start `headrace serve` on a free HTTP port and return at once; the caller must see to its end.
+
+    Args:
+        repository: the model repository; a second one can be named in `options`.
+        log: file for what the server prints.
+        options: of `headrace serve`; a later `--http-port` takes the place of the free one.
+        env: environment variables to add; the test's own HEADRACE_ variables never reach the server.
+        command: what comes before `serve`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    words = [*command, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0", *options]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env={**inherited, "COLUMNS": "200", **(env or {})}, stdout=stream, stderr=subprocess.STDOUT
+        )
+    return Server(process, log)
+
+
+@contextmanager
+def serving(repository: Path, folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready, for the length of a `with`; then stopped by SIGTERM, and its exit status must be 0.
+
+    A server that the body has stopped itself (`stop`) is left alone.
+
+    Args:
+        repository: the model repository.
+        folder: where its log goes, e.g. pytest's `tmp_path`.
+        options, env: as for `start`.
+
+    Raises:
+        ServerFailed: it does not start, or does not stop as it should.
+    """
+    server = start(repository, folder / f"{repository.name}.log", *options, env=env)
+    try:
+        server.wait_until_ready()
+        yield server
+    except BaseException:
+        server.process.kill()
+        server.process.wait()
+        raise
+    if server.process.returncode is None:
+        server.stop()
+    elif server.process.returncode != 0:
+        raise ServerFailed(f"the server exited with {server.process.returncode}:\n{server.text}")
