@@ -30,7 +30,7 @@ def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
         findings += [document.finding(problem) for problem in problems_of(error, document.own_prefix)]
     if any(finding.fatal for finding in findings):
         config = None
-    return config, findings
+    return config, sorted(findings, key=lambda finding: finding.line or 0)
 
 
 def _lift_own_fields(document: Document) -> list[Finding]:

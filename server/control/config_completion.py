@@ -104,7 +104,8 @@ def _batch_size(config: ModelConfig, signature: OnnxSignature) -> int:
     tensors: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
     for tensor in tensors:
         shape = known.get(tensor.name)
-        if "dims" in tensor.model_fields_set and shape is not None and len(tensor.dims) == len(shape):
+        dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+        if "dims" in tensor.model_fields_set and shape is not None and len(dims) == len(shape):
             return 0
     return DEFAULT_MAX_BATCH_SIZE
 

@@ -63,6 +63,8 @@ WITHOUT_EFFECT: dict[str, str] = {
 
 # What these say is what happens anyway.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
+# ... but an empty one of these still turns it on.
+_ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling")
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
 
@@ -110,7 +112,7 @@ def screen(document: Document) -> list[Finding]:
     for pattern, cure in REFUSED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):
             problem = Problem(loc, f'"{_dotted(loc)}" is not served here', cure)
-            if not _says_nothing(_take_out(document.data, loc)):
+            if not _says_nothing(_take_out(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):

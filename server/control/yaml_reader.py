@@ -7,6 +7,7 @@ aliases (nothing grows beyond the file), no tags of one's own, no duplicate keys
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import yaml
@@ -43,6 +44,12 @@ class _Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self.depth -= 1
+
+
+# YAML 1.1 takes 1e-7 for text; JSON, and everybody, takes it for a number.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 class _Conversion:

@@ -38,10 +38,13 @@ Channels = Annotated[
 ]
 
 
-def shape_problem(dims: tuple[int, ...], reshape: Reshape | None) -> list[Problem]:
+def shape_problems(tensor: ModelInput | ModelOutput) -> list[Problem]:
     """Why `dims` cannot be laid out as `reshape.shape`: the fixed sizes must multiply to the same, the free ones be as many."""
+    dims, reshape = tensor.dims, tensor.reshape
     if reshape is None:
         return []
+    if "dims" not in tensor.model_fields_set:
+        return [Problem(("reshape",), "reshape is given without dims", "write dims, the shape that callers see")]
     fixed = [math.prod(size for size in shape if size > 0) for shape in (dims, reshape.shape)]
     free = [sum(size < 0 for size in shape) for shape in (dims, reshape.shape)]
     if fixed[0] == fixed[1] and free[0] == free[1]:
@@ -82,7 +85,7 @@ class ModelInput(ConfigPart):
 
     @model_validator(mode="after")
     def _check(self) -> ModelInput:
-        problems = shape_problem(self.dims, self.reshape) if "dims" in self.model_fields_set else []
+        problems = shape_problems(self)
         if self.format != "FORMAT_NONE" and self.dims and len(self.dims) != 3:
             message = f"{self.format} is for dims of 3 sizes, not {list(self.dims)}"
             problems.append(Problem(("format",), message, "remove format"))
@@ -113,7 +116,7 @@ class ModelOutput(ConfigPart):
 
     @model_validator(mode="after")
     def _check(self) -> ModelOutput:
-        problems = shape_problem(self.dims, self.reshape) if "dims" in self.model_fields_set else []
+        problems = shape_problems(self)
         if problems:
             raise Problems(problems)
         return self

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from server.control.config_binding import bind
+from server.control.config_reader import read_config_text
+from server.control.config_support import REFUSED
+from server.control.document import Document
+from server.control.pbtxt_reader import read_pbtxt
+from server.control.yaml_reader import read_yaml
+from server.core.errors import Finding
+from server.core.model_config import ModelConfig
+
+EXAMPLES = Path(__file__).parent / "triton_examples"
+
+
+def example(name: str) -> tuple[ModelConfig | None, list[Finding]]:
+    path = EXAMPLES / name
+    return read_config_text(path.read_text(), "m/config" + path.suffix)
+
+
+def findings_of(text: str, reader: Callable[[str, str], Document] = read_yaml) -> list[str]:
+    return [str(finding) for finding in bind(reader(text, "f"))[1]]
+
+
+@pytest.mark.parametrize("name", ["image_classifier.pbtxt", "add_sub.pbtxt", "text_encoder.pbtxt"])
+def test_ordinary_triton_configurations_raise_no_eyebrow(name: str) -> None:
+    config, findings = example(name)
+    assert config is not None
+    assert findings == []
+
+
+def test_an_image_classifier() -> None:
+    config, _ = example("image_classifier.pbtxt")
+    assert config is not None
+    assert config.max_batch_size == 16
+    assert config.input[0].dims == (3, 224, 224)
+    assert config.input[0].format == "FORMAT_NCHW"
+    assert config.output[0].label_filename == "labels.txt"
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.preferred_batch_size == (4, 8, 16)
+    assert config.dynamic_batching.max_queue_delay_microseconds == 250
+    assert [(group.kind, group.count) for group in config.instance_group] == [("KIND_CPU", 2)]
+    assert config.version_policy.latest is not None
+    assert config.version_policy.latest.num_versions == 2
+
+
+def test_a_text_encoder() -> None:
+    config, _ = example("text_encoder.pbtxt")
+    assert config is not None
+    assert [tensor.data_type for tensor in config.input] == ["TYPE_INT64", "TYPE_BOOL", "TYPE_STRING"]
+    assert config.input[2].optional
+    assert config.input[2].reshape is not None
+    assert config.version_policy.specific is not None
+    assert config.version_policy.specific.versions == (1, 3)
+    assert "max_batch_size" in config.model_fields_set
+
+
+def test_parameters_of_the_backend_stay() -> None:
+    config, _ = example("add_sub.pbtxt")
+    assert config is not None
+    assert config.parameters == {"intra_op_thread_count": "1", "execution_mode": "0"}
+
+
+def test_both_formats_say_the_same() -> None:
+    from_pbtxt, pbtxt_findings = example("tuned.pbtxt")
+    from_yaml, yaml_findings = example("tuned.yaml")
+    assert from_pbtxt is not None
+    assert from_pbtxt == from_yaml
+    assert sorted(f.message for f in pbtxt_findings) == sorted(f.message for f in yaml_findings)
+    assert not any(finding.fatal for finding in pbtxt_findings)
+
+
+def test_a_tuned_configuration_is_carried_in_full() -> None:
+    config, findings = example("tuned.pbtxt")
+    assert config is not None
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.priority_queue_policy[3].max_queue_size == 64
+    assert config.optimization.execution_accelerators is not None
+    (accelerator,) = config.optimization.execution_accelerators.gpu_execution_accelerator
+    assert accelerator.name == "tensorrt"
+    assert accelerator.parameters == {"precision_mode": "FP16", "max_workspace_size_bytes": "1073741824"}
+    assert config.slo.p99_ms == 50
+    assert config.labels == {"stable": 1, "canary": 2}
+    assert config.oversize == "reject"
+    assert config.preprocess is not None
+    assert config.preprocess.mean == (123.7, 116.3, 103.5)
+    assert config.model_warmup[0].inputs["x"].random_data
+    assert config.parameters == {}
+    warned = {finding.message.split('"')[1] for finding in findings}
+    assert {"slo", "model_warmup", "metric_tags", "instance_group.0.kind", "optimization.cuda"} <= warned
+
+
+def test_every_refused_field_is_refused_by_name_line_and_cure() -> None:
+    config, findings = example("refused.pbtxt")
+    assert config is None
+    named = {finding.message.split('"')[1] for finding in findings}
+    expected = {pattern.replace("*", "0") for pattern in REFUSED} - {"ensemble_scheduling"}
+    # The second input is the shape tensor.
+    expected = {name.replace("input.0.is_", "input.1.is_") if name.startswith("input") else name for name in expected}
+    assert named == expected
+    text = (EXAMPLES / "refused.pbtxt").read_text().splitlines()
+    for finding in findings:
+        assert finding.fatal
+        assert finding.cure
+        assert finding.line is not None
+        field = finding.message.split('"')[1].split(".")
+        assert field[-1] in text[finding.line - 1], finding
+
+
+@pytest.mark.parametrize(("name", "words"), [("ensemble.pbtxt", "later release"), ("python_backend.pbtxt", "ONNX")])
+def test_other_kinds_of_models_are_refused_with_a_cure(name: str, words: str) -> None:
+    config, findings = example(name)
+    assert config is None
+    assert any(words in finding.cure for finding in findings)
+
+
+@pytest.mark.parametrize("field", ["sequence_batching", "ensemble_scheduling"])
+def test_an_empty_scheduler_block_is_no_default(field: str) -> None:
+    assert f'"{field}" is not served here' in findings_of(f"{field} {{ }}", read_pbtxt)[0]
+
+
+def test_refused_fields_at_their_defaults_are_passed_over() -> None:
+    text = "input: [{name: x, is_shape_tensor: false}]\nbatch_input: []\nresponse_cache: {enable: false}"
+    config, findings = bind(read_yaml(text, "f"))
+    assert config is not None
+    assert findings == []
+
+
+def test_unknown_fields_get_a_suggestion() -> None:
+    text = "max_batch_siz: 3\ndynamic_batching:\n  max_queue_delay: 5\ninput:\n- name: x\n  dim: [3]\n"
+    assert findings_of(text) == [
+        'f:1: error: unknown field "max_batch_siz" (did you mean max_batch_size?)',
+        'f:3: error: unknown field "dynamic_batching.max_queue_delay" (did you mean max_queue_delay_microseconds?)',
+        'f:6: error: unknown field "input.0.dim" (did you mean dims?)',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: yes", "f:1: error: name must be text, not True (put it in quotes)"),
+        (
+            'max_batch_size: "8"',
+            "f:1: error: max_batch_size must be a whole number, not '8' (write the number without quotes)",
+        ),
+        ("max_batch_size: 8.5", "f:1: error: max_batch_size must be a whole number, not 8.5 (write a number)"),
+        (
+            "input: [{name: x, optional: 1}]",
+            "f:1: error: input.0.optional must be true or false, not 1 (write true or false)",
+        ),
+        ("input: x", "f:1: error: input must be a list, not 'x' (write [...], or one item a line behind '-')"),
+        ("input:\n- 3", "f:2: error: input.0 must be a block of fields, not 3 (write {} for the defaults)"),
+        ("input:\n- dims: [1]", 'f:2: error: "input.0.name" is missing (write name)'),
+        (
+            "max_batch_size: -3",
+            "f:1: error: max_batch_size should be greater than or equal to 0, not -3 (correct the value)",
+        ),
+        ("oversize: splitt", 'f:1: error: oversize: "splitt" is not known here (write one of split, reject)'),
+        ("parameters:\n  a: [1]", "f:2: error: parameters.a must be text, not [1] (put it in quotes)"),
+    ],
+)
+def test_wrong_values_are_told_in_words(text: str, message: str) -> None:
+    assert findings_of(text) == [message]
+
+
+def parameter(key: str, value: str) -> str:
+    return f'name: "m"\nparameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("headrace.slow.p99_ms", "5", 'unknown parameter "headrace.slow.p99_ms"'),
+        ("headrace.slo.p99ms", "5", 'unknown field "headrace.slo.p99ms" (did you mean p99_ms?)'),
+        ("headrace.slo.p99_ms", "fast", "headrace.slo.p99_ms must be a number, not 'fast'"),
+        ("headrace.slo.p99_ms", "", '"headrace.slo.p99_ms": the value is empty'),
+        ("headrace.slo.p99_ms", "[", '"headrace.slo.p99_ms": cannot be read as YAML'),
+        ("headrace.max_batch_size", "5", "max_batch_size is a field of its own"),
+        ("headrace.", "5", 'unknown parameter "headrace."'),
+        ("headrace.oversize.deep", "x", "oversize"),
+    ],
+)
+def test_wrong_parameters_of_ours_are_errors(key: str, value: str, message: str) -> None:
+    errors = [text for text in findings_of(parameter(key, value), read_pbtxt) if ": error:" in text]
+    assert len(errors) == 1
+    assert errors[0].startswith("f:2: error: ")
+    assert message in errors[0]
+
+
+def test_a_field_said_in_two_ways_is_an_error() -> None:
+    found = findings_of("oversize: split\nparameters: {headrace.oversize: reject}")
+    assert found == ['f:2: error: "headrace.oversize" is written twice (keep one of them)']
+
+
+def test_parts_of_one_block_may_come_in_several_parameters() -> None:
+    text = parameter("headrace.preprocess.crop", "[3, 4]") + parameter("headrace.preprocess", "x").replace(
+        'name: "m"', ""
+    )
+    assert "written twice" in " ".join(findings_of(text, read_pbtxt))
+    text = parameter("headrace.preprocess.crop", "[3, 4]") + parameter("headrace.preprocess.layout", "nhwc").replace(
+        'name: "m"', ""
+    )
+    config, findings = bind(read_pbtxt(text, "f"))
+    assert findings == []
+    assert config is not None
+    assert config.preprocess is not None
+    assert (config.preprocess.crop, config.preprocess.layout) == ((3, 4), "nhwc")
+
+
+def test_the_yaml_form_of_tritons_parameters_is_read() -> None:
+    config, findings = bind(read_yaml("parameters: {a: {string_value: x}, b: 1.50, headrace.oversize: reject}", "f"))
+    assert findings == []
+    assert config is not None
+    assert config.parameters == {"a": "x", "b": "1.50"}
+    assert config.oversize == "reject"

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from server.core.config_base import Problem, Problems
+from server.core.model_config import HEADRACE_FIELDS, ModelConfig, name_problem
+from server.core.tensor import BY_CONFIG_NAME
+
+
+def problems(**fields: Any) -> list[Problem]:
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig.model_validate(fields)
+    found = []
+    for detail in caught.value.errors():
+        cause = detail.get("ctx", {}).get("error")
+        assert isinstance(cause, Problems), detail
+        found += [problem._replace(loc=(*detail["loc"], *problem.loc)) for problem in cause.problems]
+    return found
+
+
+def test_an_empty_configuration_has_tritons_defaults() -> None:
+    config = ModelConfig()
+    assert config.max_batch_size == 0
+    assert config.dynamic_batching is None
+    assert config.version_policy.latest is not None
+    assert config.version_policy.latest.num_versions == 1
+    assert config.oversize == "split"
+    assert config.model_fields_set == set()
+
+
+def test_a_configuration_is_frozen_all_the_way() -> None:
+    config = ModelConfig.model_validate({"input": [{"name": "x"}], "dynamic_batching": {}})
+    for part, field in ((config, "name"), (config.input[0], "name"), (config.dynamic_batching, "preserve_ordering")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, field, "y")
+
+
+@pytest.mark.parametrize("name", BY_CONFIG_NAME)
+def test_datatypes_are_known_by_long_and_short_names(name: str) -> None:
+    for written in (name, name.lower(), name.removeprefix("TYPE_"), name.removeprefix("TYPE_").lower()):
+        assert ModelConfig.model_validate({"input": [{"name": "x", "data_type": written}]}).input[0].data_type == name
+
+
+def test_words_of_enumerations_may_be_short() -> None:
+    config = ModelConfig.model_validate(
+        {
+            "instance_group": [{"kind": "cpu"}, {"kind": "KIND_GPU"}, {"kind": "Auto"}],
+            "dynamic_batching": {"default_queue_policy": {"timeout_action": "delay"}},
+            "oversize": "REJECT",
+            "preprocess": {"color": "Gray", "layout": "NHWC"},
+        }
+    )
+    assert [group.kind for group in config.instance_group] == ["KIND_CPU", "KIND_GPU", "KIND_AUTO"]
+    assert config.dynamic_batching is not None
+    assert config.dynamic_batching.default_queue_policy.timeout_action == "DELAY"
+    assert config.oversize == "reject"
+    assert config.preprocess is not None
+    assert (config.preprocess.color, config.preprocess.layout) == ("gray", "nhwc")
+
+
+@pytest.mark.parametrize(
+    ("fields", "loc", "message"),
+    [
+        ({"name": "a/b"}, ("name",), "'a/b' cannot be a model's name"),
+        ({"backend": "python"}, ("backend",), 'backend "python" is not served here'),
+        ({"platform": "pytorch_libtorch"}, ("platform",), 'platform "pytorch_libtorch" is not served here'),
+        ({"platform": "ensemble"}, ("platform",), "ensembles are not served yet"),
+        ({"platform": "tensorrt_plan", "backend": "onnxruntime"}, ("platform",), "does not go with backend"),
+        ({"input": [{"name": "x"}, {"name": "x"}]}, ("input", 1, "name"), 'input "x" is listed twice'),
+        ({"input": [{"name": "x", "dims": [3, 0]}]}, ("input", 0, "dims", 1), "not 0"),
+        ({"input": [{"name": "x", "data_type": "fp31"}]}, ("input", 0, "data_type"), '"fp31" is no datatype'),
+        (
+            {"input": [{"name": "x", "dims": [4], "reshape": {"shape": [2, 3]}}]},
+            ("input", 0, "reshape"),
+            "reshape [2, 3] does not hold as many elements as dims [4]",
+        ),
+        ({"output": [{"name": "x", "reshape": {}}]}, ("output", 0, "reshape"), "reshape is given without dims"),
+        ({"input": [{"name": "x", "dims": [4], "format": "nchw"}]}, ("input", 0, "format"), "dims of 3 sizes"),
+        (
+            {"max_batch_size": 4, "dynamic_batching": {"preferred_batch_size": [2, 8]}},
+            ("dynamic_batching", "preferred_batch_size", 1),
+            "preferred_batch_size 8 is more than max_batch_size 4",
+        ),
+        ({"dynamic_batching": {"priority_levels": 2}}, ("dynamic_batching", "default_priority_level"), "is not one of"),
+        ({"dynamic_batching": {"default_priority_level": 2}}, ("dynamic_batching", "default_priority_level"), "is not"),
+        (
+            {"dynamic_batching": {"priority_levels": 2, "default_priority_level": 1, "preserve_ordering": True}},
+            ("dynamic_batching", "preserve_ordering"),
+            "contradict each other",
+        ),
+        (
+            {"dynamic_batching": {"priority_queue_policy": {3: {}}}},
+            ("dynamic_batching", "priority_queue_policy", 3),
+            "there is no priority level 3",
+        ),
+        ({"instance_group": [{"kind": "cpu", "gpus": [0]}]}, ("instance_group", 0, "gpus"), "KIND_CPU"),
+        ({"version_policy": {}}, ("version_policy",), "one policy is needed"),
+        ({"version_policy": {"all": {}, "latest": {}}}, ("version_policy",), "one policy is needed"),
+        ({"labels": {"1": 1}}, ("labels", "1", "[key]"), "cannot be the label"),
+        ({"preprocess": {"std": [1, 0, 1]}}, ("preprocess", "std"), "cannot be 0"),
+        ({"preprocess": {"mean": [1, 2]}}, ("preprocess", "mean"), "mean has 2 numbers"),
+        ({"preprocess": {"crop": [300, 200]}}, ("preprocess", "crop"), "larger than the picture"),
+        (
+            {"preprocess": {"input": "z"}, "input": [{"name": "x"}]},
+            ("preprocess", "input"),
+            'preprocess.input "z" is not an input',
+        ),
+        ({"preprocess": {}, "input": [{"name": "x"}, {"name": "y"}]}, ("preprocess",), "does not tell which"),
+        ({"model_warmup": [{"inputs": {"x": {}}}]}, ("model_warmup", 0, "inputs", "x"), "not told"),
+        (
+            {"input": [{"name": "x"}], "model_warmup": [{"inputs": {"y": {"zero_data": True}}}]},
+            ("model_warmup", 0, "inputs", "y"),
+            'names "y"',
+        ),
+    ],
+)
+def test_a_problem_tells_where_and_what(fields: dict[str, Any], loc: tuple[object, ...], message: str) -> None:
+    found = problems(**fields)
+    assert [problem.loc for problem in found] == [loc]
+    assert message in found[0].message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_batch_size": "8"},
+        {"max_batch_size": True},
+        {"max_batch_size": 8.0},
+        {"max_batch_size": -1},
+        {"max_batch_size": 2**31},
+        {"build_on_load": "yes"},
+        {"name": 3},
+        {"slo": {"p99_ms": 0}},
+        {"slo": {"p99_ms": float("nan")}},
+        {"slo": {"p99_ms": float("inf")}},
+        {"dynamic_batching": {"priority_levels": 100_000}},
+        {"unknown": 1},
+    ],
+)
+def test_scalars_are_strict_and_bounded(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ModelConfig.model_validate(fields)
+
+
+@pytest.mark.parametrize("name", ["a", "resnet50", "a.b-c_d", "0", "_x", "a" * 128])
+def test_good_names(name: str) -> None:
+    assert name_problem(name) is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a..b", "a/b", "-a", ".a", "ä", "a b", "a\n", "a\0", "a" * 129])
+def test_bad_names(name: str) -> None:
+    problem = name_problem(name)
+    assert problem is not None
+    assert problem.cure
+
+
+def test_the_preferred_size_waits_for_the_batch_size() -> None:
+    """Without max_batch_size in the file nothing can be compared yet; the reader completes it from the model."""
+    assert ModelConfig.model_validate({"dynamic_batching": {"preferred_batch_size": [64]}}).dynamic_batching is not None
+
+
+def test_one_number_serves_all_channels() -> None:
+    config = ModelConfig.model_validate({"preprocess": {"mean": 127, "std": 128.0}})
+    assert config.preprocess is not None
+    assert (config.preprocess.mean, config.preprocess.std) == ((127.0,), (128.0,))
+
+
+def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
+    from server.control.schema import _model_in
+
+    seen.add(model)
+    for field in model.model_fields.values():
+        inner = _model_in(field.annotation)
+        if inner is not None and inner not in seen:
+            _models(inner, seen)
+    return seen
+
+
+def test_every_field_is_described() -> None:
+    models = _models(ModelConfig, set())
+    assert len(models) > 15
+    assert [f"{m.__name__}.{name}" for m in models for name, f in m.model_fields.items() if not f.description] == []
+
+
+def test_our_own_fields_are_fields() -> None:
+    assert set(HEADRACE_FIELDS) < set(ModelConfig.model_fields)
