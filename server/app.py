@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from server.control.lifecycle import State
 from server.control.loader import Loader
 from server.control.reconciler import Desired, Reconciler
 from server.control.registry import Registry
@@ -116,6 +117,8 @@ class HeadraceServer:
 
     def _instance_died(self, name: str, number: str, left: int) -> None:
         logger.error("model %s version %s: an instance died, %d left", name, number, left)
+        if left == 0:
+            self._registry.mark(name, number, State.UNAVAILABLE, "all its instances have died")
 
 
 class _UvicornServer(uvicorn.Server):

@@ -211,7 +211,10 @@ class ModelHandle:
             left_s = max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
             ended = instance.join(left_s) and ended
         if not ended:
-            self._give_up(Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited"))
+            error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
+            self._give_up(error)
+            for instance in self._instances:
+                instance.give_up(error)
             return False
         self._model.close()
         return True
@@ -236,9 +239,9 @@ class ModelHandle:
             self._alive -= 1
             left = self._alive
         self._scheduler.set_instances(left)
+        self._on_dead(left)
         if left == 0:
             self._give_up(self._dead())
-        self._on_dead(left)
 
     def _give_up(self, error: HeadraceError) -> None:
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])

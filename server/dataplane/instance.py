@@ -68,6 +68,10 @@ class Instance:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def give_up(self, error: Exception) -> None:
+        """From any thread: answer what is being run with an error, since the backend does not come back."""
+        self._deliver([(entry.completion, error) for entry in self._held])
+
     def _main(self) -> None:
         cause: BaseException | None = None
         try:
@@ -79,8 +83,7 @@ class Instance:
         except BaseException as error:  # a dying instance says so, whatever it dies of
             cause = error
             logger.exception("instance %s died", self.name)
-            failure = ModelFailed("the instance that ran the request died")
-            self._deliver([(entry.completion, failure) for entry in self._held])
+            self.give_up(ModelFailed("the instance that ran the request died"))
         finally:
             self._on_exit(cause)
 

@@ -26,7 +26,9 @@ class ReshapingExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""
-        results = self._inner.run({name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()})
+        results = self._inner.run(
+            {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
+        )
         return {name: self._reshaped(array, self._outputs.get(name)) for name, array in results.items()}
 
     def close(self) -> None:
