@@ -6,9 +6,9 @@ One connection a call: this serves a command line, where a fresh connection cost
 from __future__ import annotations
 
 import http.client
-import json
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -127,7 +127,9 @@ class Client:
     ) -> tuple[http.client.HTTPMessage, bytes]:
         connection = self._connection()
         try:
-            connection.request(method, self._prefix + path, body, dict(headers or {}))
+            # A server that refuses a large body answers before it has read it all, and the answer says why.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, self._prefix + path, body, dict(headers or {}))
             response = connection.getresponse()
             content = response.read()
         except ConnectionRefusedError:
@@ -231,7 +233,7 @@ def _route(model: str, version: str) -> str:
 def _parse(body: bytes) -> dict[str, Any]:
     try:
         parsed = orjson.loads(body)
-    except json.JSONDecodeError as error:
+    except orjson.JSONDecodeError as error:
         raise ModelFailed(f"the answer is not JSON ({error}): is the URL that of a V2 inference server?") from None
     if not isinstance(parsed, dict):
         raise ModelFailed(
@@ -244,7 +246,7 @@ def _failure(status: int, headers: http.client.HTTPMessage, body: bytes) -> Head
     """The error that a status and a body `{"error": text}` say."""
     try:
         parsed = orjson.loads(body)
-    except json.JSONDecodeError:
+    except orjson.JSONDecodeError:
         parsed = None
     said = parsed.get("error") if isinstance(parsed, dict) else None
     if not isinstance(said, str) or not said:

@@ -1,0 +1,191 @@
+"""Classifying pictures: the model's own recipe turns them into tensors, the classification extension names what is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from server.client.binary_tensors import AnyArray
+from server.client.http_client import Client
+from server.core.errors import BadRequest, ModelFailed
+from server.pipelines.recipe import ImageRecipe
+
+# What a recipe's floats can be sent as.
+_PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
+
+
+@dataclass(frozen=True, slots=True)
+class RankedClass:
+    """One class of a picture.
+
+    Attributes:
+        score: what the model gave, a probability or not.
+        index: of the class.
+        label: its name, empty if the server has none.
+    """
+
+    score: float
+    index: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """A picture's best classes, best first."""
+
+    file: str
+    classes: list[RankedClass]
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTask:
+    """How one model takes pictures and names classes.
+
+    Attributes:
+        model: its name.
+        recipe: how a picture becomes a tensor.
+        input, datatype: of the tensor.
+        batched: True if the tensor's first dimension is the batch; several pictures then share a request.
+        one_dimension_less: True if the model takes a picture without a batch dimension of 1.
+        output: the scores.
+        pictures_per_request: at most.
+    """
+
+    model: str
+    recipe: ImageRecipe
+    input: str
+    datatype: str
+    batched: bool
+    one_dimension_less: bool
+    output: str
+    pictures_per_request: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Self:
+        """Read it from the server's answers.
+
+        Raises:
+            BadRequest: the model takes no pictures; says what its configuration lacks.
+            ConfigError: its recipe is wrong.
+        """
+        try:
+            return cls._read(config, metadata)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelFailed(
+                f"the server's metadata or configuration of the model lack a field: {type(error).__name__} {error}"
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Self:
+        model: str = metadata["name"]
+        recipe = ImageRecipe.from_parameters(config.get("parameters") or {}, f"the server's configuration of '{model}'")
+        if recipe is None:
+            raise BadRequest(
+                f"model '{model}' does not say how a picture becomes its input: add a `preprocess` section to its "
+                f"config.yaml (`headrace.preprocess.*` parameters to a config.pbtxt), or send tensors with --raw FILE.npz"
+            )
+        inputs = {tensor["name"]: tensor for tensor in metadata["inputs"]}
+        name = recipe.input or next(iter(inputs))
+        if name not in inputs or (len(inputs) > 1 and not recipe.input):
+            raise BadRequest(
+                f"model '{model}' has the inputs {', '.join(inputs)}: its `preprocess.input` must name the one that takes "
+                f"the picture{f', {recipe.input!r} is none of them' if recipe.input else ''}"
+            )
+        datatype: str = inputs[name]["datatype"]
+        if datatype not in _PIXEL_TYPES:
+            raise BadRequest(
+                f"input '{name}' of '{model}' is {datatype}; pictures go to one of {', '.join(_PIXEL_TYPES)}"
+            )
+        labelled = [output["name"] for output in config.get("output", []) if output.get("label_filename")]
+        max_batch_size = int(config.get("max_batch_size") or 0)
+        return cls(
+            model=model,
+            recipe=recipe,
+            input=name,
+            datatype=datatype,
+            batched=max_batch_size > 0,
+            one_dimension_less=max_batch_size == 0 and len(inputs[name]["shape"]) == 3,
+            output=labelled[0] if labelled else metadata["outputs"][0]["name"],
+            pictures_per_request=max(max_batch_size, 1),
+        )
+
+    def requests(self, pictures: int) -> int:
+        """How many requests so many pictures take."""
+        return -(-pictures // self.pictures_per_request)
+
+
+def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, version: str = "") -> list[Classified]:
+    """The best classes of every picture, in the order of the files.
+
+    Args:
+        client: of the server.
+        task: of the model.
+        files: paths of pictures.
+        top: how many classes for each.
+        version: of the model.
+
+    Raises:
+        BadRequest: a file cannot be read, or is no picture; names it.
+        HeadraceError: the server refused or failed.
+    """
+    found: list[Classified] = []
+    for start in range(0, len(files), task.pictures_per_request):
+        some = files[start : start + task.pictures_per_request]
+        tensor = np.concatenate([_tensor(file, task) for file in some])
+        if task.one_dimension_less:
+            tensor = tensor[0]
+        outputs = client.infer(
+            task.model, {task.input: tensor}, version, outputs={task.output: {"classification": top}}
+        )
+        lines = outputs.get(task.output)
+        if lines is None or lines.dtype != object or (task.batched and lines.shape[:1] != (len(some),)):
+            raise ModelFailed(
+                f"the server did not classify output '{task.output}': does it offer the classification extension?"
+            )
+        for file, row in zip(some, lines.reshape(len(some), -1).tolist(), strict=True):
+            found.append(Classified(file, [_ranked(line) for line in row]))
+    return found
+
+
+def server_time_ns(before: Mapping[str, Any], after: Mapping[str, Any], requests: int) -> int | None:
+    """Time that the server spent on our requests, by its statistics before and after them.
+
+    Returns:
+        Nanoseconds, or None if it keeps no statistics or served others meanwhile.
+    """
+    try:
+        counts = [statistics["model_stats"][0]["inference_stats"]["success"] for statistics in (before, after)]
+        if int(counts[1]["count"]) - int(counts[0]["count"]) != requests:
+            return None
+        return int(counts[1]["ns"]) - int(counts[0]["ns"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _tensor(file: str, task: PictureTask) -> AnyArray:
+    # Pillow is loaded where a picture is, not by every `headrace serve`.
+    from server.pipelines.image import decode, prepare
+
+    try:
+        pixels = prepare(decode(Path(file).read_bytes()), task.recipe)
+    except OSError as error:
+        raise BadRequest(f"{file}: cannot be read: {error.strerror or error}") from None
+    except BadRequest as error:
+        raise type(error)(f"{file}: {error}") from None
+    if task.datatype == "UINT8":
+        return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+    return pixels.astype(_PIXEL_TYPES[task.datatype], copy=False)
+
+
+def _ranked(line: bytes) -> RankedClass:
+    """One element of the classification extension: b"score:index" or b"score:index:label"."""
+    score, _, rest = line.decode("utf-8", "replace").partition(":")
+    index, _, label = rest.partition(":")
+    try:
+        return RankedClass(float(score), int(index), label)
+    except ValueError:
+        raise ModelFailed(f"the server's answer {line[:64]!r} is no score:index:label") from None
