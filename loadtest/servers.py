@@ -69,11 +69,16 @@ def headrace(
     *,
     name: str = "headrace",
     command: Sequence[str] = HEADRACE_COMMAND,
+    models: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     cpus: tuple[int, ...] | None = None,
 ) -> ServerCommand:
-    """Headrace on a model repository, with its default settings."""
+    """Headrace on a model repository, with its default settings; if models are named, it loads these and no other."""
     words = (*command, "--model-repository", str(model_repository), "--host", HOST)
+    if models:
+        words += ("--model-control", "explicit")
+    for model in models:
+        words += ("--load-model", model)
     return ServerCommand(name, words, "--http-port", "/v2/health/ready", tuple((env or {}).items()), cpus)
 
 

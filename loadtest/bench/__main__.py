@@ -31,6 +31,7 @@ from loadtest.servers import HEADRACE_COMMAND, ServerFailed
 
 FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, FileNotFoundError, subprocess.CalledProcessError, OSError)
 OPEN_FILES = 8192
+BUSY_WARNING = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # This process draws the progress bar: beside the client, never beside a server that is measured.
     os.sched_setaffinity(0, cores.client)
     _allow_open_files(OPEN_FILES)
+    busy = machine.busy_share()
+    if busy > BUSY_WARNING:
+        console.print(f"{busy:.0%} of the cores are in use by others: expect noise, ratios included", style="yellow")
     cases = [case for case in CASES if not options.only or case.name in options.only]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, _progress(console) as progress:
         rounds = options.rounds or (1 if options.quick else 5)
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(
         command=shlex.join(["python", "-m", "loadtest.bench", *words]),
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        machine=machine.describe(cores),
+        machine=machine.describe(cores, busy),
         results=results,
     )
     print_report(report, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,8 +20,8 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
-def describe(cores: Cores) -> dict[str, str]:
-    """Processor, cores, memory, system, versions, commit: label to text, in the order to print."""
+def describe(cores: Cores, busy: float) -> dict[str, str]:
+    """Processor, cores, how busy it was, memory, system, versions, commit: label to text, in the order to print."""
     packages = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used = f"{len(cores.both)} used: {cores.server[0]} for servers, {cores.client[0]} for clients"
@@ -29,12 +30,26 @@ def describe(cores: Cores) -> dict[str, str]:
         "processor": _processor(),
         "cores": f"{os.cpu_count()} in the machine, {used}",
         "memory": f"{memory_bytes / 2**30:.1f} GiB",
+        "other load": f"{busy:.0%} of the cores were in use before the run",
         "system": f"{platform.system()} {release}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "packages": packages,
         "client": _first_line(["wrk", "--version"]).split(" Copyright")[0],
         "commit": _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout",
     }
+
+
+def busy_share(seconds: float = 1.0) -> float:
+    """The share of all cores that is in use now, 0 to 1, the hypervisor's other guests included: before a run it is noise."""
+    idle_before, all_before = _idle_and_all()
+    time.sleep(seconds)
+    idle_after, all_after = _idle_and_all()
+    return 1.0 - (idle_after - idle_before) / max(1, all_after - all_before)
+
+
+def _idle_and_all() -> tuple[int, int]:
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 def _processor() -> str:

@@ -82,14 +82,12 @@ class Bench:
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Running]:
         """Headrace with its default settings, serving these models and no other."""
-        repository = self.scratch / ("repository-" + "-".join(models))
-        repository.mkdir(exist_ok=True)
         for model in models:
             self.model_path(model)
-            link = repository / model
-            if not link.is_symlink():
-                link.symlink_to((self.repository / model).resolve(), target_is_directory=True)
-        with self.start(servers.headrace(repository, name=name, command=self.command, env=env, cpus=cpus)) as server:
+        command = servers.headrace(
+            self.repository.resolve(), name=name, command=self.command, models=models, env=env, cpus=cpus
+        )
+        with self.start(command) as server:
             yield server
 
     @contextmanager
