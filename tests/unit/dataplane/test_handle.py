@@ -156,7 +156,7 @@ def test_an_oversized_request_with_a_poisoned_part_fails_as_a_whole() -> None:
 def test_oversized_requests_can_be_refused() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = handle(mailbox, model, split_oversized=False)
-        with pytest.raises(BadRequest, match="20 rows.*at most 8"):
+        with pytest.raises(BadRequest, match=r"20 rows.*at most 8"):
             served.infer(ask(3, rows=20))
         served.close(5)
 

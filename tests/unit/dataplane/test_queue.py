@@ -65,7 +65,7 @@ def test_demoted_entries_come_last() -> None:
     assert not queue.demote(slow, 1)
 
 
-@given(st.lists(st.tuples(st.sampled_from("push take discard demote".split()), st.integers(0, 5)), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from(["push", "take", "discard", "demote"]), st.integers(0, 5)), max_size=80))
 def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
     queue = Queue(levels=3)
     model: list[Entry] = []  # what should be waiting

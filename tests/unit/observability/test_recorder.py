@@ -1,0 +1,128 @@
+"""Exact totals, and histograms that agree with prometheus_client's own."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client import Histogram as ReferenceHistogram
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.core.clock import NS_PER_S
+from server.observability.metrics import MetricsPage
+from server.observability.recorder import BUCKETS_S, BatchTimes, Histogram, Recorder
+from server.observability.statistics import to_triton
+
+
+@given(st.lists(st.tuples(st.integers(0, 20 * NS_PER_S), st.integers(1, 5)), max_size=50))
+def test_buckets_are_those_of_the_reference(values: list[tuple[int, int]]) -> None:
+    reference = ReferenceHistogram("x", "x", buckets=BUCKETS_S, registry=CollectorRegistry())
+    ours = Histogram()
+    for index, (value_ns, weight) in enumerate(values):
+        ours.observe(value_ns, weight)
+        for _ in range(weight):
+            reference.observe(value_ns / NS_PER_S)
+        if index % 7 == 0:
+            ours.fold()
+    ours.fold()
+    samples = next(iter(reference.collect())).samples
+    expected = [int(sample.value) for sample in samples if sample.name == "x_bucket"]
+    assert ours.counts.cumsum().tolist() == expected
+    assert ours.sum_ns == sum(value * weight for value, weight in values)
+
+
+def _times() -> BatchTimes:
+    return BatchTimes(taken_ns=100, assembled_ns=130, computed_ns=230, split_ns=235)
+
+
+def test_totals_are_exact_from_many_threads() -> None:
+    recorder = Recorder()
+
+    def work() -> None:
+        for _ in range(5000):
+            recorder.batch(3, "full", _times(), [10, 20], [150, 160])
+            recorder.failure("deadline", 7)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    totals = recorder.totals()
+    assert (totals.requests, totals.rows, totals.executions) == (40_000, 60_000, 20_000)
+    assert totals.queue_ns == 30 * 20_000
+    assert totals.request_ns == 310 * 20_000
+    assert totals.compute_ns == 100 * 40_000
+    assert totals.failures == {"deadline": 20_000}
+    assert totals.failure_ns == 140_000
+    assert int(totals.phases["queue"].counts.sum()) == 40_000
+    assert totals.sizes[3].count == 20_000
+
+
+def test_without_histograms_the_counts_stay() -> None:
+    recorder = Recorder(histograms=False)
+    recorder.batch(1, "idle", _times(), [10], [150])
+    assert recorder.totals().requests == 1
+    assert int(recorder.totals().phases["queue"].counts.sum()) == 0
+
+
+def test_statistics_have_triton_s_shape() -> None:
+    recorder = Recorder()
+    recorder.batch(3, "full", _times(), [10, 20], [150, 160])
+    recorder.failed_batch("idle")
+    recorder.failure("model_failed", 9)
+    shown = to_triton("m", "1", recorder.totals())
+    assert shown["inference_count"] == 3
+    assert shown["execution_count"] == 2
+    assert shown["inference_stats"] == {
+        "success": {"count": 2, "ns": 310},
+        "fail": {"count": 1, "ns": 9},
+        "queue": {"count": 2, "ns": 30},
+        "compute_input": {"count": 2, "ns": 60},
+        "compute_infer": {"count": 2, "ns": 200},
+        "compute_output": {"count": 2, "ns": 10},
+        "cache_hit": {"count": 0, "ns": 0},
+        "cache_miss": {"count": 0, "ns": 0},
+    }
+    assert shown["batch_stats"] == [
+        {
+            "batch_size": 3,
+            "compute_input": {"count": 1, "ns": 30},
+            "compute_infer": {"count": 1, "ns": 100},
+            "compute_output": {"count": 1, "ns": 5},
+        }
+    ]
+
+
+class _Source:
+    depth, in_flight, alive = 4, 5, 2
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+
+
+def test_the_page_is_what_prometheus_reads() -> None:
+    source = _Source()
+    source.recorder.batch(3, "full", _times(), [10_000_000, 20_000_000], [150, 160])
+    source.recorder.failure("overloaded", 9)
+    _, body = MetricsPage(lambda: [("m", "1", source)]).render()
+    samples = {
+        (sample.name, sample.labels.get("le") or sample.labels.get("reason") or sample.labels.get("closed_by")): sample
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+    assert samples["headrace_queue_seconds_bucket", "0.01"].value == 1
+    assert samples["headrace_queue_seconds_bucket", "+Inf"].value == 2
+    assert samples["headrace_queue_seconds_sum", None].value == 0.03
+    assert samples["headrace_requests_total", None].value == 2
+    assert samples["headrace_failures_total", "overloaded"].value == 1
+    assert samples["headrace_batches_total", "full"].value == 1
+    assert samples["headrace_batch_rows_bucket", "2.0"].value == 0
+    assert samples["headrace_batch_rows_bucket", "4.0"].value == 1
+    assert samples["headrace_queue_depth", None].value == 4
+    assert samples["headrace_in_flight", None].value == 5
+    assert samples["headrace_instances", None].value == 2
+    assert samples["nv_inference_count", None].value == 3
+    assert samples["nv_inference_request_success", None].labels == {"model": "m", "version": "1"}

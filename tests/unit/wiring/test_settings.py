@@ -1,0 +1,83 @@
+"""The command line and the environment."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from server import settings
+from server.settings import LATER, Settings
+
+
+def parse(*arguments: str, **environ: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser, environ)
+    return settings.from_arguments(parser.parse_args(arguments))
+
+
+def test_defaults() -> None:
+    assert parse() == Settings(model_repository=(Path("model_repository"),))
+
+
+def test_every_field_has_an_option_and_a_variable() -> None:
+    values = {
+        "model_repository": ("a", (Path("a"),)),
+        "host": ("0.0.0.0", "0.0.0.0"),
+        "http_port": ("1", 1),
+        "grpc_port": ("2", 2),
+        "metrics_port": ("3", 3),
+        "model_control": ("poll", "poll"),
+        "load_model": ("m", ("m",)),
+        "strict": ("1", True),
+        "allow_client_shm": ("true", True),
+        "allow_model_override": ("yes", True),
+        "cache_bytes": ("4", 4),
+        "trace_file": ("t.json", "t.json"),
+        "log_format": ("json", "json"),
+        "max_body_bytes": ("5", 5),
+        "drain_timeout_s": ("6.5", 6.5),
+        "metrics": ("off", False),
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(Settings)}
+    for name, (text, expected) in values.items():
+        variable = {f"HEADRACE_{name.upper()}": text}
+        assert getattr(parse(**variable), name) == expected
+        option = "--" + name.replace("_", "-")
+        if isinstance(expected, bool):
+            line = [option if expected else option.replace("--", "--no-", 1)]
+        else:
+            line = [option, text]
+        assert getattr(parse(*line), name) == expected
+
+
+def test_the_command_line_wins_and_repositories_add_up() -> None:
+    chosen = parse("--model-repository", "x", "--model-repository", "y", HEADRACE_MODEL_REPOSITORY="a:b")
+    assert chosen.model_repository == (Path("x"), Path("y"))
+    assert parse(HEADRACE_MODEL_REPOSITORY="a:b").model_repository == (Path("a"), Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HTTP_PORT", "80a"),
+        ("HTTP_PORT", "70000"),
+        ("STRICT", "maybe"),
+        ("MODEL_CONTROL", "auto"),
+        ("CACHE_BYTES", "-1"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"HEADRACE_{variable}"):
+        parse(**{f"HEADRACE_{variable}": value})
+
+
+def test_options_of_later_releases_are_taken_with_a_warning() -> None:
+    assert settings.without_effect(parse()) == []
+    warned = settings.without_effect(parse("--grpc-port", "9", "--cache-bytes", "9", "--model-control", "poll"))
+    assert len(warned) == 3
+    assert all("later release" in sentence for sentence in warned)
+    assert not settings.without_effect(parse("--model-control", "explicit", "--load-model", "a"))
+    assert set(LATER) <= {field.name for field in dataclasses.fields(Settings)}
