@@ -146,7 +146,8 @@ def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: boo
     update: dict[str, Any] = {}
     if not tensor.data_type and signature.data_type:
         update["data_type"] = signature.data_type
-    if "dims" not in tensor.model_fields_set and signature.shape is not None:
+    # With a reshape the model's shape is not the callers'; absent dims are empty ones, as in Triton's text format.
+    if "dims" not in tensor.model_fields_set and tensor.reshape is None and signature.shape is not None:
         update["dims"] = signature.shape[1:] if batched else signature.shape
     return tensor.model_copy(update=update)
 

@@ -26,11 +26,12 @@ _OPENING = {"{": "}", "<": ">"}
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One `name: value` or `name { ... }` of the text."""
+    """One `name: value` or `name { ... }` of the text, one item of `name: [...]`, or an empty list."""
 
     name: str
     line: int
     value: str | list[_Field]
+    empty_list: bool = False
 
     def inner(self, name: str) -> list[_Field]:
         return [part for part in self.value if part.name == name] if isinstance(self.value, list) else []
@@ -70,6 +71,8 @@ class _Outline:
                 found.append(_Field(name, line, self._value()))
                 continue
             self._take()
+            if self._peek() == "]":
+                found.append(_Field(name, line, [], empty_list=True))
             while self._peek() not in ("", "]"):
                 if self._peek() == ",":
                     self._take()
@@ -123,6 +126,8 @@ def _note_lines(
                     _note_lines(value.value, inner, here, path, lines)
             continue
         lines.setdefault(here, part.line)
+        if part.empty_list:
+            continue
         if field.is_repeated:
             index = counts.get(part.name, 0)
             counts[part.name] = index + 1

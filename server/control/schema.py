@@ -237,7 +237,7 @@ def _without_nulls(part: Any) -> Any:
         return [_without_nulls(item) for item in part]
     if not isinstance(part, dict):
         return part
-    part = {key: _without_nulls(value) for key, value in part.items() if not (key == "default" and value is None)}
+    part = {key: _without_nulls(value) for key, value in part.items() if value is not None}
     choices = part.get("anyOf")
     if isinstance(choices, list) and {"type": "null"} in choices:
         rest = [choice for choice in choices if choice != {"type": "null"}]

@@ -47,9 +47,8 @@ class _Loader(yaml.SafeLoader):
 
 
 # YAML 1.1 takes 1e-7 for text; JSON, and everybody, takes it for a number.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_NUMBER, list("-+0123456789"))
 
 
 class _Conversion:

@@ -145,7 +145,7 @@ class ModelConfig(ConfigPart):
     output: tuple[ModelOutput, ...] = Field(
         default=(), description="The outputs offered; all of the model's if absent."
     )
-    optimization: Optimization = Field(default=Optimization(), description="Optimisations of the model's execution.")
+    optimization: Optimization = Field(default=Optimization(), description="How the model's execution is optimised.")
     dynamic_batching: DynamicBatching | None = Field(
         default=None, description="Requests that wait together run together; `{}` turns it on with the defaults."
     )

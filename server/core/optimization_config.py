@@ -40,7 +40,8 @@ class ExecutionAccelerators(ConfigPart):
 class PinnedMemory(ConfigPart):
     """Whether a transfer goes through pinned host memory."""
 
-    enable: Flag = Field(default=True, description="Use pinned memory.")
+    # Triton's message makes an empty block say no, an absent one yes.
+    enable: Flag = Field(default=False, description="Use pinned memory; yes where the block is absent.")
 
 
 Priority = Literal["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]
@@ -58,10 +59,10 @@ class Optimization(ConfigPart):
         default=None, description="Accelerators, such as TensorRT."
     )
     input_pinned_memory: PinnedMemory = Field(
-        default=PinnedMemory(), description="Inputs go through pinned memory to a GPU."
+        default=PinnedMemory(enable=True), description="Inputs go through pinned memory to a GPU."
     )
     output_pinned_memory: PinnedMemory = Field(
-        default=PinnedMemory(), description="Outputs go through pinned memory from a GPU."
+        default=PinnedMemory(enable=True), description="Outputs go through pinned memory from a GPU."
     )
     gather_kernel_buffer_threshold: Count = Field(
         default=0, description="Buffers from which a kernel gathers the input on a GPU."

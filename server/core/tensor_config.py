@@ -43,8 +43,6 @@ def shape_problems(tensor: ModelInput | ModelOutput) -> list[Problem]:
     dims, reshape = tensor.dims, tensor.reshape
     if reshape is None:
         return []
-    if "dims" not in tensor.model_fields_set:
-        return [Problem(("reshape",), "reshape is given without dims", "write dims, the shape that callers see")]
     fixed = [math.prod(size for size in shape if size > 0) for shape in (dims, reshape.shape)]
     free = [sum(size < 0 for size in shape) for shape in (dims, reshape.shape)]
     if fixed[0] == fixed[1] and free[0] == free[1]:

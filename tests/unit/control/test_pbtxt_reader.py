@@ -87,5 +87,11 @@ def test_what_is_wrong_is_told_with_its_line(text: str, line: int, message: str,
     assert cure in finding.cure
 
 
+def test_an_empty_list_is_told_apart_from_an_absent_one() -> None:
+    document = read_pbtxt('input { name: "x"\n dims: [ ] }', "p")
+    assert document.data == {"input": [{"name": "x", "dims": []}]}
+    assert document.line_of(("input", 0, "dims")) == 2
+
+
 def test_an_enumeration_by_an_unknown_number_is_kept_for_the_schema_to_refuse() -> None:
     assert read_pbtxt("instance_group { kind: 9 }", "p").data == {"instance_group": [{"kind": "9"}]}

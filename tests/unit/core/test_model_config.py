@@ -77,7 +77,7 @@ def test_words_of_enumerations_may_be_short() -> None:
             ("input", 0, "reshape"),
             "reshape [2, 3] does not hold as many elements as dims [4]",
         ),
-        ({"output": [{"name": "x", "reshape": {}}]}, ("output", 0, "reshape"), "reshape is given without dims"),
+        ({"output": [{"name": "x", "reshape": {"shape": [3]}}]}, ("output", 0, "reshape"), "as dims []"),
         ({"input": [{"name": "x", "dims": [4], "format": "nchw"}]}, ("input", 0, "format"), "dims of 3 sizes"),
         (
             {"max_batch_size": 4, "dynamic_batching": {"preferred_batch_size": [2, 8]}},

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from server.control import schema
+from server.control.config_binding import bind
+from server.control.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
+from server.control.yaml_reader import read_yaml
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize("name", [schema.SCHEMA_FILE, schema.PAGE_FILE])
+def test_the_committed_docs_are_up_to_date(name: str, tmp_path: Path) -> None:
+    schema.write_docs(tmp_path)
+    assert (DOCS / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), "run `make docs`"
+
+
+def test_the_page_names_every_field_and_every_exception() -> None:
+    page = schema.configuration_page()
+    for path, model in schema._parts(schema.ModelConfig):
+        assert not path or f"## `{schema._title(path)}`" in page
+        assert all(f"| `{name}` |" in page for name in model.model_fields)
+    for pattern in (*REFUSED, *IGNORED):
+        assert f"`{schema._title(tuple(pattern.split('.')))}`" in page
+    assert all(instead in page for instead in WITHOUT_EFFECT.values())
+
+
+def test_the_examples_of_the_page_are_valid_and_say_the_same() -> None:
+    from server.control.pbtxt_reader import read_pbtxt
+
+    blocks = schema.configuration_page().split("```")
+    from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)
+    from_pbtxt = next(block for block in blocks if "# config.pbtxt" in block)
+    configs = [bind(read_yaml(from_yaml, "f"))[0], bind(read_pbtxt(from_pbtxt, "f"))[0]]
+    assert configs[0] is not None
+    assert configs[0] == configs[1]
+
+
+def accepts(part: Any, value: Any, root: Any) -> bool:
+    """A validator for the keywords that the schema uses; asserts that it knows them all."""
+    known = {"$ref", "anyOf", "enum", "type", "properties", "additionalProperties", "required", "items", "prefixItems"}
+    known |= {"minimum", "maximum", "exclusiveMinimum", "minItems", "maxItems", "minLength", "propertyNames"}
+    known |= {"title", "description", "default", "const", "$schema", "$defs"}
+    assert set(part) <= known, set(part) - known
+    if "$ref" in part and not accepts(root["$defs"][part["$ref"].rpartition("/")[2]], value, root):
+        return False
+    if "anyOf" in part and not any(accepts(choice, value, root) for choice in part["anyOf"]):
+        return False
+    if ("enum" in part and value not in part["enum"]) or ("const" in part and value != part["const"]):
+        return False
+    kinds = part.get("type", [])
+    python = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(
+        isinstance(value, python[k]) and (k == "boolean" or not isinstance(value, bool)) for k in kinds
+    ):
+        return False
+    if isinstance(value, dict):
+        extra = part.get("additionalProperties", True)
+        for key, item in value.items():
+            inner = part.get("properties", {}).get(key, extra)
+            if inner is False or (isinstance(inner, dict) and not accepts(inner, item, root)):
+                return False
+        return set(part.get("required", [])) <= set(value)
+    if isinstance(value, list):
+        inner = part.get("prefixItems", [part.get("items", {})] * len(value))
+        long_enough = part.get("minItems", 0) <= len(value) <= part.get("maxItems", len(value))
+        return long_enough and all(accepts(i, item, root) for i, item in zip(inner, value, strict=False))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return bool(part.get("minimum", value) <= value <= part.get("maximum", value))
+    return True
+
+
+def test_editors_accept_what_the_reader_accepts() -> None:
+    root = schema.json_schema()
+    text = (
+        (Path(__file__).parent / "triton_examples" / "tuned.yaml")
+        .read_text()
+        .replace(", graph_spec: [{batch_size: 4}]", "")
+    )
+    assert accepts(root, json.loads(json.dumps(yaml.safe_load(text))), root)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_batch_siz: 3",
+        "max_batch_size: many",
+        "input: [{dims: [3]}]",
+        "input: [{name: x, data_type: fp31}]",
+        "instance_group: [{kind: kpu}]",
+        "version_policy: {newest: {}}",
+        "slo: {p99: 3}",
+        "dynamic_batching: null",
+        "preprocess: {crop: [3]}",
+        "oversize: maybe",
+    ],
+)
+def test_editors_mark_what_the_reader_refuses(text: str) -> None:
+    root = schema.json_schema()
+    assert not accepts(root, yaml.safe_load(text), root)
+
+
+def test_every_part_of_the_schema_is_described() -> None:
+    root = schema.json_schema()
+    assert root["$schema"].endswith("2020-12/schema")
+    parts = [root, *root["$defs"].values()]
+    assert [name for part in parts for name, field in part["properties"].items() if not field.get("description")] == []
+    assert "null" not in json.dumps(root)
+
+
+def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert schema.main([str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {schema.SCHEMA_FILE, schema.PAGE_FILE}
+    assert "wrote" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from server.control.config_reader import read_config_text, to_triton_json
+from server.core.model_config import ModelConfig
+
+EXAMPLES = Path(__file__).parent / "triton_examples"
+
+
+def test_the_json_is_what_tritons_clients_expect() -> None:
+    config, _ = read_config_text((EXAMPLES / "add_sub.pbtxt").read_text(), "config.pbtxt")
+    assert config is not None
+    shown = to_triton_json(config)
+    assert list(shown)[:6] == ["name", "platform", "backend", "version_policy", "max_batch_size", "input"]
+    assert shown["version_policy"] == {"latest": {"num_versions": 1}}
+    assert shown["input"][0] == {  # type: ignore[index]
+        "name": "INPUT0",
+        "data_type": "TYPE_INT32",
+        "format": "FORMAT_NONE",
+        "dims": [16],
+        "is_shape_tensor": False,
+        "allow_ragged_batch": False,
+        "optional": False,
+    }
+    assert shown["parameters"] == {
+        "intra_op_thread_count": {"string_value": "1"},
+        "execution_mode": {"string_value": "0"},
+    }
+    assert "dynamic_batching" not in shown
+
+
+def test_our_own_fields_are_parameters() -> None:
+    config = ModelConfig.model_validate(
+        {
+            "oversize": "reject",
+            "slo": {"p99_ms": 1e-7},
+            "labels": {"stable": 3},
+            "preprocess": {"input": "no", "crop": [3, 4]},
+            "parameters": {"a": "b"},
+        }
+    )
+    parameters = to_triton_json(config)["parameters"]
+    assert isinstance(parameters, dict)
+    texts = {key: value["string_value"] for key, value in parameters.items()}
+    assert texts["a"] == "b"
+    assert texts["headrace.oversize"] == "reject"
+    assert float(texts["headrace.slo.p99_ms"]) == 1e-7
+    assert texts["headrace.labels.stable"] == "3"
+    assert texts["headrace.preprocess.input"] == '"no"'
+    assert texts["headrace.preprocess.crop"] == "[3, 4]"
+    assert "headrace.build_on_load" not in texts
