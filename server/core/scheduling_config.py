@@ -135,9 +135,7 @@ class VersionPolicy(ConfigPart):
     @model_validator(mode="after")
     def _check(self) -> VersionPolicy:
         if (self.latest, self.all, self.specific).count(None) != 2:
-            raise Problems(
-                [Problem((), "one policy is needed", "write exactly one of latest, all, specific")]
-            )
+            raise Problems([Problem((), "one policy is needed", "write exactly one of latest, all, specific")])
         return self
 
 
