@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -56,8 +57,8 @@ class HeadraceServer:
 
     async def _serve(self) -> int:
         settings, loop = self._settings, asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
             sockets = self._listen()
         except OSError as error:
@@ -77,7 +78,11 @@ class HeadraceServer:
             await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)))
         finally:
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
-        return self._exit_status or (0 if clean else 1)
+        if not clean:
+            # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
+            logging.shutdown()
+            os._exit(1)
+        return self._exit_status
 
     def _listen(self) -> list[socket.socket]:
         settings = self._settings
@@ -106,11 +111,15 @@ class HeadraceServer:
             return
         self._announce(url, self._registry)
 
-    def _stop(self) -> None:
+    def _interrupt(self) -> None:
+        # Only Ctrl-C is impatient when it comes twice: supervisors like to repeat SIGTERM.
         if self._servers and self._servers[0].should_exit:
-            logger.warning("a second signal: leaving without waiting for requests in flight")
+            logger.warning("Ctrl-C again: leaving without waiting for requests in flight")
             for server in self._servers:
                 server.force_exit = True
+        self._stop()
+
+    def _stop(self) -> None:
         self._registry.set_complete(False)
         for server in self._servers:
             server.should_exit = True

@@ -276,6 +276,7 @@ class ModelHandle:
             )
             entry = Entry(part, PartCompletion(joint, index), level, now_ns)
             entry.leave = self._scheduler.discard
+            entry.leads = index == len(pieces) - 1
             entries.append(entry)
 
         def leave_all() -> None:

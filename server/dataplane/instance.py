@@ -111,10 +111,18 @@ class Instance:
                 if not entry.completion.done:
                     self.execute(execution, Batch([entry], batch.reason, self._clock()))
             return
-        self._deliver(
-            [(entry.completion, InferResponse(outputs)) for entry, outputs in zip(batch.entries, results, strict=True)]
-        )
-        self._record(batch, times)
+        pairs: list[tuple[Completion, Outcome]] = [
+            (entry.completion, InferResponse(outputs)) for entry, outputs in zip(batch.entries, results, strict=True)
+        ]
+        taken = self._deliver(pairs)
+        answered = batch.entries
+        if taken != len(answered):  # some callers left while the batch ran: theirs is no success
+            answered = [
+                entry
+                for entry, (completion, outcome) in zip(answered, pairs, strict=True)
+                if completion.outcome is outcome or completion.outcome is None
+            ]
+        self._record(batch, answered, times)
 
     def _run(
         self, execution: Execution, entries: list[Entry], taken_ns: int
@@ -126,14 +134,16 @@ class Instance:
         results = split(outputs, entries)
         return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
 
-    def _record(self, batch: Batch, times: BatchTimes) -> None:
+    def _record(self, batch: Batch, answered: list[Entry], times: BatchTimes) -> None:
         done_ns, taken_ns = times.split_ns, times.taken_ns
+        leading = [entry for entry in answered if entry.leads]
         self._recorder.batch(
+            sum([entry.rows for entry in answered]),
             sum([entry.rows for entry in batch.entries]),
             batch.reason.value,
             times,
-            [taken_ns - entry.enqueued_ns for entry in batch.entries],
-            [done_ns - entry.received_ns for entry in batch.entries],
+            [taken_ns - entry.enqueued_ns for entry in leading],
+            [done_ns - entry.received_ns for entry in leading],
         )
         self._scheduler.report(done_ns - taken_ns)
 

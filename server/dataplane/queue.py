@@ -32,12 +32,14 @@ class Entry:
         received_ns: monotonic, when the request had arrived.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
+        leads: True for the one entry of a request that is counted as the request (the last part of a split one).
     """
 
     __slots__ = (
         "completion",
         "enqueued_ns",
         "inputs",
+        "leads",
         "leave",
         "level",
         "queued",
@@ -57,6 +59,7 @@ class Entry:
         self.received_ns = request.received_ns
         self.size_bytes = request.size_bytes
         self.queued = False
+        self.leads = True
         self.leave: Callable[[Entry], None] | None = None
 
     def on_settled(self) -> None:

@@ -28,7 +28,7 @@ class Sequencer:
             self._waiting.extend(completions)
 
     def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> None:
-        """Take the outcomes of a batch and release what is in turn."""
+        """Take the outcomes of a batch and release what is in turn (who is taken is not known yet)."""
         with self._lock:
             self._outcomes.update(pairs)
         self.release()

@@ -6,18 +6,43 @@ its length in front (4 bytes, little-endian); BF16 as its bit pattern.
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 from collections.abc import Sequence
+from itertools import chain
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from server.core.errors import BadRequest
-from server.core.tensor import BF16, BOOL, BYTES, FP16, Array, Datatype, ModelSpec, TensorSpec
+from server.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
 
 _LENGTH = struct.Struct("<I")
 # 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.
 _MAX_ELEMENTS = 1 << 62
+_BF16_INFINITY = 0x7F80
+_BF16_MAX = float.fromhex("0x1.fep127")
+
+# What JSON has for each datatype: the types of its elements, and how they are called.
+_JSON_TYPES: dict[str, tuple[set[type], str]] = {
+    datatype.name: ({int}, "integers") if datatype.dtype.kind in "iu" else ({int, float}, "numbers")
+    for datatype in DATATYPES
+}
+_JSON_TYPES |= {
+    "BF16": ({int, float}, "numbers"),
+    "BOOL": ({bool, int}, "true, false, 0 or 1"),
+    "BYTES": ({str}, "strings"),
+}
+_JSON_WORDS: dict[type, str] = {
+    bool: "true or false",
+    dict: "an object",
+    float: "a number with a fraction or an exponent",
+    int: "a number",
+    list: "an array",
+    str: "a string",
+    type(None): "null",
+}
 
 
 def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
@@ -89,22 +114,14 @@ def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: obj
         BadRequest: not an array, another number of elements, or elements that are not of the datatype.
     """
     if not isinstance(data, list):
-        raise BadRequest(f"input '{spec.name}': data must be an array, not {type(data).__name__}")
-    datatype = spec.datatype
-    try:
-        array = np.array(data, dtype=object) if datatype is BYTES else np.array(data)
-    except (ValueError, OverflowError, RecursionError) as error:
-        raise BadRequest(
-            f"input '{spec.name}': data is not a regular array (rows differ in length or depth)"
-        ) from error
-    if array.size != elements:
-        raise BadRequest(
-            f"input '{spec.name}': {array.size} elements came for shape {list(shape)}, expected {elements}"
-        )
+        raise BadRequest(f"input '{spec.name}': data must be an array, not {_json_word(type(data))}")
+    flat, nested, kinds = _flatten(spec.name, data)
+    if len(flat) != elements:
+        raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
     # Nested data must have the declared shape; flat data and rows of flat data are taken as they come.
-    if array.ndim > 1 and array.shape != shape and not (array.ndim == 2 and array.shape[0] == shape[0]):
-        raise BadRequest(f"input '{spec.name}': data is nested as {list(array.shape)}, its shape says {list(shape)}")
-    return _convert(spec, array).reshape(shape)
+    if len(nested) > 1 and nested != shape and not (len(nested) == 2 and nested[0] == shape[0]):
+        raise BadRequest(f"input '{spec.name}': data is nested as {list(nested)}, its shape says {list(shape)}")
+    return _convert(spec, flat, kinds).reshape(shape)
 
 
 def to_json(array: Array, datatype: Datatype) -> object:
@@ -124,54 +141,71 @@ def to_json(array: Array, datatype: Datatype) -> object:
     return np.ascontiguousarray(flat)
 
 
-def _convert(spec: TensorSpec, array: Array) -> Array:
-    datatype, kind = spec.datatype, array.dtype.kind
+def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
+    """The elements of nested lists, the shape of the nesting, and the types among the elements.
+
+    By hand, since NumPy would make floats of large integers, and of one long string among short ones an array of long ones.
+    """
+    shape = [len(data)]
+    kinds: set[type] = set(map(type, data))
+    while list in kinds:
+        lengths = set(map(len, data)) if kinds == {list} else set()
+        if len(lengths) != 1:
+            raise BadRequest(f"input '{name}': data is not a regular array (rows differ in length or depth)")
+        shape.append(lengths.pop())
+        data = list(chain.from_iterable(data))
+        kinds = set(map(type, data))
+    return data, tuple(shape), kinds
+
+
+def _convert(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
+    datatype = spec.datatype
+    allowed, expected = _JSON_TYPES[datatype.name]
+    if not kinds <= allowed:
+        stranger = next(kind for kind in map(type, flat) if kind not in allowed)
+        raise BadRequest(f"input '{spec.name}' is {datatype}: data must be {expected}, not {_json_word(stranger)}")
     if datatype is BYTES:
-        return _to_bytes(spec.name, array)
+        texts = np.empty(len(flat), dtype=object)
+        texts[:] = [item.encode("utf-8") for item in flat]
+        return texts
     if datatype is BOOL:
-        if kind == "b" or (kind in "iu" and bool(((array == 0) | (array == 1)).all())):
-            return array.astype(np.bool_)
-        raise _wrong_elements(spec, "true, false, 0 or 1")
-    if datatype.dtype.kind in "iu" and datatype is not BF16:
-        return _to_integers(spec, array)
-    if kind not in "iuf":
-        raise _wrong_elements(spec, "numbers")
-    if datatype is BF16:
-        return _to_bf16(array)
-    limit = float(np.finfo(np.float16).max) if datatype is FP16 else math.inf
+        if not set(flat) <= {0, 1}:
+            raise _out_of_range(spec, next(item for item in flat if item not in (0, 1)), 0, 1)
+        return np.array(flat, dtype=np.bool_)
+    if float in allowed:
+        return _to_floats(spec, flat)
+    try:
+        return np.array(flat, dtype=datatype.dtype)
+    except OverflowError:
+        info = np.iinfo(datatype.dtype)  # type: ignore[type-var]
+        worst = next(item for item in flat if not info.min <= item <= info.max)
+        raise _out_of_range(spec, worst, info.min, info.max) from None
+
+
+def _to_floats(spec: TensorSpec, flat: list[Any]) -> Array:
+    datatype = spec.datatype
+    try:
+        wide = np.array(flat, dtype=np.float64)
+    except OverflowError:  # an integer with more than 308 digits
+        raise _out_of_range(spec, max(flat, key=abs), -sys.float_info.max, sys.float_info.max) from None
     with np.errstate(over="ignore"):
-        converted: Array = array.astype(datatype.dtype)
-    if limit < math.inf and bool((np.abs(array) > limit).any()):
-        raise _wrong_elements(spec, f"numbers within +-{limit:g}")
-    return converted
+        if datatype is BF16:
+            bits = _to_bf16(wide)
+            array: Array = bits
+            overflown = (bits & 0x7FFF) == _BF16_INFINITY
+        else:
+            array = wide.astype(datatype.dtype)
+            overflown = np.isinf(array)
+    if overflown.any():
+        limit = _BF16_MAX if datatype is BF16 else float(np.finfo(datatype.dtype).max)  # type: ignore[type-var]
+        raise _out_of_range(spec, max(flat, key=abs), -limit, limit)
+    return array
 
 
-def _to_integers(spec: TensorSpec, array: Array) -> Array:
-    info = np.iinfo(spec.datatype.dtype)  # type: ignore[type-var]
-    if array.dtype.kind not in "iu":
-        raise _wrong_elements(spec, f"integers from {info.min} to {info.max}")
-    if int(array.min()) < info.min or int(array.max()) > info.max:
-        raise _wrong_elements(spec, f"integers from {info.min} to {info.max}")
-    converted: Array = array.astype(spec.datatype.dtype)
-    return converted
-
-
-def _to_bf16(array: Array) -> Array:
+def _to_bf16(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
     # Round to nearest, ties to even, on the bit pattern of the float32.
-    bits = array.astype(np.float32).view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    result: Array = rounded.astype(np.uint16)
-    return result
-
-
-def _to_bytes(name: str, array: Array) -> Array:
-    items = array.reshape(-1).tolist()
-    result = np.empty(len(items), dtype=object)
-    for index, item in enumerate(items):
-        if not isinstance(item, str):
-            raise BadRequest(f"input '{name}': element {index} is a {type(item).__name__}, BYTES in JSON are strings")
-        result[index] = item.encode("utf-8", "surrogatepass")
-    return result
+    bits = wide.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _split_bytes(name: str, shape: tuple[int, ...], elements: int, body: bytes, start: int, size_bytes: int) -> Array:
@@ -193,5 +227,11 @@ def _split_bytes(name: str, shape: tuple[int, ...], elements: int, body: bytes, 
     return result.reshape(shape)
 
 
-def _wrong_elements(spec: TensorSpec, expected: str) -> BadRequest:
-    return BadRequest(f"input '{spec.name}' is {spec.datatype}: data must be {expected}")
+def _out_of_range(spec: TensorSpec, value: float, low: float, high: float) -> BadRequest:
+    return BadRequest(
+        f"input '{spec.name}' is {spec.datatype}: data must be from {low} to {high}, {str(value)[:40]} is not"
+    )
+
+
+def _json_word(kind: type) -> str:
+    return _JSON_WORDS.get(kind, kind.__name__)

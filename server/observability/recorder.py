@@ -144,11 +144,20 @@ class Recorder:
         self._histograms = histograms
         self._totals = Totals()
 
-    def batch(self, rows: int, reason: str, times: BatchTimes, queue_ns: list[int], total_ns: list[int]) -> None:
+    def batch(
+        self,
+        rows: int,
+        batch_rows: int,
+        reason: str,
+        times: BatchTimes,
+        queue_ns: list[int],
+        total_ns: list[int],
+    ) -> None:
         """A batch was run and answered.
 
         Args:
-            rows: rows in the batch.
+            rows: rows of the requests that were answered.
+            batch_rows: rows in the batch, those of callers who left included.
             reason: why it was closed.
             times: its stations.
             queue_ns: per successful request, how long it waited.
@@ -170,9 +179,9 @@ class Recorder:
             totals.split_ns += split_ns * members
             totals.last_ms = time.time_ns() // NS_PER_MS
             totals.reasons[reason] += 1
-            size = totals.sizes.get(rows)
+            size = totals.sizes.get(batch_rows)
             if size is None:
-                size = totals.sizes[rows] = SizeTotals()
+                size = totals.sizes[batch_rows] = SizeTotals()
             size.count += 1
             size.assembly_ns += assembly_ns
             size.compute_ns += compute_ns

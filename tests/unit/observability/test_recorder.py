@@ -42,7 +42,7 @@ def test_totals_are_exact_from_many_threads() -> None:
 
     def work() -> None:
         for _ in range(5000):
-            recorder.batch(3, "full", _times(), [10, 20], [150, 160])
+            recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
             recorder.failure("deadline", 7)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -63,14 +63,14 @@ def test_totals_are_exact_from_many_threads() -> None:
 
 def test_without_histograms_the_counts_stay() -> None:
     recorder = Recorder(histograms=False)
-    recorder.batch(1, "idle", _times(), [10], [150])
+    recorder.batch(1, 1, "idle", _times(), [10], [150])
     assert recorder.totals().requests == 1
     assert int(recorder.totals().phases["queue"].counts.sum()) == 0
 
 
 def test_statistics_have_triton_s_shape() -> None:
     recorder = Recorder()
-    recorder.batch(3, "full", _times(), [10, 20], [150, 160])
+    recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
     recorder.failed_batch("idle")
     recorder.failure("model_failed", 9)
     shown = to_triton("m", "1", recorder.totals())
@@ -105,7 +105,7 @@ class _Source:
 
 def test_the_page_is_what_prometheus_reads() -> None:
     source = _Source()
-    source.recorder.batch(3, "full", _times(), [10_000_000, 20_000_000], [150, 160])
+    source.recorder.batch(3, 3, "full", _times(), [10_000_000, 20_000_000], [150, 160])
     source.recorder.failure("overloaded", 9)
     _, body = MetricsPage(lambda: [("m", "1", source)]).render()
     samples = {

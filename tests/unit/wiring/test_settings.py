@@ -46,10 +46,9 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         variable = {f"HEADRACE_{name.upper()}": text}
         assert getattr(parse(**variable), name) == expected
         option = "--" + name.replace("_", "-")
+        line = [option, text]
         if isinstance(expected, bool):
             line = [option if expected else option.replace("--", "--no-", 1)]
-        else:
-            line = [option, text]
         assert getattr(parse(*line), name) == expected
 
 
