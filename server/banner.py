@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -31,16 +32,15 @@ def announce(url: str, registry: Index) -> None:
     console.print(table)
     console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs", soft_wrap=True)
     ready = {row["name"] for row in rows if row["state"] == "READY"}
-    line = example(url, ready)
-    if line:
-        console.print("Try:  " + line, soft_wrap=True, markup=False)
+    console.print("Try:  " + example(url, ready), soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:
-        console.print("or:   headrace infer efficientnet_lite0 photo.jpg", markup=False)
+        command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
+        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", markup=False)
     console.print("Ctrl-C stops it.")
 
 
 def example(url: str, ready: set[object]) -> str:
-    """A curl line for a demo model, "" if none serves."""
+    """A curl line: for the simplest demo model, or for readiness where that is not served."""
     if "add_sub" not in ready:
         return f"curl {url}/v2/health/ready"
     numbers = list(range(16))
