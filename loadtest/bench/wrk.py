@@ -6,10 +6,11 @@ One client thread sends several hundred thousand requests a second, so a Python 
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one run found; latencies in microseconds, completion times in seconds on the monotonic clock."""
+    """What one run found.
+
+    Latencies in microseconds, completion times in seconds on the monotonic clock, processor time of wrk itself in seconds.
+    """
 
     requests: int
     duration_s: float
@@ -84,6 +88,7 @@ class Sample:
     p99_us: float
     max_us: float
     completions_s: tuple[float, ...] = ()
+    client_cpu_s: float = 0.0
 
     @property
     def requests_per_s(self) -> float:
@@ -106,10 +111,11 @@ def run(base_url: str, load: Load, scratch: Path) -> Sample:
     script_path.write_text(script(load, scratch))
     command = [*pinned(load.cpus), "wrk", "-t1", f"-c{load.connections}", f"-d{load.seconds}s"]
     command += ["--timeout", f"{load.timeout_s}s", "-s", str(script_path), base_url + load.requests[0].path]
+    before_s = _cpu_seconds_of_children()
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise LoadFailed(f"wrk exited with {finished.returncode}: {finished.stderr.strip() or finished.stdout.strip()}")
-    return parse(finished.stdout)
+    return replace(parse(finished.stdout), client_cpu_s=_cpu_seconds_of_children() - before_s)
 
 
 def script(load: Load, scratch: Path) -> str:
@@ -154,6 +160,12 @@ def parse(output: str) -> Sample:
     latencies = {name: float(report[name]) for name in ("p50_us", "p90_us", "p99_us", "max_us")}
     times = tuple(float(time) for time in report["completions_s"])
     return Sample(report["requests"], report["duration_us"] / 1e6, completions_s=times, **latencies)
+
+
+def _cpu_seconds_of_children() -> float:
+    """Of those that have ended: between two calls only wrk does."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _same_request(request: HttpRequest, body_path: Path) -> list[str]:

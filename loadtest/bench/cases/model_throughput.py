@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loadtest.bench.inprocess import Oracle, rows_per_s_in_fresh_process
 from loadtest.bench.results import CaseResult, Comparison, Figure, Target
@@ -10,10 +10,18 @@ from loadtest.bench.session import Bench, interleave
 from loadtest.bench.spread import Spread, completion_rate, ratios
 from loadtest.bench.wrk import Load
 from loadtest.protocol import binary_request
-from loadtest.servers import Running
+from loadtest.servers import Running, cpu_seconds
 
 BATCHES = (1, 2, 4, 8, 16)
 QUICK_BATCHES = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Processor time for an image, in ms, one value a round: what server and client take of the cores they share."""
+
+    server_ms: list[float] = field(default_factory=list)
+    client_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +64,19 @@ class ModelThroughput:
             bench.check(server, request, oracle, inputs)
             del oracle
             bench.warm_up(server, load)
+            costs = Costs()
             rates = interleave(
                 {
-                    "headrace": lambda: self._served(bench, server, load),
+                    "headrace": lambda: self._served(bench, server, load, costs),
                     "in process": lambda: self._in_process(bench, best, bench.seconds(20)),
                 },
                 bench.rounds,
             )
-        in_process = f"ONNX Runtime in process, batches of {best}"
         figures = (
             Figure("headrace", "images/s", Spread.of(rates["headrace"])),
-            Figure(in_process, "images/s", Spread.of(rates["in process"])),
+            Figure(f"ONNX Runtime in process, batches of {best}", "images/s", Spread.of(rates["in process"])),
+            Figure("headrace", "CPU ms/image", Spread.of(costs.server_ms)),
+            Figure("its client (wrk)", "CPU ms/image", Spread.of(costs.client_ms)),
         )
         compared = ratios(rates["headrace"], rates["in process"])
         comparison = Comparison("headrace / ONNX Runtime in process, images/s", "", compared, self.ratio)
@@ -82,7 +92,10 @@ class ModelThroughput:
         cpus = bench.cores.both
         return rows_per_s_in_fresh_process(bench.model_path(self.model), batch, len(cpus), seconds, cpus)
 
-    def _served(self, bench: Bench, server: Running, load: Load) -> float:
+    def _served(self, bench: Bench, server: Running, load: Load, costs: Costs) -> float:
         """Images a second, from the first answers after the ramp (one on each connection) to the last."""
-        times = bench.measure(server, load).completions_s
-        return completion_rate(times[self.connections :])
+        before_s = cpu_seconds(server.pid)
+        sample = bench.measure(server, load)
+        costs.server_ms.append((cpu_seconds(server.pid) - before_s) * 1e3 / sample.requests)
+        costs.client_ms.append(sample.client_cpu_s * 1e3 / sample.requests)
+        return completion_rate(sample.completions_s[self.connections :])
