@@ -45,9 +45,9 @@ class OnnxRuntimeBackend:
         try:
             sessions = [_open(file, options) for _ in range(1 if shared else instances)]
         except Exception as error:  # ONNX Runtime raises a dozen types of its own
-            finding = Finding(
-                file.name, None, f"ONNX Runtime cannot load the model: {error}", "check it with onnx.checker"
-            )
+            text = str(error).replace(str(file), file.name)  # callers may read it: no paths of this machine
+            cure = "check it with onnx.checker"
+            finding = Finding(file.name, None, f"ONNX Runtime cannot load the model: {text}", cure)
             raise ConfigError([finding]) from error
         return OnnxRuntimeModel(sessions)
 

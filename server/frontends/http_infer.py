@@ -222,6 +222,14 @@ async def send_error(send: Send, error: HeadraceError) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_method_not_allowed(send: Send) -> None:
+    """Answer to anything but POST."""
+    body = orjson.dumps({"error": "inference takes POST"})
+    headers = [_JSON_TYPE, (b"allow", b"POST"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 405, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 def _length(name: bytes, value: bytes) -> int:
     # Digits only: int() would take signs, blanks and underscores. Twenty digits are beyond any size.
     if not value.isdigit() or len(value) > 20:

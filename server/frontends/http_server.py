@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from server.core.errors import HeadraceError, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
-from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send
+from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send, send_method_not_allowed
 from server.frontends.models import Models
 from server.frontends.openapi import INFER_PATHS
 from server.frontends.status import http_status, retry_after_s
@@ -38,15 +38,15 @@ class HttpApplication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""
-        if scope["type"] == "http" and scope["method"] == "POST":
+        if scope["type"] == "http":
             path: str = scope["path"]
             if path.endswith("/infer") and path.startswith("/v2/models/"):
                 parts = path.split("/")
-                if len(parts) == 5:
-                    await self._infer(scope, receive, send, parts[3], "")
-                    return
-                if len(parts) == 7 and parts[4] == "versions":
-                    await self._infer(scope, receive, send, parts[3], parts[5])
+                if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions"):
+                    if scope["method"] != "POST":
+                        await send_method_not_allowed(send)
+                        return
+                    await self._infer(scope, receive, send, parts[3], parts[5] if len(parts) == 7 else "")
                     return
         await self.control(scope, receive, send)
 
@@ -60,6 +60,7 @@ def control_application(
         version=version,
         summary="An inference server that speaks the Open Inference Protocol V2.",
         redoc_url=None,
+        redirect_slashes=False,
     )
     _add_errors(app)
     _add_health(app, models)
