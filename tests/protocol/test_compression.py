@@ -1,0 +1,109 @@
+"""Content-Encoding both ways: golden bytes, limits, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.core.errors import BadRequest, TooLarge
+from server.frontends import compression
+
+# "headrace" as other tools pack it (stored blocks, so that no compressor's choices matter).
+GZIP = bytes.fromhex("1f8b0800000000000003 01 0800 f7ff 6865616472616365 e46e93eb 08000000".replace(" ", ""))
+ZLIB = bytes.fromhex("7801 01 0800 f7ff 6865616472616365 0e5b032e".replace(" ", ""))
+PLAIN = b"headrace"
+LIMIT = 1 << 20
+
+
+def test_the_golden_bytes_are_what_python_reads() -> None:
+    # The checksums in them, above all.
+    assert gzip.decompress(GZIP) == PLAIN
+    assert zlib.decompress(ZLIB) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding"), [(PLAIN, ""), (PLAIN, "identity"), (GZIP, "gzip"), (ZLIB, "deflate")], ids=str
+)
+def test_golden_bodies(body: bytes, encoding: str) -> None:
+    assert compression.decompress(body, encoding, LIMIT) == PLAIN
+
+
+@given(st.binary(max_size=2_000), st.sampled_from(["gzip", "deflate"]))
+def test_what_is_packed_here_is_read_by_others_and_by_us(body: bytes, encoding: str) -> None:
+    packed = compression.compress(body, encoding)
+    assert (gzip.decompress if encoding == "gzip" else zlib.decompress)(packed) == body
+    assert compression.decompress(packed, encoding, LIMIT) == body
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "x" * 10**6])
+def test_an_unknown_encoding_is_refused(encoding: str) -> None:
+    with pytest.raises(BadRequest, match="is not known here; gzip, deflate and identity are") as caught:
+        compression.decompress(PLAIN, encoding, LIMIT)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda body: b"", "end too early"),
+        (lambda body: body[:-1], "end too early"),
+        (lambda body: body[:3], "end too early"),
+        (lambda body: b"\x00" + body, "is not valid"),
+        (lambda body: body[:-8] + bytes(8), "is not valid"),
+        (lambda body: body + b"more", "4 bytes stand behind"),
+    ],
+    ids=["empty", "last byte missing", "cut", "no header", "wrong checksum", "something behind"],
+)
+def test_damaged_bodies_are_refused(encoding: str, damage: object, message: str) -> None:
+    assert callable(damage)
+    body = damage(compression.compress(PLAIN * 20, encoding))
+    with pytest.raises(BadRequest, match=message):
+        compression.decompress(body, encoding, LIMIT)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_the_limit_is_of_the_unpacked_size(encoding: str) -> None:
+    at_limit = compression.compress(bytes(LIMIT), encoding)
+    assert len(compression.decompress(at_limit, encoding, LIMIT)) == LIMIT
+    with pytest.raises(TooLarge, match=f"larger than {LIMIT} bytes when unpacked"):
+        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, LIMIT)
+
+
+def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
+    import tracemalloc
+
+    bomb = compression.compress(bytes(200 << 20), "gzip")
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge):
+            compression.decompress(bomb, "gzip", LIMIT)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 * LIMIT
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        ("", ""),
+        ("identity", ""),
+        ("br", ""),
+        ("gzip", "gzip"),
+        ("GZip", "gzip"),
+        ("deflate", "deflate"),
+        ("br, gzip;q=0.5", "gzip"),
+        ("gzip;q=0, deflate", "deflate"),
+        ("gzip; q=0.0", ""),
+        ("gzip;q=0.000,deflate;q=0", ""),
+        ("deflate, gzip", "deflate"),
+        (",,;,", ""),
+    ],
+)
+def test_choosing_an_encoding(accepted: str, encoding: str) -> None:
+    assert compression.choose(accepted) == encoding

@@ -1,0 +1,268 @@
+"""The inference route as a bare ASGI callable: what goes over `send` for what comes by `receive`, behind any ASGI server."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.core.completion import LoopCompletion, Mailbox
+from server.core.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HeadraceError,
+    ModelFailed,
+    NotFound,
+    Overloaded,
+    QueueTimeout,
+    Unavailable,
+)
+from server.core.request import InferRequest, InferResponse
+from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from server.frontends.http_infer import InferEndpoint
+
+LIMIT = 4_000
+X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
+SPEC = ModelSpec("twice", "1", "test", {"X": X}, {"Y": TensorSpec("Y", BY_NAME["FP32"], (-1, -1))}, 8)
+
+
+class Handle:
+    """A leased model that answers with twice the input, at once, or with an error, or never."""
+
+    def __init__(self, error: HeadraceError | Exception | None = None, silent: bool = False) -> None:
+        self.spec = SPEC
+        self.error = error
+        self.silent = silent
+        self.refuses: HeadraceError | None = None
+        self.requests: list[InferRequest] = []
+        self.completions: list[LoopCompletion] = []
+        self.failures: list[HeadraceError] = []
+        self.leases = 0
+
+    def admit(self) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+
+    def infer(self, request: InferRequest) -> LoopCompletion:
+        self.requests.append(request)
+        completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
+        self.completions.append(completion)
+        if not self.silent:
+            completion.settle(self.error or InferResponse({"Y": request.inputs["X"] * 2}))  # type: ignore[operator]
+        return completion
+
+    def failed(self, error: HeadraceError, received_ns: int) -> None:
+        assert received_ns > 0
+        self.failures.append(error)
+
+    def release(self) -> None:
+        self.leases -= 1
+
+
+class Models:
+    """Knows one model."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def lease(self, name: str, version: str) -> Handle:
+        if name != "twice":
+            raise NotFound(f"model {name!r} is not found")
+        self.handle.leases += 1
+        return self.handle
+
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+def call(
+    handle: Handle,
+    *bodies: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    then: Sequence[dict[str, Any]] = (),
+    model: str = "twice",
+) -> Answer | None:
+    """One request in as many parts as there are bodies; None if nothing was answered."""
+    incoming: list[dict[str, Any]] = [
+        {"type": "http.request", "body": part, "more_body": index < len(bodies) - 1}
+        for index, part in enumerate(bodies)
+    ]
+    incoming += then
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop(0)
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def send(message: Any) -> None:
+        sent.append(dict(message))
+
+    async def run() -> None:
+        endpoint = InferEndpoint(Models(handle), LIMIT)  # type: ignore[arg-type]
+        await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
+
+    asyncio.run(run())
+    assert handle.leases == 0, "the lease was not given back"
+    if not sent:
+        return None
+    start, body = sent
+    assert (start["type"], body["type"]) == ("http.response.start", "http.response.body")
+    named = {name.decode(): value.decode() for name, value in start["headers"]}
+    assert named["content-length"] == str(len(body["body"]))
+    return start["status"], named, body["body"]
+
+
+def request(columns: int = 2) -> bytes:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "data": [0.5] * columns}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+ANSWER = b'{"model_name":"twice","model_version":"1","outputs":[{"name":"Y","datatype":"FP32","shape":[1,2],"data":[1.0,1.0]}]}'
+
+
+def binary_request(columns: int = 2) -> tuple[bytes, tuple[bytes, bytes]]:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "parameters": {"binary_data_size": 4 * columns}}
+    header = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+    data = np.full(columns, 0.5, "<f4").tobytes()
+    return header + data, (b"inference-header-content-length", str(len(header)).encode())
+
+
+def test_a_json_request() -> None:
+    assert call(Handle(), request()) == (
+        200,
+        {"content-type": "application/json", "content-length": str(len(ANSWER))},
+        ANSWER,
+    )
+
+
+def test_a_body_that_comes_in_parts() -> None:
+    body = request()
+    parts = [body[i : i + 7] for i in range(0, len(body), 7)]
+    answer = call(Handle(), *parts, b"")
+    assert answer is not None
+    assert answer[2] == ANSWER
+
+
+def test_a_binary_request_is_answered_in_binary() -> None:
+    body, header = binary_request()
+    answer = call(Handle(), body, headers=[header])
+    assert answer is not None
+    status, headers, content = answer
+    size = int(headers["inference-header-content-length"])
+    assert (status, headers["content-type"]) == (200, "application/octet-stream")
+    assert json.loads(content[:size])["outputs"][0]["parameters"] == {"binary_data_size": 8}
+    assert content[size:] == np.array([1, 1], "<f4").tobytes()
+
+
+def test_a_packed_request_and_a_packed_answer() -> None:
+    body, header = binary_request(512)
+    handle = Handle()
+    packed = gzip.compress(body)
+    answer = call(handle, packed, headers=[header, (b"content-encoding", b"GZIP"), (b"accept-encoding", b"gzip")])
+    assert answer is not None
+    _, headers, content = answer
+    assert headers["content-encoding"] == "gzip"
+    size = int(headers["inference-header-content-length"])
+    assert gzip.decompress(content)[size:] == np.full(512, 1, "<f4").tobytes()
+
+
+def test_a_small_answer_is_not_packed() -> None:
+    answer = call(Handle(), request(), headers=[(b"accept-encoding", b"gzip, deflate")])
+    assert answer is not None
+    assert "content-encoding" not in answer[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (Overloaded("full", 3.0), 503, "3"),
+        (QueueTimeout("late"), 503, "1"),
+        (Unavailable("away"), 503, "1"),
+        (DeadlineExceeded("late"), 504, None),
+        (ModelFailed("broken"), 500, None),
+    ],
+)
+def test_errors_of_the_data_plane(error: HeadraceError, status: int, retry_after: str | None) -> None:
+    handle = Handle(error)
+    answer = call(handle, request())
+    assert answer is not None
+    assert (answer[0], answer[1].get("retry-after")) == (status, retry_after)
+    assert json.loads(answer[2]) == {"error": str(error)}
+    assert handle.failures == [error]
+
+
+def test_an_unknown_model_is_answered_without_reading_its_body() -> None:
+    answer = call(Handle(), model="other")
+    assert answer is not None
+    assert (answer[0], json.loads(answer[2])) == (404, {"error": "model 'other' is not found"})
+
+
+def test_a_model_that_refuses_early_reads_no_body() -> None:
+    handle = Handle()
+    handle.refuses = Unavailable("dead")
+    answer = call(handle)
+    assert answer is not None
+    assert answer[0] == 503
+    assert not handle.requests
+
+
+def test_an_unforeseen_error_hides_its_text_and_says_where_to_look(caplog: pytest.LogCaptureFixture) -> None:
+    handle = Handle(RuntimeError("/secret/path"))
+    answer = call(handle, request())
+    assert answer is not None
+    message = json.loads(answer[2])["error"]
+    assert answer[0] == 500
+    assert "secret" not in message
+    reference = message.rpartition("(")[2].rstrip(")")
+    assert reference in caplog.text
+    assert "/secret/path" in caplog.text
+    assert [failure.reason for failure in handle.failures] == ["model_failed"]
+
+
+def test_a_client_that_leaves_before_its_body_is_complete_gets_no_answer() -> None:
+    handle = Handle()
+    incoming = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    assert call(handle, then=incoming) is None
+    assert isinstance(handle.failures[0], Cancelled)
+    assert not handle.requests
+
+
+def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
+    handle = Handle(silent=True)
+    assert call(handle, request(), then=[{"type": "http.disconnect"}]) is None
+    assert handle.completions[0].done
+    assert isinstance(handle.failures[0], Cancelled)
+
+
+@pytest.mark.parametrize(
+    ("bodies", "headers"),
+    [
+        ([bytes(LIMIT + 1)], []),
+        ([bytes(LIMIT), b"x"], []),
+        ([], [(b"content-length", str(LIMIT + 1).encode())]),
+        ([], [(b"content-length", b"9" * 20)]),
+        ([gzip.compress(bytes(LIMIT + 1))], [(b"content-encoding", b"gzip")]),
+    ],
+    ids=["one piece", "two pieces", "declared", "declared beyond reason", "unpacked"],
+)
+def test_bodies_that_are_too_large(bodies: list[bytes], headers: list[tuple[bytes, bytes]]) -> None:
+    handle = Handle()
+    answer = call(handle, *bodies, headers=headers)
+    assert answer is not None
+    assert answer[0] == 413
+    assert str(LIMIT) in json.loads(answer[2])["error"]
+    assert not handle.requests
+
+
+@pytest.mark.parametrize("value", [b"-1", b"+5", b"1e3", b"0x10", b"1_0", b"five", b"", "١٢".encode(), b"9" * 21])
+def test_header_lengths_that_are_none(value: bytes) -> None:
+    answer = call(Handle(), request(), headers=[(b"inference-header-content-length", value)])
+    assert answer is not None
+    assert answer[0] == 400
+    assert "inference-header-content-length" in json.loads(answer[2])["error"]
