@@ -1,0 +1,117 @@
+"""One repository with every kind of small model, and one real server over it, for all end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import tritonclient.http as triton
+
+from server.core.tensor import DATATYPES
+from tests import models
+from tests.serving import Server, serving
+
+MAX_BODY_BYTES = 4 << 20
+FRUITS = "apple\nbanana\ncherry\n"  # fewer than there are classes: the others have no label
+
+COUNTED = """
+max_batch_size: 8
+input { name: "X" data_type: TYPE_FP32 dims: 16 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+DELAYED = COUNTED + "dynamic_batching { max_queue_delay_microseconds: 5000 }\n"
+REJECTING = COUNTED + 'parameters { key: "headrace.oversize" value { string_value: "reject" } }\n'
+VERSIONED = COUNTED + "version_policy { all {} }\n"
+RESHAPED = """
+max_batch_size: 4
+input { name: "X" data_type: TYPE_FP32 dims: 6 reshape { shape: [2, 3] } }
+output { name: "Y" data_type: TYPE_FP32 dims: 6 reshape { shape: [3, 2] } }
+"""
+LABELLED = """
+max_batch_size: 4
+input { name: "X" data_type: TYPE_FP32 dims: 5 }
+output { name: "SCORES" data_type: TYPE_FP32 dims: 5 label_filename: "fruits.txt" }
+output { name: "BEST" data_type: TYPE_INT64 dims: 1 }
+"""
+OPTIONAL = """
+max_batch_size: 4
+input { name: "X" data_type: TYPE_FP32 dims: 3 }
+input { name: "BIAS" data_type: TYPE_FP32 dims: 3 optional: true }
+output { name: "Y" data_type: TYPE_FP32 dims: 3 }
+"""
+CONTRADICTING = """
+max_batch_size: 8
+input { name: "X" data_type: TYPE_INT32 dims: 16 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
+
+
+def build(repository: Path) -> Path:
+    """All models; the models whose statistics a test counts are used by that test alone."""
+    for datatype in DATATYPES:
+        models.add_model(repository, f"identity_{datatype.name.lower()}", models.identity(datatype.name))
+    for name, config in {
+        "affine": DELAYED,
+        "counted": COUNTED,
+        "counted_failures": COUNTED,
+        "measured": COUNTED,
+        "batched": DELAYED,
+        "rejecting": REJECTING,
+    }.items():
+        models.add_model(repository, name, models.affine(), config=config)
+    for version in (1, 3, 20):
+        models.add_model(repository, "versioned", models.affine(seed=version), version=version, config=VERSIONED)
+    models.add_model(repository, "sum_difference", models.sum_difference())
+    models.add_model(repository, "row_sums", models.row_sums())
+    models.add_model(repository, "unbatched", models.unbatched())
+    models.add_model(repository, "reshaped", models.transposed(), config=RESHAPED)
+    models.add_model(repository, "scores", models.scores(), config=LABELLED, files={"fruits.txt": FRUITS})
+    models.add_model(repository, "optional_bias", models.optional_bias(), config=OPTIONAL)
+    models.add_model(repository, "table_lookup", models.table_lookup())
+    models.add_model(repository, "busy", models.busy())
+    models.add_model(repository, "broken_file", b"this is no ONNX file")
+    models.add_model(repository, "broken_config", models.affine(), config=CONTRADICTING)
+    return repository
+
+
+BROKEN = ("broken_config", "broken_file")
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("e2e") / "repository")
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(repository, tmp_path_factory.mktemp("log"), "--max-body-bytes", str(MAX_BODY_BYTES)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(server.address) as connected:
+        yield connected
+
+
+class Reference:
+    """Models in process, to compare answers with."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, ort.InferenceSession] = {}
+
+    def affine(self, x: np.ndarray, seed: int = 0) -> np.ndarray:
+        """What `models.affine` gives for `x`, by ONNX Runtime."""
+        key = f"affine {seed}"
+        if key not in self._sessions:
+            content = models.affine(seed=seed).SerializeToString()
+            self._sessions[key] = ort.InferenceSession(content, providers=["CPUExecutionProvider"])
+        return self._sessions[key].run(None, {"X": x})[0]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
