@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 
 import uvicorn
@@ -137,7 +138,7 @@ class _UvicornServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,  # type: ignore[arg-type]
-                http=HeadraceHttpProtocol,
+                http=partial(HeadraceHttpProtocol, max_direct_bytes=settings.max_body_bytes),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -90,9 +90,14 @@ class Completion:
         if not self.claim(outcome):
             return False
         self.notify()
-        if self.after is not None:
-            self.after()
+        self.finish()
         return True
+
+    def finish(self) -> None:
+        """Call `after`, once; letting go of it here keeps a served request from being a reference cycle."""
+        after, self.after = self.after, None
+        if after is not None:
+            after()
 
     def abandon(self) -> bool:
         """The caller has gone: drop whatever comes."""
@@ -148,8 +153,7 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
             posts.setdefault(completion._mailbox, []).append(completion)
         else:
             others.append(completion)
-        if completion.after is not None:
-            completion.after()
+        completion.finish()
     for other in others:
         other.notify()
     for mailbox, settled in posts.items():

@@ -64,7 +64,7 @@ class Entry:
 
     def on_settled(self) -> None:
         """Hook for `Completion.after`: give the place in the queue back if the entry still has one."""
-        if self.leave is not None:
+        if self.queued and self.leave is not None:  # a first look without the lock spares those that were run
             self.leave(self)
 
 

@@ -17,6 +17,7 @@ from server.core.errors import BadRequest, Unsupported
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, Array, ModelSpec, TensorSpec
 from server.frontends import tensor_codec
+from server.frontends.http_body import BodyBytes
 
 # A deadline further away than this is none; it also keeps 2**63 microseconds from overflowing a timer.
 _MAX_TIMEOUT_US = 86_400_000_000
@@ -115,7 +116,7 @@ class ModelCodec:
         self._all_binary = tuple(WantedOutput(tensor, True, 0) for tensor in spec.outputs.values())
         self._all_json = tuple(WantedOutput(tensor, False, 0) for tensor in spec.outputs.values())
 
-    def decode(self, body: bytes, header_size: int | None, received_ns: int) -> tuple[InferRequest, Plan]:
+    def decode(self, body: bytes | BodyBytes, header_size: int | None, received_ns: int) -> tuple[InferRequest, Plan]:
         """A request out of a body.
 
         Args:
@@ -130,7 +131,7 @@ class ModelCodec:
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
-        header = body[:size]
+        header = bytes(body[:size])  # of `bytes` no copy if it is the whole
         plan = self._plans.get(header)
         if plan is None:
             plan = self._plan(header)

@@ -20,6 +20,7 @@ from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
 from server.core.request import InferResponse
 from server.core.tensor import ModelSpec
 from server.frontends import compression
+from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.models import Handle, Models
 from server.frontends.status import http_status, retry_after_s
@@ -47,8 +48,8 @@ class Connection(Protocol):
 
     caller: LoopCompletion | None
 
-    def whole_body(self, send: Send) -> bytes | None:
-        """The body if all of it is here."""
+    async def whole_body(self, send: Send) -> bytes | BodyBytes | None:
+        """The body, or None if `receive` has it."""
 
     def answer(self, send: Send, head: bytes, parts: Body) -> bool:
         """Write a whole answer; False if it must go through `send`."""
@@ -104,8 +105,7 @@ class InferEndpoint:
             handle.admit()
             headers = InferHeaders(scope["headers"])
             connection: Connection | None = scope.get("headrace.connection")
-            whole = None if connection is None else connection.whole_body(send)
-            body = await self._read(receive, headers, whole)
+            body = await self._read(send, receive, connection, headers)
             received_ns = self._clock()
             codec = self._codec(handle.spec)
             request, plan = codec.decode(body, headers.header_size, received_ns)
@@ -134,14 +134,19 @@ class InferEndpoint:
             codec = self._codecs[spec] = ModelCodec(spec)
         return codec
 
-    async def _read(self, receive: Receive, headers: InferHeaders, body: bytes | None) -> bytes:
+    async def _read(
+        self, send: Send, receive: Receive, connection: Connection | None, headers: InferHeaders
+    ) -> bytes | BodyBytes:
         limit = self._max_body_bytes
-        if headers.content_length > limit or (body is not None and len(body) > limit):
-            raise TooLarge(f"the body has {headers.content_length or 'too many'} bytes, at most {limit} are taken")
+        if headers.content_length > limit:
+            raise TooLarge(f"the body has {headers.content_length} bytes, at most {limit} are taken")
+        body = None if connection is None else await connection.whole_body(send)
         if body is None:
             body = await _receive_all(receive, limit)
+        elif len(body) > limit:
+            raise TooLarge(f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            return compression.decompress(body, headers.content_encoding, limit)
+            return compression.decompress(bytes(body), headers.content_encoding, limit)
         return body
 
 

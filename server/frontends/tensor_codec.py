@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from server.core.errors import BadRequest
 from server.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from server.frontends.http_body import BodyBytes
 
 _LENGTH = struct.Struct("<I")
 # 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.
@@ -71,7 +72,7 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
 
 
 def from_binary(
-    spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes, start: int, size_bytes: int
+    spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
 ) -> Array:
     """A tensor out of `body[start:start + size_bytes]`; a view of the body, but for BYTES.
 
@@ -208,22 +209,27 @@ def _to_bf16(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _split_bytes(name: str, shape: tuple[int, ...], elements: int, body: bytes, start: int, size_bytes: int) -> Array:
+def _split_bytes(
+    name: str, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
+) -> Array:
     if elements * _LENGTH.size > size_bytes:
         raise BadRequest(f"input '{name}': {size_bytes} bytes cannot hold {elements} BYTES elements")
+    data = bytes(body[start : start + size_bytes])
     result = np.empty(elements, dtype=object)
-    position, end = start, start + size_bytes
+    position = 0
     for index in range(elements):
-        if position + _LENGTH.size > end:
+        if position + _LENGTH.size > size_bytes:
             raise BadRequest(f"input '{name}': the data end before element {index} of {elements}")
-        (length,) = _LENGTH.unpack_from(body, position)
+        (length,) = _LENGTH.unpack_from(data, position)
         position += _LENGTH.size
-        if position + length > end:
-            raise BadRequest(f"input '{name}': element {index} says {length} bytes, only {end - position} are left")
-        result[index] = body[position : position + length]
+        if position + length > size_bytes:
+            raise BadRequest(
+                f"input '{name}': element {index} says {length} bytes, only {size_bytes - position} are left"
+            )
+        result[index] = data[position : position + length]
         position += length
-    if position != end:
-        raise BadRequest(f"input '{name}': {end - position} bytes are left over after {elements} elements")
+    if position != size_bytes:
+        raise BadRequest(f"input '{name}': {size_bytes - position} bytes are left over after {elements} elements")
     return result.reshape(shape)
 
 

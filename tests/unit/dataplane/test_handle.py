@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -347,5 +348,28 @@ def test_many_callers_on_many_instances_all_get_their_own() -> None:
         assert await asyncio.to_thread(served.close, 10)
         assert served.depth == 0
         assert threading.active_count() < 20
+
+    play(scenario)
+
+
+def test_a_served_request_leaves_no_garbage_for_the_collector() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, instances=2)
+        for rows in (1, 3, 20):  # alone, and in parts
+            await served.infer(ask(1, rows=rows))
+        gc.collect()
+        gc.disable()
+        try:
+            for rows in (1, 3, 20):
+                await served.infer(ask(1, rows=rows))
+            await asyncio.sleep(0.01)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [each for each in gc.garbage if type(each).__module__.startswith("server.")]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        served.close(5)
 
     play(scenario)
