@@ -1,0 +1,155 @@
+"""Many clients at once: everyone gets the answer to the own question, and batches form."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.conftest import Reference
+from tests.serving import Server
+
+CLIENTS = 48
+REQUESTS = 12
+
+
+def tensor(array: np.ndarray, name: str = "X", binary: bool = True) -> triton.InferInput:
+    return triton.InferInput(name, list(array.shape), "FP32").set_data_from_numpy(array, binary_data=binary)
+
+
+def test_every_asyncio_client_gets_its_own_rows_and_batches_form(server: Server, reference: Reference) -> None:
+    async def one_client(number: int) -> int:
+        rng = np.random.default_rng(number)
+        rows_sent = 0
+        async with triton_aio.InferenceServerClient(server.address, conn_limit=1) as client:
+            for _ in range(REQUESTS):
+                # Some fill a batch alone, some are larger than one.
+                rows = int(rng.choice([1, 1, 1, 2, 3, 8, 11]))
+                x = rng.standard_normal((rows, 16), np.float32)
+                result = await client.infer("batched", [tensor(x, binary=bool(rng.integers(2)))])
+                answer = result.as_numpy("Y")
+                assert answer.shape == (rows, 4)
+                assert np.allclose(answer, reference.affine(x), atol=1e-5)
+                rows_sent += rows
+        return rows_sent
+
+    async def all_clients() -> tuple[int, dict]:
+        sent = sum(await asyncio.gather(*(one_client(number) for number in range(CLIENTS))))
+        async with triton_aio.InferenceServerClient(server.address) as client:
+            return sent, await client.get_inference_statistics("batched")
+
+    sent, statistics = asyncio.run(all_clients())
+    (stats,) = statistics["model_stats"]
+    assert stats["inference_count"] == sent
+    assert stats["inference_stats"]["success"]["count"] == CLIENTS * REQUESTS
+    assert stats["inference_stats"]["fail"]["count"] == 0
+    sizes = {size["batch_size"]: size["compute_infer"]["count"] for size in stats["batch_stats"]}
+    assert sum(rows * count for rows, count in sizes.items()) == sent
+    assert sum(sizes.values()) == stats["execution_count"]
+    assert max(sizes) == 8
+    # Not one by one: a request has 3.9 rows on average, so batches of that size were no batching at all.
+    assert sent / stats["execution_count"] > 5
+
+
+def test_small_requests_meet_in_one_batch(server: Server, client: triton.InferenceServerClient) -> None:
+    def sizes() -> dict[int, int]:
+        (stats,) = client.get_inference_statistics("affine")["model_stats"]
+        return {size["batch_size"]: size["compute_infer"]["count"] for size in stats["batch_stats"]}
+
+    async def together() -> None:
+        async with triton_aio.InferenceServerClient(server.address, conn_limit=64) as many:
+            x = np.zeros((1, 16), np.float32)
+            await asyncio.gather(*(many.infer("affine", [tensor(x)]) for _ in range(64)))
+
+    before = sizes()
+    asyncio.run(together())
+    grown = {rows: count - before.get(rows, 0) for rows, count in sizes().items()}
+    assert sum(rows * count for rows, count in grown.items()) == 64
+    assert sum(grown.values()) <= 32, grown
+
+
+def test_requests_of_different_shapes_at_once(server: Server) -> None:
+    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
+        rng = np.random.default_rng(number)
+        x = rng.integers(-9, 9, (int(rng.integers(1, 7)), int(rng.integers(1, 6)))).astype(np.float32)
+        result = await client.infer("row_sums", [tensor(x)], request_id=str(number))
+        assert result.get_response()["id"] == str(number)
+        assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
+        assert result.as_numpy("SUM").tolist() == x.sum(axis=1, keepdims=True).tolist()
+
+    async def everyone() -> None:
+        async with triton_aio.InferenceServerClient(server.address, conn_limit=40) as client:
+            await asyncio.gather(*(one(client, number) for number in range(400)))
+
+    asyncio.run(everyone())
+
+
+def test_good_and_bad_requests_at_once(server: Server) -> None:
+    """In one batch, the requests that the model refuses fail alone."""
+
+    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
+        index = np.array([[number % 5]], np.int64)  # 4 is outside of the table
+        given = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(index)
+        if number % 5 == 4:
+            with pytest.raises(InferenceServerException, match="refused the values") as caught:
+                await client.infer("table_lookup", [given])
+            assert caught.value.status() == "400"
+        else:
+            result = await client.infer("table_lookup", [given])
+            assert result.as_numpy("Y").tolist() == [[10 * (number % 5)]]
+
+    async def everyone() -> None:
+        async with triton_aio.InferenceServerClient(server.address, conn_limit=50) as client:
+            await asyncio.gather(*(one(client, number) for number in range(200)))
+
+    asyncio.run(everyone())
+
+
+def test_clients_on_threads(server: Server, reference: Reference) -> None:
+    def one_client(number: int) -> None:
+        rng = np.random.default_rng(1_000 + number)
+        with triton.InferenceServerClient(server.address) as client:
+            for _ in range(5):
+                x = rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32)
+                version = str(rng.choice([1, 3, 20]))
+                result = client.infer("versioned", [tensor(x)], model_version=version)
+                assert result.get_response()["model_version"] == version
+                assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
+
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(one_client, range(32)))
+
+
+def test_the_whole_asyncio_client(server: Server) -> None:
+    async def ask() -> None:
+        async with triton_aio.InferenceServerClient(server.address) as client:
+            assert await client.is_server_live()
+            assert await client.is_server_ready()
+            assert await client.is_model_ready("affine")
+            assert not await client.is_model_ready("broken_file")
+            assert (await client.get_server_metadata())["name"] == "headrace"
+            assert (await client.get_model_metadata("versioned", "3"))["versions"] == ["1", "3", "20"]
+            assert (await client.get_model_config("scores"))["max_batch_size"] == 4
+            assert {"name": "affine", "version": "1", "state": "READY", "reason": ""} in (
+                await client.get_model_repository_index()
+            )
+            x = np.arange(1_000, dtype=np.float32).reshape(1, -1)
+            for packed in (None, "gzip", "deflate"):
+                result = await client.infer(
+                    "row_sums",
+                    [tensor(x)],
+                    outputs=[triton.InferRequestedOutput("DOUBLE")],
+                    request_compression_algorithm=packed,
+                    response_compression_algorithm=packed,
+                )
+                assert result.as_numpy("DOUBLE").tolist() == (2 * x).tolist()
+            with pytest.raises(InferenceServerException, match="'nothing' is not found") as caught:
+                await client.infer("nothing", [tensor(x)])
+            assert caught.value.status() == "404"
+
+    asyncio.run(ask())
