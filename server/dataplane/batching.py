@@ -2,8 +2,8 @@
 
 No clock, no lock, no queue in here: the scheduler asks, the simulator asks, tests ask in virtual time.
 The rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an idle instance that
-asks what to run: a full batch at once; else the largest preferred size that the waiting requests reach; else whatever waits,
-when the oldest has waited for the allowed delay.
+asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever waits, when the
+oldest has waited for the allowed delay.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy) -> Decision:
         return IDLE
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
+    if policy.preferred_rows:
+        preferred = _preferred(view, policy.preferred_rows)
+        if preferred:
+            return Take(preferred, CloseReason.PREFERRED)
     if view.total_rows > policy.max_rows:
         fitting = _fitting(view, policy.max_rows)
         if fitting < count:
             return Take(fitting, CloseReason.FULL)
     if view.total_rows >= policy.max_rows:
         return Take(count, CloseReason.FULL)
-    if policy.preferred_rows:
-        preferred = _preferred(view, policy.preferred_rows)
-        if preferred:
-            return Take(preferred, CloseReason.PREFERRED)
     if policy.max_delay_ns <= 0:
         return Take(count, CloseReason.IDLE)
     closes_ns = view.oldest_ns + policy.max_delay_ns

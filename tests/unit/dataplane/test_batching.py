@@ -39,6 +39,13 @@ CASES = [
     ("preferred reached", [1, 1, 1, 1, 1], 0, BatchPolicy(8, (2, 4), 100), Take(4, CloseReason.PREFERRED)),
     ("preferred must be exact", [3], 0, BatchPolicy(8, (2, 4), 100), WaitUntil(100)),
     ("largest preferred first", [2, 2, 2], 0, BatchPolicy(8, (2, 4), 0), Take(2, CloseReason.PREFERRED)),
+    (
+        "preferred before full: that is what it is preferred for",
+        [1] * 9,
+        0,
+        BatchPolicy(8, (2, 4)),
+        Take(4, CloseReason.PREFERRED),
+    ),
     ("none preferred, no delay", [1], 0, BatchPolicy(8, (2, 4), 0), Take(1, CloseReason.IDLE)),
     ("oversized goes alone", [20, 1], 0, BatchPolicy(8), Take(1, CloseReason.FULL)),
     ("no merging", [1, 1, 1], 0, BatchPolicy(8, (), 0, merge=False), Take(1, CloseReason.SINGLE)),
