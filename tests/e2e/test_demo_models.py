@@ -1,0 +1,70 @@
+"""What a newcomer does after `make serve`: the curl line of the banner, and a photograph."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import skimage
+
+from tests.serving import COMMAND, ROOT, Server, serving
+
+PICTURES = Path(skimage.__file__).parent / "data"
+DEMO = ROOT / "model_repository"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    for name in ("efficientnet_lite0", "add_sub"):
+        assert (DEMO / name / "1" / "model.onnx").is_file(), "the demo models are not built: make models"
+    options = ["--model-control", "explicit", "--load-model", "efficientnet_lite0", "--load-model", "add_sub"]
+    with serving(DEMO, tmp_path_factory.mktemp("demo"), *options) as server:
+        yield server
+
+
+def test_the_line_to_try_works_as_it_is_printed(demo: Server) -> None:
+    (line,) = [line for line in demo.text.splitlines() if line.startswith("Try:")]
+    words = shlex.split(line.removeprefix("Try:"))
+    assert words[:2] == ["curl", "-s"]
+    assert words[2].startswith(demo.url)
+    status, _, body = demo.request("POST", words[2].removeprefix(demo.url), words[words.index("-d") + 1].encode())
+    assert status == 200
+    outputs = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+    assert outputs == {"OUTPUT0": [n + 1 for n in range(16)], "OUTPUT1": [n - 1 for n in range(16)]}
+
+
+@pytest.mark.parametrize(
+    ("picture", "label", "at_least"), [("coffee.png", "espresso", 90), ("camera.png", "tripod", 90)]
+)
+def test_a_photograph_is_named(demo: Server, picture: str, label: str, at_least: float) -> None:
+    done = subprocess.run(
+        [*COMMAND, "infer", "efficientnet_lite0", str(PICTURES / picture), "--url", demo.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    _, first, *rest = done.stdout.splitlines()
+    assert first.split()[0] == label
+    assert float(first.split()[-1].rstrip("%")) >= at_least
+    assert len(rest) == 5  # four more labels, and how long it took
+
+
+def test_a_photograph_for_a_model_that_is_not_there(demo: Server) -> None:
+    done = subprocess.run(
+        [*COMMAND, "infer", "nothing", str(PICTURES / "coffee.png"), "--url", demo.url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "model 'nothing' is not found" in done.stderr
+    assert "Traceback" not in done.stderr

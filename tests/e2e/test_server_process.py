@@ -1,0 +1,227 @@
+"""The server as a process: options and variables, what it warns of, how it refuses to start, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.e2e.conftest import CONTRADICTING
+from tests.serving import COMMAND, HOST, ROOT, Server, serving, start
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    models.add_model(tmp_path / "good", "row_sums", models.row_sums())
+    models.add_model(tmp_path / "good", "busy", models.busy())
+    return tmp_path / "good"
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """One model that serves, one that cannot."""
+    models.add_model(tmp_path / "mixed", "row_sums", models.row_sums())
+    models.add_model(tmp_path / "mixed", "wrong", models.affine(), config=CONTRADICTING)
+    return tmp_path / "mixed"
+
+
+def index(server: Server) -> dict[str, str]:
+    return {row["name"]: row["state"] for row in json.loads(server.request("POST", "/v2/repository/index")[2])}
+
+
+def refuses(*words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit status and output of `headrace serve` that must end by itself."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    done = subprocess.run(
+        [*COMMAND, "serve", *words],
+        cwd=ROOT,
+        env={**inherited, "COLUMNS": "400", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_strict_refuses_to_start_with_a_broken_model(mixed: Path, tmp_path: Path) -> None:
+    server = start(mixed, tmp_path / "log", "--strict")
+    assert server.wait() == 1
+    assert "wrong/config.pbtxt:3: error:" in server.text
+    assert "--strict: 1 of the models cannot be served" in server.text
+    assert "Headrace listens" not in server.text
+
+
+def test_strict_serves_when_all_is_well(good: Path, tmp_path: Path) -> None:
+    with serving(good, tmp_path, "--strict") as server:
+        assert index(server) == {"row_sums": "READY", "busy": "READY"}
+
+
+def test_the_environment_sets_every_option_and_the_command_line_beats_it(
+    good: Path, mixed: Path, tmp_path: Path
+) -> None:
+    free = [socket.socket() for _ in range(2)]
+    for sock in free:
+        sock.bind((HOST, 0))
+    http_port, metrics_port = (sock.getsockname()[1] for sock in free)
+    for sock in free:
+        sock.close()
+    environment = {
+        "HEADRACE_MODEL_REPOSITORY": os.pathsep.join([str(tmp_path / "good"), str(tmp_path / "mixed")]),
+        "HEADRACE_HOST": HOST,
+        "HEADRACE_HTTP_PORT": str(http_port),
+        "HEADRACE_METRICS_PORT": str(metrics_port),
+        "HEADRACE_MAX_BODY_BYTES": "500",
+        "HEADRACE_MODEL_CONTROL": "explicit",
+        "HEADRACE_LOAD_MODEL": "row_sums",
+        "HEADRACE_LOG_FORMAT": "json",
+        "HEADRACE_CACHE_BYTES": "5",
+        "HEADRACE_STRICT": "true",
+    }
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--cache-bytes", "6", "--max-body-bytes", "600"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(process, tmp_path / "log")
+    try:
+        server.wait_until_ready()
+        assert server.port == http_port
+        assert index(server) == {"row_sums": "READY"}
+        assert server.request("GET", "/metrics")[0] == 404
+        apart = Server(process, server.log, metrics_port)
+        status, _, page = apart.request("GET", "/metrics")
+        assert status == 200
+        assert b'headrace_requests_total{model="row_sums",version="1"} 0.0' in page
+        assert server.request("POST", "/v2/models/row_sums/infer", bytes(601))[0] == 413
+        assert server.request("POST", "/v2/models/row_sums/infer", bytes(599))[0] == 400
+        warnings = [json.loads(line) for line in server.text.splitlines() if line.startswith("{")]
+        assert any("--cache-bytes has no effect yet" in json.dumps(line) for line in warnings)
+    finally:
+        server.stop()
+
+
+def test_options_whose_feature_comes_later_are_taken_with_a_warning(good: Path, tmp_path: Path) -> None:
+    options = ["--grpc-port", "1", "--allow-client-shm", "--allow-model-override", "--cache-bytes", "1"]
+    options += ["--trace-file", str(tmp_path / "traces"), "--model-control", "poll"]
+    with serving(good, tmp_path, *options) as server:
+        assert index(server) == {"row_sums": "READY", "busy": "READY"}
+        text = re.sub(r"\s+", " ", server.text)
+        for option in (word for word in options if word.startswith("--")):
+            assert f"{option} has no effect yet" in text, option
+
+
+def test_only_the_models_named_are_loaded(mixed: Path, good: Path, tmp_path: Path) -> None:
+    options = ["--model-repository", str(good), "--model-control", "explicit", "--load-model", "busy"]
+    with serving(mixed, tmp_path, *options) as server:
+        assert index(server) == {"busy": "READY"}
+        assert server.request("GET", "/v2/models/row_sums")[0] == 404
+
+
+def test_metrics_can_be_turned_off(good: Path, tmp_path: Path) -> None:
+    with serving(good, tmp_path, "--no-metrics") as server:
+        assert server.request("GET", "/metrics")[0] == 404
+        assert server.request("POST", "/v2/models/row_sums/infer", row(2))[0] == 200
+        stats = json.loads(server.request("GET", "/v2/models/row_sums/stats")[2])["model_stats"][0]
+        assert stats["inference_stats"]["success"]["count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "status", "pattern"),
+    [
+        ([], {"HEADRACE_HTTP_PORT": "http"}, 2, "HEADRACE_HTTP_PORT: 'http' is not a port"),
+        ([], {"HEADRACE_STRICT": "perhaps"}, 2, "HEADRACE_STRICT: 'perhaps' is neither true nor false"),
+        (
+            [],
+            {"HEADRACE_MODEL_CONTROL": "auto"},
+            2,
+            "HEADRACE_MODEL_CONTROL: 'auto' is not one of none, explicit, poll",
+        ),
+        (["--http-port", "70000"], {}, 2, "--http-port: '70000' is not a port"),
+        (["--model-repository", "no/such/folder", "--http-port", "0"], {}, 1, "no/such/folder.*is not a folder"),
+    ],
+)
+def test_options_that_are_wrong(words: list[str], environment: dict[str, str], status: int, pattern: str) -> None:
+    got, text = refuses(*words, env=environment)
+    assert got == status, text
+    assert re.search(pattern, re.sub(r"\s+", " ", text)), text
+    assert "Traceback" not in text
+
+
+def test_a_port_that_is_taken(good: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, text = refuses("--model-repository", str(good), "--http-port", str(port))
+    assert status == 1
+    assert re.search(rf"cannot listen: {HOST}:{port}: .*choose another", re.sub(r"\s+", " ", text)), text
+    assert "Traceback" not in text
+
+
+def row(columns: int) -> bytes:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, columns], "data": [1] * columns}
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def steps(count: int) -> bytes:
+    return json.dumps({"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [count]}]}).encode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_requests_in_flight_and_in_the_queue_are_answered_before_the_end(
+    good: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    answers: list[int] = []
+
+    def ask(server: Server) -> None:
+        answers.append(server.request("POST", "/v2/models/busy/infer", steps(8_000))[0])
+
+    with serving(good, tmp_path) as server, socket.create_connection((HOST, server.port)) as idle:
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
+        threads = [threading.Thread(target=ask, args=(server,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_for(lambda: b'headrace_in_flight{model="busy",version="1"} 4.0' in server.request("GET", "/metrics")[2])
+        assert not answers
+        server.signal(number)
+        for thread in threads:
+            thread.join(30)
+        assert answers == [200] * 4
+        # The idle connection kept nobody waiting.
+        assert server.wait() == 0
+        with pytest.raises(ConnectionRefusedError):
+            server.request("GET", "/v2/health/live")
+    assert "Traceback" not in server.text
+
+
+def wait_for(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_console_script_serves(good: Path, tmp_path: Path) -> None:
+    script = Path(sys.executable).parent / "headrace"
+    server = start(good, tmp_path / "log", command=[str(script)])
+    try:
+        server.wait_until_ready()
+        assert server.request("POST", "/v2/models/row_sums/infer", row(2))[0] == 200
+    finally:
+        server.stop()
