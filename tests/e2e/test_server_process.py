@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -186,28 +186,30 @@ def steps(count: int) -> bytes:
 def test_requests_in_flight_and_in_the_queue_are_answered_before_the_end(
     good: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    answers: list[int] = []
+    with serving(good, tmp_path) as server, contextlib.ExitStack() as connections:
 
-    def ask(server: Server) -> None:
-        answers.append(server.request("POST", "/v2/models/busy/infer", steps(8_000))[0])
+        def connect(data: bytes) -> socket.socket:
+            connection = connections.enter_context(socket.create_connection((HOST, server.port), timeout=30))
+            connection.sendall(data)
+            return connection
 
-    with serving(good, tmp_path) as server, socket.create_connection((HOST, server.port)) as idle:
-        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        idle = connect(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert idle.recv(1_000).startswith(b"HTTP/1.1 200")
-        threads = [threading.Thread(target=ask, args=(server,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        wait_for(lambda: b'headrace_in_flight{model="busy",version="1"} 4.0' in server.request("GET", "/metrics")[2])
-        assert not answers
+        # The first keeps the only instance for as long as the others need to get into the queue.
+        waiting = [connect(post(steps(count))) for count in (20_000, 1, 1, 1)]
+        wait_for(lambda: b'headrace_queue_depth{model="busy",version="1"} 3.0' in server.request("GET", "/metrics")[2])
         server.signal(number)
-        for thread in threads:
-            thread.join(30)
-        assert answers == [200] * 4
+        for connection in waiting:
+            assert connection.recv(1_000).startswith(b"HTTP/1.1 200")
         # The idle connection kept nobody waiting.
         assert server.wait() == 0
         with pytest.raises(ConnectionRefusedError):
             server.request("GET", "/v2/health/live")
     assert "Traceback" not in server.text
+
+
+def post(body: bytes) -> bytes:
+    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
