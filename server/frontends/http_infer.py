@@ -16,7 +16,7 @@ import orjson
 
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
-from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge
+from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge, Unavailable
 from server.core.request import InferResponse
 from server.core.tensor import ModelSpec
 from server.frontends import compression
@@ -100,6 +100,7 @@ class InferEndpoint:
         """Serve one request for a model; never raises for what the client did."""
         received_ns = self._clock()
         handle: Handle | None = None
+        answering = False
         try:
             handle = self._models.lease(model, version)
             handle.admit()
@@ -111,12 +112,20 @@ class InferEndpoint:
             request, plan = codec.decode(body, headers.header_size, received_ns)
             response = await _wait(handle.infer(request), connection, receive)
             size, parts = codec.encode(response, plan)
+            answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding)
         except HeadraceError as error:
             if handle is not None:
                 handle.failed(error, received_ns)
             if not isinstance(error, Cancelled):
                 await send_error(send, error)
+        except asyncio.CancelledError:  # the time to drain is over: who waits is told so, and that is the end of it
+            if answering:
+                raise
+            late = Unavailable("the server is shutting down and could not wait for this request")
+            if handle is not None:
+                handle.failed(late, received_ns)
+            await send_error(send, late)
         except Exception:
             reference = uuid.uuid4().hex[:12]
             logger.exception("request failed in the front end (reference %s)", reference)

@@ -208,8 +208,32 @@ def test_requests_in_flight_and_in_the_queue_are_answered_before_the_end(
     assert "Traceback" not in server.text
 
 
-def post(body: bytes) -> bytes:
-    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+@pytest.mark.parametrize("size_bytes", [100, 1_000_000], ids=["small body", "large body"])
+def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
+    good: Path, tmp_path: Path, size_bytes: int
+) -> None:
+    with serving(good, tmp_path, "--drain-timeout-s", "1") as server:
+        with socket.create_connection((HOST, server.port), timeout=30) as stalled:
+            stalled.sendall(post(b"{", size_bytes))
+            wait_for(
+                lambda: b'headrace_in_flight{model="busy",version="1"} 1.0' in server.request("GET", "/metrics")[2]
+            )
+            asked = time.monotonic()
+            server.signal()
+            answer = b"".join(iter(lambda: stalled.recv(10_000), b""))
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b'{"error":"the server is shutting down' in answer
+        assert server.wait() == 0
+        assert time.monotonic() - asked < 10
+    assert "Traceback" not in server.text
+
+
+def post(body: bytes, size_bytes: int = 0) -> bytes:
+    """A request for `busy`; its body is declared to have `size_bytes`, or as many as it has."""
+    return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (
+        size_bytes or len(body),
+        body,
+    )
 
 
 def wait_for(what: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -240,6 +240,34 @@ def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
     assert isinstance(handle.failures[0], Cancelled)
 
 
+def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
+    sent: list[Any] = []
+    handle = Handle(silent=True)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": request(), "more_body": False} if not handle.requests else await never()
+
+    async def never() -> Any:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        endpoint = InferEndpoint(Models(handle), LIMIT)  # type: ignore[arg-type]
+        task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
+        await asyncio.sleep(0.01)
+        assert handle.requests
+        task.cancel()
+        await task
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert "shutting down" in json.loads(sent[1]["body"])["error"]
+    assert [failure.reason for failure in handle.failures] == ["unavailable"]
+    assert handle.leases == 0
+
+
 @pytest.mark.parametrize(
     ("bodies", "headers"),
     [

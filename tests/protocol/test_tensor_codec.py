@@ -246,6 +246,12 @@ def test_output_bytes_that_are_not_text_are_refused_in_json() -> None:
         tensor_codec.to_json(array, BYTES)
 
 
+def test_numbers_that_json_does_not_have_go_out_as_null() -> None:
+    array: Array = np.array([np.nan, np.inf, -np.inf, 1.5], "<f4")
+    assert to_json(array, BY_NAME["FP32"]) == [None, None, None, 1.5]
+    assert to_json(np.array([0x7FC0, 0x7F80, 0xFF80, 0x3FC0], "<u2"), BF16) == [None, None, None, 1.5]
+
+
 MODEL = ModelSpec("m", "1", "test", {}, {}, 8)
 
 
