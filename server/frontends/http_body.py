@@ -39,7 +39,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         http: asyncio.Protocol,
         transport: asyncio.Transport,
         size_bytes: int,
-        start: bytes | bytearray,
+        start: bytes | bytearray | memoryview,
         on_progress: Callable[[], None],
         on_complete: Callable[[BodyBytes], None],
     ) -> None:

@@ -22,6 +22,7 @@ from server.frontends.http_body import MIN_DIRECT_BYTES, BodyBytes, BodyReceiver
 
 # Larger answers are written in parts: joining them would cost more than another entry in the write queue.
 _JOIN_BELOW_BYTES = 65536
+_HEADERS_END = b"\r\n\r\n"
 
 
 class HeadraceHttpProtocol(HttpToolsProtocol):
@@ -51,13 +52,21 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes for the parser; if they leave a large body incomplete, the rest of it takes the short way."""
+        rest: bytes | memoryview = b""
+        if len(data) >= MIN_DIRECT_BYTES and (self.cycle is None or self.cycle.response_complete):
+            # A request that begins with much of its body: the parser gets the headers alone, and copies no body.
+            end = data.find(_HEADERS_END) + len(_HEADERS_END)
+            if end >= len(_HEADERS_END):
+                data, rest = data[:end], memoryview(data)[end:]
         super().data_received(data)
         cycle = self.cycle
         if cycle is not None and cycle.more_body and cycle is not self._seen:
             # Only now, right after its headers: once its task has run, the body is the business of `receive`.
             self._seen = cycle
-            if not self.pipeline:
-                self._receive_directly(cycle)
+            if not self.pipeline and self._receive_directly(cycle, rest or cycle.body):
+                return
+        if rest and not self.transport.is_closing():
+            super().data_received(bytes(rest))
 
     async def whole_body(self, send: Any) -> bytes | BodyBytes | None:
         """The body of the request that `send` answers, or None if `receive` has it (or the client's leaving)."""
@@ -93,13 +102,18 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         cycle.on_response()
         return True
 
-    def _receive_directly(self, cycle: RequestResponseCycle) -> None:
-        """Take the rest of the body past the parser, if it is an inference request's and large enough to be worth it."""
+    def _receive_directly(self, cycle: RequestResponseCycle, start: bytes | bytearray | memoryview) -> bool:
+        """Take the rest of a body past the parser, if it is an inference request's and large enough to be worth it.
+
+        Args:
+            cycle: whose body it is.
+            start: what is here of it.
+        """
         if cycle.response_complete or cycle.waiting_for_100_continue or not self.scope["path"].endswith("/infer"):
-            return
+            return False
         size_bytes = _content_length(self.headers)
-        if not size_bytes - len(cycle.body) >= MIN_DIRECT_BYTES or size_bytes > self._max_direct_bytes:
-            return
+        if not MIN_DIRECT_BYTES <= size_bytes <= self._max_direct_bytes or len(start) >= size_bytes:
+            return False
 
         def complete(body: BodyBytes) -> None:
             cycle.body = body  # type: ignore[assignment]
@@ -110,11 +124,11 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
-        self._receiver = BodyReceiver(
-            self, self.transport, size_bytes, cycle.body, self._unset_keepalive_if_required, complete
-        )
+        keep_open = self._unset_keepalive_if_required
+        self._receiver = BodyReceiver(self, self.transport, size_bytes, start, keep_open, complete)
         self.flow.resume_reading()
         self._receiver.take_over()
+        return True
 
 
 def _content_length(headers: Sequence[tuple[bytes, bytes]]) -> int:
