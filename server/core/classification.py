@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from server.core.errors import BadRequest
-from server.core.tensor import Array, TensorSpec
+from server.core.tensor import BF16, Array, TensorSpec
 
 
 def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array:
     """The `count` highest scores of every row, best first.
 
     Args:
-        array: numeric scores, (rows, classes...) if batched, else (classes...).
+        array: numeric scores, (rows, classes...) if batched, else (classes...); BF16 as bit patterns.
         spec: of the output, with its labels.
         count: how many classes; fewer come back where the row has fewer.
         batched: True if the first dimension is the batch.
@@ -25,6 +25,8 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
     """
     if array.dtype.hasobject or array.dtype.kind == "b":
         raise BadRequest(f"output '{spec.name}' is {spec.datatype}, classification needs numbers")
+    if spec.datatype is BF16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
     scores = array.reshape(array.shape[0], -1) if batched else array.reshape(1, -1)
     count = min(count, scores.shape[1])
     # Stable, so that of equal scores the lower index comes first.

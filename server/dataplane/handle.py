@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from server.backends.base import LoadedModel
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
-from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, TooLarge, Unavailable
 from server.core.request import InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batch import cut
@@ -262,6 +262,10 @@ class ModelHandle:
             raise BadRequest(
                 f"the request has {request.rows} rows, model '{self.spec.name}' takes at most {max_rows} "
                 "(it is configured with oversize: reject)"
+            )
+        if request.rows > max_rows * self.policy.limits.max_count:
+            raise TooLarge(
+                f"the request has {request.rows} rows, which is more than the whole queue of model '{self.spec.name}' holds"
             )
         pieces = cut(request.inputs, request.rows, max_rows)
         joint = Joint(whole, len(pieces))

@@ -1,88 +1,97 @@
-"""Large request bodies straight from the socket into the array that the tensors will be views of.
+"""Bytes from the socket: headers and small bodies to the HTTP parser, large bodies straight into the array of their tensors.
 
-Through the HTTP parser a body is copied four times (socket buffer, parser, request cycle, joined chunks); with 600 KB a
-request that is a large part of what a picture costs. Once the headers are read, the rest of a body with a Content-Length
-needs no parser: the transport is handed a protocol that offers the array itself to `recv`, and gets the HTTP protocol back
-when it is full.
+Through the parser a body is copied four times (socket buffer, parser, request cycle, joined chunks); with 600 KB a request
+that is a large part of what a picture costs. Once the headers are read, the rest of a body with a Content-Length needs no
+parser: `recv` writes it where it stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-# Below this the parser's copies cost less than changing protocols.
+# Smaller bodies go through the parser: its copies cost less than the detour.
 MIN_DIRECT_BYTES = 65536
 
 BodyBytes = npt.NDArray[np.uint8]
 
+# Where `recv` writes what the parser is to see; small, so that little of a large body takes that way. One is enough for all
+# connections of a process: it is read out before the loop goes on.
+_SCRATCH = memoryview(bytearray(16384))
 
-class BodyReceiver(asyncio.BufferedProtocol):
-    """Receives the rest of one body; everything else is the HTTP protocol's business.
 
-    Memory: the array is not touched before data arrive, so that a large Content-Length alone commits nothing.
+@dataclass(slots=True)
+class _Body:
+    array: BodyBytes
+    room: memoryview
+    filled: int
+    whole: asyncio.Future[BodyBytes | None]
+    on_complete: Callable[[BodyBytes], None]
+
+
+class SocketReader(asyncio.BufferedProtocol):
+    """The transport's protocol in front of the HTTP protocol: decides where the next bytes go.
 
     Args:
-        http: the HTTP protocol of the connection.
-        transport: of the connection; handed back to `http` when the body is complete.
-        size_bytes: of the whole body.
-        start: what has arrived of it already.
-        on_progress: called whenever data arrive.
-        on_complete: called once with the whole body, maybe before anybody has asked for it.
+        http: the HTTP protocol of the connection; everything but data is its business.
+        on_body_data: called whenever data of a direct body arrive.
     """
 
-    def __init__(
-        self,
-        http: asyncio.Protocol,
-        transport: asyncio.Transport,
-        size_bytes: int,
-        start: bytes | bytearray | memoryview,
-        on_progress: Callable[[], None],
-        on_complete: Callable[[BodyBytes], None],
-    ) -> None:
+    def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[], None]) -> None:
         self._http = http
-        self._transport = transport
-        self._body: BodyBytes = np.empty(size_bytes, np.uint8)
-        self._view = self._body.data
-        self._view[: len(start)] = start
-        self._filled = len(start)
-        self._on_progress = on_progress
-        self._on_complete = on_complete
-        self._whole: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
+        self._on_body_data = on_body_data
+        self._body: _Body | None = None
 
-    def take_over(self) -> None:
-        """Become the transport's protocol."""
-        self._transport.pause_reading()
-        self._transport.set_protocol(self)
-        self._transport.resume_reading()
+    def expect(
+        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes], None]
+    ) -> asyncio.Future[BodyBytes | None]:
+        """Receive a body directly from here on.
 
-    async def body(self) -> BodyBytes | None:
-        """The whole body; None if the client left before it was complete."""
-        return await self._whole
+        Memory: the array is not touched before data arrive, so that a large Content-Length alone commits nothing.
+
+        Args:
+            size_bytes: of the whole body, more than `start`.
+            start: what has arrived of it already.
+            on_complete: called with the whole body, before the next byte is read.
+
+        Returns:
+            The whole body, or None if the client leaves before it is complete.
+        """
+        array: BodyBytes = np.empty(size_bytes, np.uint8)
+        room = array.data
+        room[: len(start)] = start
+        whole: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
+        self._body = _Body(array, room, len(start), whole, on_complete)
+        return whole
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: never more room than the body has, so that the next request stays in the socket."""
-        return self._view[self._filled :]
+        """Where the next bytes go: never more room than the body has, so that the next request is not swallowed."""
+        body = self._body
+        return _SCRATCH if body is None else body.room[body.filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` have arrived."""
-        self._filled += nbytes
-        self._on_progress()
-        if self._filled == len(self._body):
-            self._transport.pause_reading()
-            self._transport.set_protocol(self._http)
-            self._transport.resume_reading()
-            self._on_complete(self._body)
-            if not self._whole.done():
-                self._whole.set_result(self._body)
+        body = self._body
+        if body is None:
+            self._http.data_received(bytes(_SCRATCH[:nbytes]))
+            return
+        body.filled += nbytes
+        self._on_body_data()
+        if body.filled == len(body.array):
+            self._body = None
+            body.on_complete(body.array)
+            if not body.whole.done():
+                body.whole.set_result(body.array)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client left in the middle of its body."""
-        if not self._whole.done():
-            self._whole.set_result(None)
+        """The client left, maybe in the middle of its body."""
+        body, self._body = self._body, None
+        if body is not None and not body.whole.done():
+            body.whole.set_result(None)
         self._http.connection_lost(exc)
 
     def eof_received(self) -> bool | None:

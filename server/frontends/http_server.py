@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,13 +10,17 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from server.core.errors import HeadraceError, Unavailable
+from server.core.errors import BadRequest, Cancelled, HeadraceError, TooLarge, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
 from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send, send_method_not_allowed
 from server.frontends.models import Models
 from server.frontends.openapi import INFER_PATHS
 from server.frontends.status import http_status, retry_after_s
+
+# Of a request to the control plane.
+_MAX_CONTROL_BYTES = 65536
 
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "model_repository", "statistics")
 
@@ -42,7 +47,7 @@ class HttpApplication:
             path: str = scope["path"]
             if path.endswith("/infer") and path.startswith("/v2/models/"):
                 parts = path.split("/")
-                if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions"):
+                if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions" and parts[5]):
                     if scope["method"] != "POST":
                         await send_method_not_allowed(send)
                         return
@@ -126,11 +131,19 @@ def _add_metadata(app: FastAPI, models: Models, version: str) -> None:
 
 
 async def _wants_ready(request: Request) -> bool:
+    body = b""
     try:
-        body = await request.json()
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_CONTROL_BYTES:
+                raise TooLarge(f"the body is larger than {_MAX_CONTROL_BYTES} bytes")
+    except ClientDisconnect:
+        raise Cancelled("the client left before its request had arrived") from None
+    try:
+        wanted = json.loads(body or b"{}")
     except (ValueError, RecursionError):
-        return False
-    return isinstance(body, dict) and body.get("ready") is True
+        raise BadRequest("the body must be empty or a JSON object") from None
+    return isinstance(wanted, dict) and wanted.get("ready") is True
 
 
 def _add_models(app: FastAPI, models: Models) -> None:

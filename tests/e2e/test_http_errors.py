@@ -237,7 +237,6 @@ def test_versions_that_are_not_there(server: Server, version: str, rest: str) ->
     assert lacks(error_text(headers, content), "row_sums|no such path") == []
 
 
-@pytest.mark.xfail(strict=True, reason="http_server.py takes an empty version in the path for the latest")
 def test_an_empty_version_in_the_path_is_no_version(server: Server) -> None:
     status, _, _ = server.request("POST", "/v2/models/row_sums/versions//infer", with_inputs(X))
     assert status == 404
@@ -271,7 +270,6 @@ def test_methods_that_the_control_plane_does_not_take(server: Server, method: st
     error_text(headers, content)
 
 
-@pytest.mark.xfail(strict=True, reason="dataplane: more parts than places in the queue is told as a full queue, 503")
 def test_a_request_that_no_queue_could_ever_hold_is_not_put_off(server: Server) -> None:
     # 4 rows a batch, 4096 places in the queue: coming back later cannot help.
     rows = 4 * 4096 + 1

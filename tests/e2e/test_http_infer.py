@@ -196,7 +196,6 @@ def test_classification_of_what_are_no_numbers(client: triton.InferenceServerCli
     assert caught.value.status() == "400"
 
 
-@pytest.mark.xfail(strict=True, reason="core/classification.py ranks BF16 scores by their bit patterns")
 def test_classification_of_bf16(client: triton.InferenceServerClient) -> None:
     x = np.array([[-2, 1, 0.5]], ml_dtypes.bfloat16)
     result = client.infer("identity_bf16", [tensor("X", x, "BF16")], outputs=[wanted("Y", classes=2)])
