@@ -97,7 +97,9 @@ class Scheduler:
                 queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
             ):
                 raise Overloaded(
-                    f"the queue is full: {queue.count} requests wait, {limits.max_count} may", self._drain_time_s()
+                    f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
+                    f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
+                    self._drain_time_s(),
                 )
             for entry in entries:
                 lane = queue.push(entry)
@@ -185,8 +187,7 @@ class Scheduler:
     def close(self) -> None:
         """Accept nothing more; what waits is still served, without delay."""
         with self._lock:
-            self._closed = True
-            sleepers, self._sleepers = self._sleepers, []
+            sleepers = self._shut()
         for sleeper in sleepers:
             sleeper.release()
 
@@ -195,8 +196,16 @@ class Scheduler:
         with self._lock:
             self._failure = error
             entries = self._queue.clear()
-        self.close()
+            sleepers = self._shut()  # under the same lock: nothing may be queued after the clearing
+        for sleeper in sleepers:
+            sleeper.release()
         return entries
+
+    def _shut(self) -> list[threading.Lock]:
+        """Close, and give the sleepers to wake once the lock is released."""
+        self._closed = True
+        sleepers, self._sleepers = self._sleepers, []
+        return sleepers
 
     def _poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
         best: Take | None = None
