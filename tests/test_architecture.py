@@ -35,7 +35,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/frontends": {
         "ours": "server.core server.observability",
-        "third": "fastapi grpc httptools msgspec numpy orjson starlette uvicorn uvloop",
+        "third": "fastapi google.protobuf grpc grpc_health grpc_reflection hpack httptools msgspec numpy orjson starlette "
+        "tritonclient uvicorn uvloop",
     },
     "server/pipelines": {"ours": "server.core", "third": "PIL numpy"},
     "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},

@@ -3,6 +3,8 @@
     HeadraceError
     |- BadRequest            the request is wrong: what, where, what was expected
     |  |- TooLarge           ... or over a limit
+    |  |- Conflict           ... or at odds with what is there
+    |- Forbidden             the operator has not switched this on
     |- NotFound              no such model, version or route
     |- Unavailable           right request, wrong moment: not ready, draining
     |  |- Overloaded         the queue is full; come back after `retry_after_s`
@@ -41,6 +43,18 @@ class TooLarge(BadRequest):
     """The caller sent more than a limit allows."""
 
     reason = "too_large"
+
+
+class Conflict(BadRequest):
+    """The request is at odds with what is there: a name that is taken."""
+
+    reason = "conflict"
+
+
+class Forbidden(HeadraceError):
+    """The operator of the server has not switched this on; the message tells the option."""
+
+    reason = "forbidden"
 
 
 class NotFound(HeadraceError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from server.core.tensor import Array
 
 Parameter = bool | int | float | str
@@ -48,14 +50,26 @@ class InferRequest:
         self.size_bytes = size_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """When a batch passed each station, monotonic nanoseconds."""
+
+    taken_ns: int
+    assembled_ns: int
+    computed_ns: int
+    split_ns: int
+
+
 class InferResponse:
     """The rows of a batch that belong to one request.
 
     Attributes:
         outputs: every output of the model by name, views into the batch's result where it was shared.
+        times: of the batch that computed them; None for a request that was cut into several.
     """
 
-    __slots__ = ("outputs",)
+    __slots__ = ("outputs", "times")
 
-    def __init__(self, outputs: dict[str, Array]) -> None:
+    def __init__(self, outputs: dict[str, Array], times: BatchTimes | None = None) -> None:
         self.outputs = outputs
+        self.times = times

@@ -11,12 +11,12 @@ from server.backends.base import Execution
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import Completion, Outcome
 from server.core.errors import HeadraceError, ModelFailed
-from server.core.request import InferResponse
+from server.core.request import BatchTimes, InferResponse
 from server.core.tensor import Array
 from server.dataplane.batch import Staging, split
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch, Scheduler
-from server.observability.recorder import BatchTimes, Recorder
+from server.observability.recorder import Recorder
 
 logger = logging.getLogger("headrace.instance")
 
@@ -112,7 +112,8 @@ class Instance:
                     self.execute(execution, Batch([entry], batch.reason, self._clock()))
             return
         pairs: list[tuple[Completion, Outcome]] = [
-            (entry.completion, InferResponse(outputs)) for entry, outputs in zip(batch.entries, results, strict=True)
+            (entry.completion, InferResponse(outputs, times))
+            for entry, outputs in zip(batch.entries, results, strict=True)
         ]
         taken = self._deliver(pairs)
         answered = batch.entries

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from server.core.completion import LoopCompletion
 from server.core.errors import HeadraceError
-from server.core.request import InferRequest
-from server.core.tensor import ModelSpec
+from server.core.request import InferRequest, InferResponse
+from server.core.tensor import Array, ModelSpec
 
 
 class Handle(Protocol):
@@ -49,3 +50,137 @@ class Models(Protocol):
 
     def ready(self) -> bool:
         """True if all that should be served can be."""
+
+
+class Repository(Protocol):
+    """Loading and unloading while the server runs; see `server.control.reconciler.Reconciler`."""
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load a model, or load it anew; returns when the new versions serve.
+
+        Args:
+            name: of the model.
+            config: a configuration in Triton's JSON that takes the place of the model's own, or None.
+            files: by path in the model's folder, what takes the place of the files there; needs `config`.
+
+        Raises:
+            Forbidden: not switched on (model control, or overrides).
+            NotFound: no repository has the model.
+            ConfigError: it cannot be served; what served before still does.
+        """
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """Stop serving a model once its requests in flight are answered; returns when nothing new is taken.
+
+        Args:
+            name: of the model.
+            dependents: unload the models with it that only it needs.
+
+        Raises:
+            Forbidden: not switched on.
+            NotFound: no such model.
+        """
+
+
+class Region(Protocol):
+    """Shared memory that a client has registered. Bounds are relative to the region and checked by `check`."""
+
+    def check(self, offset: int, size_bytes: int) -> None:
+        """Hold a range against the region.
+
+        Raises:
+            BadRequest: it does not lie in the region.
+        """
+
+    def read(self, offset: int, size_bytes: int) -> Array:
+        """A copy as uint8[size_bytes]; raises what `check` raises, or BadRequest if the memory is gone."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put data there; raises what `check` raises, or BadRequest if the memory is gone."""
+
+
+class Regions(Protocol):
+    """Every region that clients have registered, system and CUDA ("kind") under one set of names.
+
+    A request in flight holds the `Region` it works on: unregistering takes the name away, the memory goes with the last user.
+    """
+
+    def find(self, name: str) -> Region:
+        """A region; NotFound if there is none of that name, Forbidden if shared memory is off."""
+
+    def register_system(self, name: str, key: str, offset: int, size_bytes: int) -> None:
+        """Take on POSIX shared memory; Forbidden, Conflict (name taken), BadRequest (key, bounds)."""
+
+    def register_cuda(self, name: str, handle: bytes, device: int, size_bytes: int) -> None:
+        """Take on memory of a GPU by its IPC handle; Forbidden, Conflict, BadRequest, Unsupported (no GPU here)."""
+
+    def unregister(self, kind: str, name: str) -> None:
+        """Let go of a region, of all of the kind if `name` is ""; a name that is not there is no error, as in Triton."""
+
+    def status(self, kind: str, name: str) -> Sequence[Mapping[str, object]]:
+        """name, key, offset, byte_size (CUDA: name, device_id, byte_size) of one region, of all if `name` is "".
+
+        Raises:
+            NotFound: no region of that name and kind.
+        """
+
+
+class TraceControl(Protocol):
+    """Triton's trace settings, and the traces themselves; see `server.observability.traces.Tracer`."""
+
+    active: bool
+    """True if any request might be traced: the only thing that a request looks at while tracing is off."""
+
+    def settings(self, model: str) -> Mapping[str, object]:
+        """In force for a model, or for all if `model` is ""; values are strings, `trace_level` a list of them."""
+
+    def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
+        """Change settings (None resets one) and give what is in force then.
+
+        Raises:
+            BadRequest: an unknown setting or a value it does not take.
+            Forbidden: what only the operator sets (trace_file).
+        """
+
+    def record(
+        self, spec: ModelSpec, request: InferRequest, response: InferResponse, queued_ns: int, done_ns: int
+    ) -> None:
+        """A request was answered; decides by the settings whether it is written."""
+
+
+class LogControl(Protocol):
+    """Triton's log settings; see `server.observability.log_settings.LogSettings`."""
+
+    def settings(self) -> Mapping[str, bool | int | str]:
+        """In force now."""
+
+    def update(self, changes: Mapping[str, object]) -> Mapping[str, bool | int | str]:
+        """Change settings and give what is in force then.
+
+        Raises:
+            BadRequest: an unknown setting or a value it does not take.
+            Forbidden: what only the operator sets (log_file).
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything the front ends need, in one parcel.
+
+    Attributes:
+        models: the registry.
+        repository: loading and unloading.
+        regions: shared memory.
+        traces: trace settings.
+        logs: log settings.
+        version: of Headrace.
+        extensions: of the protocol, exactly those that are switched on.
+    """
+
+    models: Models
+    repository: Repository
+    regions: Regions
+    traces: TraceControl
+    logs: LogControl
+    version: str
+    extensions: Sequence[str]

@@ -13,7 +13,9 @@ from server.core import errors
 # Most specific first; gRPC codes by name, so that this table needs no gRPC.
 STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.TooLarge, 413, "RESOURCE_EXHAUSTED"),
+    (errors.Conflict, 409, "ALREADY_EXISTS"),
     (errors.BadRequest, 400, "INVALID_ARGUMENT"),
+    (errors.Forbidden, 403, "PERMISSION_DENIED"),
     (errors.NotFound, 404, "NOT_FOUND"),
     (errors.Overloaded, 503, "UNAVAILABLE"),
     (errors.QueueTimeout, 503, "UNAVAILABLE"),

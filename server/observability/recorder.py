@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from server.core.clock import NS_PER_MS, NS_PER_S
+from server.core.request import BatchTimes
 
 # Seconds. The same for every model and phase, so that histograms add up over replicas.
 BUCKETS_S: tuple[float, ...] = (
@@ -120,16 +121,6 @@ class Totals:
     sizes: dict[int, SizeTotals] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in PHASES})
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """When a batch passed each station, monotonic nanoseconds."""
-
-    taken_ns: int
-    assembled_ns: int
-    computed_ns: int
-    split_ns: int
 
 
 class Recorder:

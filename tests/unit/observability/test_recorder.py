@@ -11,8 +11,9 @@ from prometheus_client import Histogram as ReferenceHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.core.clock import NS_PER_S
+from server.core.request import BatchTimes
 from server.observability.metrics import MetricsPage
-from server.observability.recorder import BUCKETS_S, BatchTimes, Histogram, Recorder
+from server.observability.recorder import BUCKETS_S, Histogram, Recorder
 from server.observability.statistics import to_triton
 
 

@@ -1,0 +1,124 @@
+"""Everything but inference, once for both protocols: results are Triton's JSON, errors are ours."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+
+from server.core.errors import BadRequest, Unavailable
+from server.core.tensor import ModelSpec, TensorSpec
+from server.frontends.models import Services
+
+_FILE = "file:"
+
+
+class ControlPlane:
+    """Health, metadata, configuration, statistics, repository control.
+
+    Shared memory, traces and logs need nothing between the protocols and `services`.
+
+    Args:
+        services: of the server.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    def ready(self) -> bool:
+        """True while every model that should be served can be."""
+        return self.services.models.ready()
+
+    def require_ready(self) -> None:
+        """Raise Unavailable unless `ready`."""
+        if not self.ready():
+            raise Unavailable("the server is not ready: it is starting, draining, or a model is not available")
+
+    def server_metadata(self) -> dict[str, object]:
+        """Name, version and protocol extensions of the server."""
+        services = self.services
+        return {"name": "headrace", "version": services.version, "extensions": list(services.extensions)}
+
+    def model_metadata(self, model: str, version: str) -> dict[str, object]:
+        """Inputs, outputs and versions; raises NotFound or Unavailable."""
+        models = self.services.models
+        handle = models.lease(model, version)
+        try:
+            return describe(handle.spec, list(models.versions(model)))
+        finally:
+            handle.release()
+
+    def require_model_ready(self, model: str, version: str) -> None:
+        """Raise NotFound or Unavailable unless requests for the model can be served."""
+        handle = self.services.models.lease(model, version)
+        try:
+            handle.admit()
+        finally:
+            handle.release()
+
+    def config(self, model: str, version: str) -> Mapping[str, object]:
+        """The configuration as it is in force; raises NotFound or Unavailable."""
+        return self.services.models.config(model, version)
+
+    def statistics(self, model: str, version: str) -> dict[str, object]:
+        """Exact counts and times since the model was loaded, of all models if `model` is ""."""
+        return {"model_stats": list(self.services.models.statistics(model, version))}
+
+    def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
+        """Every version found, its state and reason; only those that serve if `ready`."""
+        rows = self.services.models.index()
+        return [row for row in rows if row["state"] == "READY"] if ready else rows
+
+    async def load(self, model: str, parameters: Mapping[str, object]) -> None:
+        """Load a model; `parameters` are those of the request: `config` and `file:<path>` (base64 text, or bytes).
+
+        Raises:
+            BadRequest: an unknown parameter or a value it does not take.
+            HeadraceError: what `Repository.load` raises.
+        """
+        config: str | None = None
+        files: dict[str, bytes] = {}
+        for name, value in parameters.items():
+            if name == "config" and isinstance(value, str):
+                config = value
+            elif name.startswith(_FILE):
+                files[name.removeprefix(_FILE)] = _content(name, value)
+            else:
+                raise BadRequest(f"load takes the parameters 'config' and 'file:<path>' as text, not {name[:64]!r}")
+        await self.services.repository.load(model, config, files)
+
+    async def unload(self, model: str, parameters: Mapping[str, object]) -> None:
+        """Unload a model; `parameters` are those of the request: `unload_dependents`.
+
+        Raises:
+            BadRequest: an unknown parameter or a value it does not take.
+            HeadraceError: what `Repository.unload` raises.
+        """
+        dependents = parameters.get("unload_dependents", False)
+        if type(dependents) is not bool or not parameters.keys() <= {"unload_dependents"}:
+            raise BadRequest("unload takes the parameter 'unload_dependents', true or false")
+        await self.services.repository.unload(model, dependents)
+
+
+def describe(spec: ModelSpec, versions: list[str]) -> dict[str, object]:
+    """Model metadata of the protocol."""
+    return {
+        "name": spec.name,
+        "versions": versions,
+        "platform": spec.platform,
+        "inputs": [_describe_tensor(tensor) for tensor in spec.inputs.values()],
+        "outputs": [_describe_tensor(tensor) for tensor in spec.outputs.values()],
+    }
+
+
+def _describe_tensor(tensor: TensorSpec) -> dict[str, object]:
+    return {"name": tensor.name, "datatype": tensor.datatype.name, "shape": list(tensor.shape)}
+
+
+def _content(name: str, value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    try:
+        return base64.b64decode(str(value), validate=True)
+    except (binascii.Error, ValueError):
+        raise BadRequest(f"parameter {name[:64]!r} must be the file's content in base64") from None
