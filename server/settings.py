@@ -21,9 +21,13 @@ class Settings:
         model_repository: folders with one folder a model.
         host: address to listen on.
         http_port: for HTTP; 0 lets the system choose.
-        grpc_port: for gRPC.
+        grpc_port: for gRPC; 0 lets the system choose.
+        grpc_engine: grpcio, or fast (our own HTTP/2).
+        grpc: serve gRPC at all.
         metrics_port: for /metrics, None for the HTTP port.
-        model_control: none loads everything at start, explicit only what `load_model` names, poll watches the folders.
+        model_control: none loads everything at start, explicit only what `load_model` names and what clients ask for, poll
+            watches the folders.
+        poll_interval_s: how often model control poll looks.
         load_model: models to load at start; "*" is all.
         strict: refuse to start if a model cannot be served.
         allow_client_shm: let clients register shared memory.
@@ -34,14 +38,20 @@ class Settings:
         max_body_bytes: of one request.
         drain_timeout_s: how long shutdown waits for requests in flight.
         metrics: keep latency histograms and serve /metrics.
+        tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
+        tls_key: its private key (PEM).
+        tls_client_ca: clients must show a certificate that one of these (PEM) signed, "" if they need none.
     """
 
     model_repository: tuple[Path, ...]
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
+    grpc_engine: str = "grpcio"
+    grpc: bool = True
     metrics_port: int | None = None
     model_control: str = "none"
+    poll_interval_s: float = 2.0
     load_model: tuple[str, ...] = ()
     strict: bool = False
     allow_client_shm: bool = False
@@ -52,16 +62,14 @@ class Settings:
     max_body_bytes: int = 128 << 20
     drain_timeout_s: float = 30.0
     metrics: bool = True
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
 
 
 # Accepted today, effective with a later release: field -> what is missing.
 LATER: dict[str, str] = {
-    "grpc_port": "gRPC",
-    "model_control": "loading and unloading while the server runs",
-    "allow_client_shm": "shared memory",
-    "allow_model_override": "loading with a configuration from the client",
     "cache_bytes": "the response cache",
-    "trace_file": "tracing",
 }
 
 
@@ -109,6 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
         metavar="S",
         help="wait for requests at shutdown (%(default)s)",
     )
+    _add_grpc(parser, env)
+    _add_tls(parser, env)
+    poll = env.seconds("POLL_INTERVAL_S", 2.0)
+    add("--poll-interval-s", type=_seconds, default=poll, metavar="S", help="of --model-control poll (%(default)s)")
     add(
         "--metrics",
         action=argparse.BooleanOptionalAction,
@@ -136,6 +148,12 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         max_body_bytes=args.max_body_bytes,
         drain_timeout_s=args.drain_timeout_s,
         metrics=args.metrics,
+        grpc_engine=args.grpc_engine,
+        grpc=args.grpc,
+        poll_interval_s=args.poll_interval_s,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_client_ca=args.tls_client_ca,
     )
 
 
@@ -146,9 +164,26 @@ def without_effect(settings: Settings) -> list[str]:
         f"--{name.replace('_', '-')} has no effect yet: {missing} comes with a later release"
         for name, missing in LATER.items()
         if getattr(settings, name) != getattr(default, name)
-        # Loading a chosen set at start works already.
-        and not (name == "model_control" and settings.model_control == "explicit" and settings.load_model)
     ]
+
+
+def _add_grpc(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    engine = env.choice("GRPC_ENGINE", "grpcio", ("grpcio", "fast"))
+    parser.add_argument(
+        "--grpc-engine", choices=("grpcio", "fast"), default=engine, help="fast: our own HTTP/2 (%(default)s)"
+    )
+    served = env.flag("GRPC", True)
+    parser.add_argument("--grpc", action=argparse.BooleanOptionalAction, default=served, help="serve gRPC (on)")
+
+
+def _add_tls(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    for option, text in (
+        ("tls-cert", "certificate chain of the server (PEM): TLS on both front ends"),
+        ("tls-key", "private key of --tls-cert (PEM)"),
+        ("tls-client-ca", "clients must show a certificate signed by one of these (PEM)"),
+    ):
+        default = env.text(option.replace("-", "_").upper(), "")
+        parser.add_argument(f"--{option}", default=default, metavar="FILE", help=text)
 
 
 def _add_flag(parser: argparse.ArgumentParser, env: _Environment, name: str, text: str) -> None:
