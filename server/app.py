@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,14 +24,16 @@ from server.control.loader import Loader
 from server.control.reconciler import Desired, Reconciler
 from server.control.registry import Registry
 from server.core.completion import Mailbox
-from server.core.errors import ConfigError
+from server.core.errors import ConfigError, Forbidden
 from server.frontends.http_protocol import HeadraceHttpProtocol
 from server.frontends.http_server import HttpApplication
-from server.frontends.models import Models
+from server.frontends.models import Services
 from server.observability.metrics import MetricsPage
 from server.settings import Settings, without_effect
 
 logger = logging.getLogger("headrace")
+
+_EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "model_repository", "statistics")
 
 
 class HeadraceServer:
@@ -89,8 +92,9 @@ class HeadraceServer:
         settings = self._settings
         page = MetricsPage(self._registry.sources).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        models: Models = self._registry
-        application = HttpApplication(models, version("headrace"), settings.max_body_bytes, None if apart else page)
+        off: Any = _Off()
+        services = Services(self._registry, off, off, off, off, version("headrace"), _EXTENSIONS)
+        application = HttpApplication(services, settings.max_body_bytes, None if apart else page)
         sockets = [_bind(settings.host, settings.http_port)]
         self._servers.append(_UvicornServer(application, settings))
         if apart and page is not None and settings.metrics_port is not None:
@@ -129,6 +133,15 @@ class HeadraceServer:
         logger.error("model %s version %s: an instance died, %d left", name, number, left)
         if left == 0:
             self._registry.mark(name, number, State.UNAVAILABLE, "all its instances have died")
+
+
+class _Off:
+    """Stands where a service is not wired: nothing is traced, everything else is refused."""
+
+    active = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise Forbidden("this server does not offer that")
 
 
 class _UvicornServer(uvicorn.Server):

@@ -22,7 +22,7 @@ from server.core.tensor import ModelSpec
 from server.frontends import compression
 from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
-from server.frontends.models import Handle, Models
+from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s
 
 logger = logging.getLogger("headrace.http")
@@ -85,13 +85,15 @@ class InferEndpoint:
     """Serves inference requests.
 
     Args:
-        models: where versions are leased.
+        services: where versions are leased, shared memory is found, and traces go.
         max_body_bytes: of a request, packed and unpacked.
         clock: monotonic nanoseconds.
     """
 
-    def __init__(self, models: Models, max_body_bytes: int, clock: Clock = monotonic_ns) -> None:
-        self._models = models
+    def __init__(self, services: Services, max_body_bytes: int, clock: Clock = monotonic_ns) -> None:
+        self._models = services.models
+        self._regions = services.regions
+        self._traces = services.traces
         self._max_body_bytes = max_body_bytes
         self._clock = clock
         self._codecs: WeakKeyDictionary[ModelSpec, ModelCodec] = WeakKeyDictionary()
@@ -110,7 +112,11 @@ class InferEndpoint:
             received_ns = self._clock()
             codec = self._codec(handle.spec)
             request, plan = codec.decode(body, headers.header_size, received_ns)
+            traced = self._traces.active
+            queued_ns = self._clock() if traced else 0
             response = await _wait(handle.infer(request), connection, receive)
+            if traced:
+                self._traces.record(handle.spec, request, response, queued_ns, self._clock())
             size, parts = codec.encode(response, plan)
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding)

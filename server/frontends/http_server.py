@@ -15,31 +15,28 @@ from starlette.requests import ClientDisconnect
 from server.core.errors import BadRequest, Cancelled, HeadraceError, TooLarge, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
 from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send, send_method_not_allowed
-from server.frontends.models import Models
+from server.frontends.models import Models, Services
 from server.frontends.openapi import INFER_PATHS
 from server.frontends.status import http_status, retry_after_s
 
 # Of a request to the control plane.
 _MAX_CONTROL_BYTES = 65536
 
-EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "model_repository", "statistics")
-
 
 class HttpApplication:
     """The ASGI callable that the server runs: sorts inference from everything else by its path.
 
     Args:
-        models: the registry.
-        version: of Headrace.
-        max_body_bytes: of an inference request.
+        services: of the server.
+        max_body_bytes: of an inference request, or of a model's files in a load request.
         metrics: gives the page for Prometheus as (content type, body), or None if it is served elsewhere.
     """
 
     def __init__(
-        self, models: Models, version: str, max_body_bytes: int, metrics: Callable[[], tuple[str, bytes]] | None
+        self, services: Services, max_body_bytes: int, metrics: Callable[[], tuple[str, bytes]] | None
     ) -> None:
-        self._infer = InferEndpoint(models, max_body_bytes)
-        self.control = control_application(models, version, metrics)
+        self._infer = InferEndpoint(services, max_body_bytes)
+        self.control = control_application(services, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""
@@ -56,21 +53,19 @@ class HttpApplication:
         await self.control(scope, receive, send)
 
 
-def control_application(
-    models: Models, version: str, metrics: Callable[[], tuple[str, bytes]] | None = None
-) -> FastAPI:
+def control_application(services: Services, metrics: Callable[[], tuple[str, bytes]] | None = None) -> FastAPI:
     """The control plane: health, metadata, configuration, statistics, repository index, API docs."""
     app = FastAPI(
         title="Headrace",
-        version=version,
+        version=services.version,
         summary="An inference server that speaks the Open Inference Protocol V2.",
         redoc_url=None,
         redirect_slashes=False,
     )
     _add_errors(app)
-    _add_health(app, models)
-    _add_metadata(app, models, version)
-    _add_models(app, models)
+    _add_health(app, services.models)
+    _add_metadata(app, services)
+    _add_models(app, services.models)
     if metrics is not None:
         _add_metrics(app, metrics)
 
@@ -116,16 +111,16 @@ def _add_health(app: FastAPI, models: Models) -> None:
         return Response()
 
 
-def _add_metadata(app: FastAPI, models: Models, version: str) -> None:
+def _add_metadata(app: FastAPI, services: Services) -> None:
     @app.get("/v2", tags=["server"])
     async def server() -> dict[str, object]:
         """Name, version and protocol extensions of the server."""
-        return {"name": "headrace", "version": version, "extensions": list(EXTENSIONS)}
+        return {"name": "headrace", "version": services.version, "extensions": list(services.extensions)}
 
     @app.post("/v2/repository/index", tags=["repository"])
     async def index(request: Request) -> list[Mapping[str, object]]:
         """Every model found, its state and, where it is not served, the reason."""
-        rows = list(models.index())
+        rows = list(services.models.index())
         wants = await _wants_ready(request)
         return [row for row in rows if row["state"] == "READY"] if wants else rows
 

@@ -25,6 +25,7 @@ from server.core.errors import (
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from server.frontends.http_infer import InferEndpoint
+from server.frontends.models import Services
 
 LIMIT = 4_000
 X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
@@ -77,6 +78,24 @@ class Models:
         return self.handle
 
 
+class Traces:
+    """Keeps what is recorded."""
+
+    def __init__(self, active: bool = False) -> None:
+        self.active = active
+        self.records: list[tuple[Any, ...]] = []
+
+    def record(self, *what: Any) -> None:
+        self.records.append(what)
+
+
+def services(handle: Handle, traces: Traces | None = None) -> Services:
+    nothing: Any = None
+    models: Any = Models(handle)
+    told: Any = traces or Traces()
+    return Services(models, nothing, nothing, told, nothing, "0", ())
+
+
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -104,7 +123,7 @@ def call(
         sent.append(dict(message))
 
     async def run() -> None:
-        endpoint = InferEndpoint(Models(handle), LIMIT)  # type: ignore[arg-type]
+        endpoint = InferEndpoint(services(handle), LIMIT)
         await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
 
     asyncio.run(run())
@@ -254,7 +273,7 @@ def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
         sent.append(message)
 
     async def run() -> None:
-        endpoint = InferEndpoint(Models(handle), LIMIT)  # type: ignore[arg-type]
+        endpoint = InferEndpoint(services(handle), LIMIT)
         task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
         await asyncio.sleep(0.01)
         assert handle.requests
