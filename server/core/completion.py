@@ -105,13 +105,14 @@ class Completion:
 
 
 class LoopCompletion(Completion):
-    """A completion that a coroutine awaits; awaiting raises the error it was settled with."""
+    """A completion that a coroutine awaits, or that calls back; awaiting raises the error it was settled with."""
 
-    __slots__ = ("_future", "_mailbox", "_timers")
+    __slots__ = ("_callback", "_future", "_mailbox", "_timers")
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__()
         self._mailbox = mailbox
+        self._callback: Callable[[], object] | None = None
         self._timers: tuple[asyncio.TimerHandle, ...] = ()
         self._future: asyncio.Future[InferResponse] = mailbox.loop.create_future()
 
@@ -123,10 +124,21 @@ class LoopCompletion(Completion):
         """On the loop: call back after `delay_ns` unless the completion is settled before."""
         self._timers = (*self._timers, self._mailbox.loop.call_later(delay_ns / NS_PER_S, callback, *args))
 
+    def then(self, callback: Callable[[], object]) -> None:
+        """On the loop, once, before anything is awaited: call back there instead of resuming a waiter; must not raise.
+
+        Never from within `then`: a completion that is settled already calls back when the loop comes to its mailbox.
+        """
+        self._callback = callback
+
     def wake(self) -> None:
         """On the loop: resume the waiter."""
         for timer in self._timers:
             timer.cancel()
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+            return
         future, outcome = self._future, self.outcome
         if future.done():
             return

@@ -36,12 +36,19 @@ class StreamCall(Protocol):
 
     Attributes:
         deadline_ns: as in `Call`.
+        stopping: True once the server stops; the method then takes on nothing new and ends when it can.
     """
 
     deadline_ns: int
+    stopping: bool
 
     async def read(self) -> bytes | None:
-        """The next message, None once the client has half-closed. Raises Cancelled if the client has left."""
+        """The next message, None once the client has half-closed.
+
+        Raises:
+            Cancelled: the client has left.
+            Unavailable: the server stops (also while this waits); answers in flight can still be written.
+        """
 
     async def write(self, message: Message) -> None:
         """Send a message, waiting while the client reads slowly. Raises Cancelled if the client has left."""

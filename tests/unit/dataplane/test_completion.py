@@ -93,3 +93,30 @@ def test_a_settled_completion_stops_its_timers() -> None:
         assert not fired
 
     asyncio.run(main())
+
+
+def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        early, late, left = (LoopCompletion(mailbox) for _ in range(3))
+        told: list[str] = []
+        answer = InferResponse({})
+        early.settle(answer)
+        early.then(lambda: told.append("early"))
+        late.then(lambda: told.append("late"))
+        left.then(lambda: told.append("left"))
+        assert told == []  # never from within `then` or `settle`
+        threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
+        left.abandon()
+        for _ in range(200):
+            await asyncio.sleep(0.005)
+            if len(told) == 3:
+                break
+        assert sorted(told) == ["early", "late", "left"]
+        assert (early.outcome, late.outcome) == (answer, answer)
+        assert isinstance(left.outcome, Cancelled)
+        mailbox.post([late])  # a second wake-up finds nobody
+        await asyncio.sleep(0.01)
+        assert len(told) == 3
+
+    asyncio.run(main())
