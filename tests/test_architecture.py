@@ -57,6 +57,7 @@ EXTRA: dict[str, str] = {
     "server/core/config_*.py": "pydantic",
     "server/backends/onnxruntime_backend.py": "onnxruntime",
     "server/backends/tensorrt_backend.py": "tensorrt",
+    "server/control/shared_memory.py": "numpy",
     "server/control/valid*.py": "rich",
 }
 EVERYWHERE = ("server.__version__",)
