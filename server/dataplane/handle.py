@@ -14,12 +14,20 @@ from dataclasses import dataclass, field
 from server.backends.base import LoadedModel
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
-from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, TooLarge, Unavailable
+from server.core.errors import (
+    BadRequest,
+    ConfigError,
+    DeadlineExceeded,
+    Finding,
+    HeadraceError,
+    TooLarge,
+    Unavailable,
+)
 from server.core.request import InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batch import cut
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.instance import Deliver, Instance
+from server.dataplane.instance import Deliver, Instance, WarmUp
 from server.dataplane.join import Joint, PartCompletion
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import QueueLimits, Scheduler
@@ -70,7 +78,7 @@ class ModelHandle:
         model: what runs; owned by the handle, closed with it.
         mailbox: of the event loop on which callers wait.
         recorder: counts.
-        on_dead: called from a dying instance's thread with the number of instances left.
+        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
         clock: monotonic nanoseconds.
     """
 
@@ -95,17 +103,31 @@ class ModelHandle:
         self._sequencer = Sequencer() if policy.preserve_ordering else None
         self._lock = threading.Lock()
         self._leases = 0
+        self._started = False
         self._closing = False
+        self._closed = False
         self._idle = threading.Event()
         self._idle.set()
         self._alive = policy.instances
         self._instances = [self._instance(index) for index in range(policy.instances)]
         self._scheduler.set_instances(policy.instances)
 
-    def start(self) -> None:
-        """Start the instances."""
+    def start(self, warm_up: WarmUp | None = None) -> None:
+        """Start the instances and wait until each is open and warm.
+
+        Args:
+            warm_up: called with the execution of each instance, on the instance's own thread.
+
+        Raises:
+            ConfigError: an instance failed; the others have ended and the model is closed.
+        """
         for instance in self._instances:
-            instance.start()
+            instance.start(warm_up)
+        failures = [error for instance in self._instances if (error := instance.opened.exception()) is not None]
+        self._started = True
+        if failures:
+            self.close(None)
+            raise self._stillborn(failures[0]) from failures[0]
 
     # On the event loop
 
@@ -195,28 +217,38 @@ class ModelHandle:
 
     # By the control thread
 
-    def close(self, timeout_s: float) -> bool:
+    def close(self, timeout_s: float | None) -> bool:
         """Serve what is queued, end the instances, give the model back.
+
+        A second thread may call it to set an end to a call that waits for ever.
+
+        Args:
+            timeout_s: how long all of it may take; None: as long as it does.
 
         Returns:
             False if something still ran after `timeout_s`; its callers have got an error, and its memory is not freed.
         """
-        deadline_ns = self._clock() + int(timeout_s * NS_PER_S)
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
             self._closing = True
+            instances = self._instances
         self._idle.wait(timeout_s)
         self._scheduler.close()
         ended = True
-        for instance in self._instances:
-            left_s = max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+        for instance in instances:
+            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
             ended = instance.join(left_s) and ended
         if not ended:
             error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
             self._give_up(error)
-            for instance in self._instances:
+            for instance in instances:
                 instance.give_up(error)
             return False
-        self._model.close()
+        with self._lock:
+            last, self._closed = not self._closed, True
+            self._instances = []  # they point back here: without the circle the memory is free at once
+        if last:
+            self._model.close()
         return True
 
     def _instance(self, index: int) -> Instance:
@@ -232,14 +264,27 @@ class ModelHandle:
             clock=self._clock,
         )
 
+    def _stillborn(self, cause: BaseException) -> ConfigError:
+        where = f"{self.spec.name}/{self.spec.version}"
+        if isinstance(cause, ConfigError):
+            return cause
+        if isinstance(cause, HeadraceError):
+            return ConfigError([Finding(where, None, f"an instance could not be started: {cause}")])
+        # A backend's own words may hold paths: they are for the log alone.
+        logger.error("an instance of %s could not be started", where, exc_info=cause)
+        cure = "the server's log has the cause"
+        return ConfigError([Finding(where, None, f"an instance could not be started ({type(cause).__name__})", cure)])
+
     def _instance_ended(self, cause: BaseException | None) -> None:
         if cause is None:
             return
         with self._lock:
             self._alive -= 1
             left = self._alive
+            serves = self._started and not self._closing
         self._scheduler.set_instances(left)
-        self._on_dead(left)
+        if serves:
+            self._on_dead(left)
         if left == 0:
             self._give_up(self._dead())
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from server.backends.base import Execution
 from server.core.clock import Clock, monotonic_ns
@@ -21,6 +22,7 @@ from server.observability.recorder import Recorder
 logger = logging.getLogger("headrace.instance")
 
 Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
+WarmUp = Callable[[Execution], None]
 
 
 class Instance:
@@ -35,6 +37,9 @@ class Instance:
         deliver: settles answers.
         on_exit: called once from the thread when it ends, with the error that killed it, or None.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        opened: done once the execution is open and warm; holds the error if it is not to be had.
     """
 
     def __init__(
@@ -58,13 +63,20 @@ class Instance:
         self._clock = clock
         self._held: list[Entry] = []
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._warm_up: WarmUp | None = None
+        self.opened: Future[None] = Future()
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, warm_up: WarmUp | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            warm_up: called on the thread with the execution, before the first batch is pulled.
+        """
+        self._warm_up = warm_up
         self._thread.start()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; False if it has not after `timeout_s`."""
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait for the thread to end, for ever if `timeout_s` is None; False if it has not after `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -77,15 +89,26 @@ class Instance:
         try:
             execution = self._open_execution()
             try:
+                self._prepare(execution)
                 self._pull(execution)
             finally:
                 execution.close()
         except BaseException as error:  # a dying instance says so, whatever it dies of
             cause = error
-            logger.exception("instance %s died", self.name)
-            self.give_up(ModelFailed("the instance that ran the request died"))
+            if self.opened.done():
+                logger.exception("instance %s died", self.name)
+                self.give_up(ModelFailed("the instance that ran the request died"))
         finally:
             self._on_exit(cause)
+            if not self.opened.done() and cause is not None:
+                self.opened.set_exception(cause)
+
+    def _prepare(self, execution: Execution) -> None:
+        warm_up, self._warm_up = self._warm_up, None  # its arrays may be large
+        if warm_up is not None:
+            warm_up(execution)
+        del warm_up
+        self.opened.set_result(None)
 
     def _pull(self, execution: Execution) -> None:
         sleeper = threading.Lock()
