@@ -1,0 +1,1 @@
+"""What needs the CUDA driver. Nothing here is imported on a machine without a GPU."""
