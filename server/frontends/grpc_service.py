@@ -1,0 +1,38 @@
+"""All services of the gRPC port, as methods on bytes that any engine can serve."""
+
+from __future__ import annotations
+
+from tritonclient.grpc import service_pb2
+
+from server.frontends import grpc_health, grpc_reflection
+from server.frontends.grpc_control import ControlMethods
+from server.frontends.grpc_health import HealthService
+from server.frontends.grpc_infer import InferService
+from server.frontends.grpc_methods import Methods, Stream, Unary
+from server.frontends.grpc_reflection import ReflectionService
+from server.frontends.grpc_stream import InferStreams
+from server.frontends.models import Services
+
+SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+
+def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
+    """Every RPC: inference and its control, health, reflection.
+
+    Args:
+        services: of the server.
+        max_message_bytes: the largest request; engines hold messages to it, and a stream takes on no more at a time.
+    """
+    infer = InferService(services)
+    health = HealthService(services.models, SERVICE)
+    names = (SERVICE, grpc_health.SERVICE, *grpc_reflection.SERVICES)
+    reflection = ReflectionService(names)
+    unary: dict[str, Unary] = {
+        f"/{SERVICE}/{name}": method for name, method in ControlMethods(services).methods().items()
+    }
+    unary[f"/{SERVICE}/ModelInfer"] = infer.infer
+    unary[f"/{grpc_health.SERVICE}/Check"] = health.check
+    streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in grpc_reflection.SERVICES}
+    streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
+    streams[f"/{grpc_health.SERVICE}/Watch"] = health.watch
+    return Methods(unary, streams)

@@ -1,0 +1,172 @@
+"""ModelStreamInfer: many requests in flight on one stream, answered in the order in which they are done.
+
+Two coroutines a stream, none a request: the reader decodes and queues, the completions call back, the writer encodes and sends
+whatever is done. The bound on what is in flight is the back-pressure: a client that does not read its answers is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+
+from tritonclient.grpc import service_pb2
+
+from server.core.clock import Clock, monotonic_ns
+from server.core.errors import HeadraceError, Unavailable
+from server.frontends.grpc_codec import scan
+from server.frontends.grpc_infer import InferService, Pending, fault
+from server.frontends.grpc_methods import Message, StreamCall
+
+# Requests of one stream between their arrival and the sending of their answers.
+MAX_IN_FLIGHT = 256
+
+# Field 2 of ModelStreamInferResponse, a message; and as its last field the entry of `parameters` (field 4 of
+# ModelInferResponse) that Triton's clients look for in every answer of a stream: {"triton_final_response": true}.
+_INFER_RESPONSE = b"\x12"
+_FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
+
+
+class InferStreams:
+    """Serves ModelStreamInfer.
+
+    Args:
+        infer: what is done with each request.
+        max_bytes: of the requests in flight on one stream; a single one may have as many.
+        max_in_flight: requests in flight on one stream.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self, infer: InferService, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
+    ) -> None:
+        self._infer = infer
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+
+    async def serve(self, call: StreamCall) -> None:
+        """The method: ModelInferRequest in, ModelStreamInferResponse out; an error ends its request, not the stream.
+
+        Raises:
+            Cancelled: the client has left; all that was in flight is abandoned.
+            Unavailable: the server stops; what was in flight has been answered.
+        """
+        stream = _Stream(self._infer, call, self._max_bytes, self._max_in_flight, self._clock)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(stream.write())
+                await stream.read()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            stream.close()
+        if stream.refused is not None:
+            raise stream.refused
+
+
+class _Stream:
+    """The state of one stream; everything happens on the event loop.
+
+    Attributes:
+        refused: why the reader stopped before the client had half-closed.
+    """
+
+    def __init__(self, infer: InferService, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock) -> None:
+        self._infer = infer
+        self._call = call
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._in_flight_bytes = 0
+        self._queued: set[Pending] = set()
+        self._done: deque[tuple[Pending | Message, int]] = deque()
+        self._anything_done = asyncio.Event()
+        self._room = asyncio.Event()
+        self._read_all = False
+        self.refused: Unavailable | None = None
+
+    async def read(self) -> None:
+        """Queue requests until the client half-closes or the server stops."""
+        while True:
+            try:
+                message = await self._call.read()
+            except Unavailable as error:
+                self.refused = error
+                message = None
+            if message is None:
+                self._read_all = True
+                self._anything_done.set()
+                return
+            self._in_flight += 1
+            self._in_flight_bytes += len(message)
+            self._begin(message)
+            while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
+                self._room.clear()
+                await self._room.wait()
+
+    async def write(self) -> None:
+        """Send answers until the reader is through and nothing is left."""
+        done = self._done
+        while self._in_flight or not self._read_all:
+            self._anything_done.clear()
+            while done:
+                next_done, request_bytes = done.popleft()
+                await self._call.write(self._finish(next_done) if isinstance(next_done, Pending) else next_done)
+                self._in_flight -= 1
+                self._in_flight_bytes -= request_bytes
+                self._room.set()
+            if self._in_flight or not self._read_all:
+                await self._anything_done.wait()
+
+    def close(self) -> None:
+        """Abandon whatever is still in flight."""
+        for pending in self._queued:
+            self._infer.drop(pending)
+        self._queued.clear()
+
+    def _begin(self, message: bytes) -> None:
+        received_ns = self._clock()
+        request_id = ""
+        try:
+            envelope = scan(message)
+            request_id = envelope.id
+            pending = self._infer.begin(message, envelope, received_ns, self._call.deadline_ns)
+        except HeadraceError as error:
+            self._settled(_error(error, request_id), len(message))
+            return
+        except Exception:
+            self._settled(_error(fault(), request_id), len(message))
+            return
+        self._queued.add(pending)
+        pending.completion.then(partial(self._settled, pending, len(message)))
+
+    def _settled(self, done: Pending | Message, request_bytes: int) -> None:
+        self._done.append((done, request_bytes))
+        self._anything_done.set()
+
+    def _finish(self, pending: Pending) -> Message:
+        self._queued.discard(pending)
+        try:
+            parts = self._infer.finish(pending)
+        except HeadraceError as error:
+            return _error(error, pending.id)
+        size = sum(map(len, parts)) + len(_FINAL)
+        return [_INFER_RESPONSE + _varint(size), *parts, _FINAL]
+
+
+def _error(error: HeadraceError, request_id: str) -> Message:
+    response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
+    response.infer_response.id = request_id
+    return [response.SerializeToString()]
+
+
+def _varint(number: int) -> bytes:
+    """Base-128, the least significant group first (protobuf's encoding of lengths)."""
+    groups = bytearray()
+    while number > 0x7F:
+        groups.append(number & 0x7F | 0x80)
+        number >>= 7
+    groups.append(number)
+    return bytes(groups)
