@@ -21,7 +21,9 @@ COMMAND = (sys.executable, "-m", "server")
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
-_BANNER = re.compile(r"Headrace listens on http://\S+?:(\d+)\s")
+_BANNER = re.compile(r"Headrace listens on https?://\S+?:(\d+)\s")
+_GRPC = re.compile(r"gRPC: \S+?:(\d+)")
+_BANNER_END = "Ctrl-C stops it."
 
 
 class ServerFailed(AssertionError):
@@ -36,16 +38,23 @@ class Server:
         process: what was started.
         log: the file with its standard output and standard error.
         port: of HTTP; 0 until the banner tells.
+        grpc_port: of gRPC; 0 until the banner tells, and where gRPC is not served.
     """
 
     process: subprocess.Popen[bytes]
     log: Path
     port: int = 0
+    grpc_port: int = 0
 
     @property
     def address(self) -> str:
-        """host:port, as tritonclient takes it."""
+        """host:port of HTTP, as tritonclient takes it."""
         return f"{HOST}:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """host:port of gRPC, as tritonclient takes it."""
+        return f"{HOST}:{self.grpc_port}"
 
     @property
     def url(self) -> str:
@@ -58,19 +67,21 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait for the banner, which comes when all models are loaded, and read the port from it.
+        """Wait for the banner, which comes when all models are loaded, and read the ports from it.
 
         Raises:
             ServerFailed: the process ended, or said nothing in time.
         """
         deadline = time.monotonic() + timeout_s
-        while (found := _BANNER.search(self.text)) is None:
+        while (found := _BANNER.search(text := self.text)) is None or _BANNER_END not in text:
             if self.process.poll() is not None:
                 raise ServerFailed(f"the server exited with {self.process.returncode} at its start:\n{self.text}")
             if time.monotonic() > deadline:
                 raise ServerFailed(f"the server was not ready within {timeout_s:g} s:\n{self.text}")
             time.sleep(0.02)
         self.port = int(found[1])
+        grpc = _GRPC.search(text)
+        self.grpc_port = int(grpc[1]) if grpc is not None else 0
 
     def request(
         self,
@@ -127,17 +138,18 @@ def start(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
 ) -> Server:
-    """Start `headrace serve` on a free HTTP port and return at once; the caller must see to its end.
+    """Start `headrace serve` on free ports and return at once; the caller must see to its end.
 
     Args:
         repository: the model repository; a second one can be named in `options`.
         log: file for what the server prints.
-        options: of `headrace serve`; a later `--http-port` takes the place of the free one.
+        options: of `headrace serve`; a later `--http-port` or `--grpc-port` takes the place of the free one.
         env: environment variables to add; the test's own HEADRACE_ variables never reach the server.
         command: what comes before `serve`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    words = [*command, "serve", "--model-repository", str(repository), "--host", HOST, "--http-port", "0", *options]
+    ports = ["--host", HOST, "--http-port", "0", "--grpc-port", "0"]
+    words = [*command, "serve", "--model-repository", str(repository), *ports, *options]
     with log.open("wb") as stream:
         process = subprocess.Popen(
             words, cwd=ROOT, env={**inherited, "COLUMNS": "200", **(env or {})}, stdout=stream, stderr=subprocess.STDOUT
