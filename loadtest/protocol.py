@@ -93,6 +93,24 @@ def send(host: str, port: int, request: HttpRequest, timeout_s: float = 30.0) ->
         connection.close()
 
 
+def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
+    """What a control-plane path answers: GET without a body, POST with one; None for an empty answer.
+
+    Raises:
+        ValueError: the status is not 200.
+    """
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        text = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise ValueError(f"{path} was answered with {response.status}: {text[:300]!r}")
+    return json.loads(text) if text else None
+
+
 def _described(name: str, array: Array) -> dict[str, Any]:
     return {"name": name, "shape": list(array.shape), "datatype": NAMES[array.dtype]}
 

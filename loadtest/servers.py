@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +31,13 @@ class Running:
         name: what reports call it.
         port: TCP port on the loopback address.
         pid: the process that was started.
+        grpc_port: a second one, for gRPC; 0 if it was started without.
     """
 
     name: str
     port: int
     pid: int
+    grpc_port: int = 0
 
     @property
     def url(self) -> str:
@@ -51,9 +53,10 @@ class ServerCommand:
         name: what reports and the log file are called.
         command: the words before the port option.
         port_option: e.g. "--http-port"; the free port found follows it.
-        ready_path: answers 200 once the server can take load.
+        ready_path: answers 200 once the server can take load; "" for a server that is ready once it takes connections.
         env: added to this process's environment.
         cpus: the cores it may use; None for all.
+        grpc_port_option: the same for a port for gRPC; "" if it needs none.
     """
 
     name: str
@@ -62,6 +65,7 @@ class ServerCommand:
     ready_path: str = "/"
     env: tuple[tuple[str, str], ...] = ()
     cpus: tuple[int, ...] | None = None
+    grpc_port_option: str = ""
 
 
 def headrace(
@@ -70,21 +74,36 @@ def headrace(
     name: str = "headrace",
     command: Sequence[str] = HEADRACE_COMMAND,
     models: Sequence[str] = (),
+    options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     cpus: tuple[int, ...] | None = None,
 ) -> ServerCommand:
-    """Headrace on a model repository, with its default settings; if models are named, it loads these and no other."""
-    words = (*command, "--model-repository", str(model_repository), "--host", HOST)
+    """Headrace on a model repository, with its default settings; if models are named, it loads these and no other.
+
+    Args:
+        model_repository: the folder.
+        name: what reports call it.
+        command: how it is started.
+        models: the only ones to load.
+        options: of `headrace serve`, beside those that follow from the rest.
+        env: added to this process's environment.
+        cpus: the cores it may use.
+    """
+    words = (*command, "--model-repository", str(model_repository), "--host", HOST, *options)
     if models:
         words += ("--model-control", "explicit")
     for model in models:
         words += ("--load-model", model)
-    return ServerCommand(name, words, "--http-port", "/v2/health/ready", tuple((env or {}).items()), cpus)
+    variables = tuple((env or {}).items())
+    return ServerCommand(name, words, "--http-port", "/v2/health/ready", variables, cpus, "--grpc-port")
 
 
-def peer(module: str, name: str, *arguments: str, cpus: tuple[int, ...] | None = None) -> ServerCommand:
-    """One of the servers in `loadtest/peers`."""
-    return ServerCommand(name, (sys.executable, "-m", f"loadtest.peers.{module}", *arguments), cpus=cpus)
+def peer(
+    module: str, name: str, *arguments: str, cpus: tuple[int, ...] | None = None, ready_path: str = "/"
+) -> ServerCommand:
+    """One of the servers in `loadtest/peers`; `ready_path` "" for one that does not speak HTTP/1.1."""
+    words = (sys.executable, "-m", f"loadtest.peers.{module}", *arguments)
+    return ServerCommand(name, words, ready_path=ready_path, cpus=cpus)
 
 
 @contextmanager
@@ -94,15 +113,17 @@ def running(server: ServerCommand, log_folder: Path, ready_timeout_s: float = 12
     Raises:
         ServerFailed: it was not ready in time, or did not exit with 0 within 20 s of SIGTERM.
     """
-    port = free_port()
+    port, grpc_port = free_ports(2)
     words = [*pinned(server.cpus), *server.command, server.port_option, str(port)]
+    if server.grpc_port_option:
+        words += [server.grpc_port_option, str(grpc_port)]
     log_path = log_folder / f"{server.name.replace(' ', '_')}.{port}.log"
     with log_path.open("wb") as log:
         environment = os.environ | dict(server.env)
         process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
         _wait_until_ready(server, process, port, log_path, ready_timeout_s)
-        yield Running(server.name, port, process.pid)
+        yield Running(server.name, port, process.pid, grpc_port if server.grpc_port_option else 0)
     except BaseException:
         process.kill()
         process.wait()
@@ -115,11 +136,13 @@ def pinned(cpus: tuple[int, ...] | None) -> list[str]:
     return [] if cpus is None else ["taskset", "-c", ",".join(map(str, cpus))]
 
 
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """TCP ports, all different, that were free a moment ago."""
+    with ExitStack() as held:
+        listeners = [held.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind((HOST, 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 def resident_bytes(pid: int) -> int:
@@ -153,6 +176,9 @@ def _wait_until_ready(
 def _answers(port: int, path: str) -> bool:
     connection = http.client.HTTPConnection(HOST, port, timeout=2.0)
     try:
+        if not path:
+            connection.connect()
+            return True
         connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from loadtest.bench import machine, wrk
+from loadtest.bench import h2load, machine, wrk
 from loadtest.bench.cases import CASES
 from loadtest.bench.inprocess import WrongAnswer
 from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if busy > BUSY_WARNING:
         console.print(f"{busy:.0%} of the cores are in use by others: expect noise, ratios included", style="yellow")
     cases = [case for case in CASES if not options.only or case.name in options.only]
+    if not h2load.is_installed() and any(case.name.startswith("grpc-") for case in cases):
+        console.print(f"{h2load.HOW_TO_INSTALL}: they will fail, the others are measured", style="yellow")
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch, _progress(console) as progress:
         rounds = options.rounds or (1 if options.quick else 5)
         bench = Bench(
@@ -67,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cores=cores,
             scratch=Path(scratch),
             progress=lambda step, seconds: None,
+            asked_for=frozenset(options.only or ()),
         )
         results = _run_all(cases, bench, progress)
     report = Report(

@@ -12,7 +12,7 @@ from pathlib import Path
 from loadtest.bench.session import Cores
 from loadtest.servers import ROOT
 
-PACKAGES = ("onnxruntime", "numpy", "uvicorn", "uvloop", "httptools", "fastapi", "pydantic")
+PACKAGES = ("onnxruntime", "numpy", "uvicorn", "uvloop", "httptools", "fastapi", "pydantic", "grpcio")
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -25,6 +25,7 @@ def describe(cores: Cores, busy: float) -> dict[str, str]:
     packages = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used = f"{len(cores.both)} used: {cores.server[0]} for servers, {cores.client[0]} for clients"
+    wrk = _first_line(["wrk", "--version"]).split(" Copyright")[0]
     release = ".".join(platform.release().split(".")[:2])
     return {
         "processor": _processor(),
@@ -34,7 +35,7 @@ def describe(cores: Cores, busy: float) -> dict[str, str]:
         "system": f"{platform.system()} {release}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "packages": packages,
-        "client": _first_line(["wrk", "--version"]).split(" Copyright")[0],
+        "clients": ", ".join(filter(None, (wrk, _first_line(["h2load", "--version"])))),
         "commit": _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout",
     }
 

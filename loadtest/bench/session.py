@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ class Bench:
         quick: short samples, to see that all works; the figures mean little.
         cores: where servers and clients run.
         scratch: a folder for logs, scripts and bodies.
+        asked_for: the cases that `--only` names.
         progress: told the step that begins and how many seconds it takes.
     """
 
@@ -53,6 +54,7 @@ class Bench:
     cores: Cores
     scratch: Path
     progress: Callable[[str, float], None]
+    asked_for: frozenset[str] = frozenset()
 
     def seconds(self, full: int) -> int:
         """The length of a sample that takes `full` seconds in an unhurried run; wrk wants whole seconds."""
@@ -79,13 +81,20 @@ class Bench:
         *models: str,
         cpus: tuple[int, ...],
         name: str = "headrace",
+        options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> Iterator[Running]:
-        """Headrace with its default settings, serving these models and no other."""
+        """Headrace with its default settings but for these options, serving these models and no other."""
         for model in models:
             self.model_path(model)
         command = servers.headrace(
-            self.repository.resolve(), name=name, command=self.command, models=models, env=env, cpus=cpus
+            self.repository.resolve(),
+            name=name,
+            command=self.command,
+            models=models,
+            options=options,
+            env=env,
+            cpus=cpus,
         )
         with self.start(command) as server:
             yield server

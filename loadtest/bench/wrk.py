@@ -111,11 +111,11 @@ def run(base_url: str, load: Load, scratch: Path) -> Sample:
     script_path.write_text(script(load, scratch))
     command = [*pinned(load.cpus), "wrk", "-t1", f"-c{load.connections}", f"-d{load.seconds}s"]
     command += ["--timeout", f"{load.timeout_s}s", "-s", str(script_path), base_url + load.requests[0].path]
-    before_s = _cpu_seconds_of_children()
+    before_s = cpu_seconds_of_children()
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         raise LoadFailed(f"wrk exited with {finished.returncode}: {finished.stderr.strip() or finished.stdout.strip()}")
-    return replace(parse(finished.stdout), client_cpu_s=_cpu_seconds_of_children() - before_s)
+    return replace(parse(finished.stdout), client_cpu_s=cpu_seconds_of_children() - before_s)
 
 
 def script(load: Load, scratch: Path) -> str:
@@ -162,7 +162,7 @@ def parse(output: str) -> Sample:
     return Sample(report["requests"], report["duration_us"] / 1e6, completions_s=times, **latencies)
 
 
-def _cpu_seconds_of_children() -> float:
+def cpu_seconds_of_children() -> float:
     """Of those that have ended: between two calls only wrk does."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -1,0 +1,85 @@
+"""The bench's own side of the protocol over gRPC: ModelInfer messages written and read by the published wire types."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from loadtest.protocol import DATATYPES, NAMES, Array
+from loadtest.servers import HOST
+
+MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
+MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+ECHO_COUNT = "/loadtest.Echo/Count"
+PREFIX_BYTES = 5
+
+
+def infer_message(model: str, inputs: Mapping[str, Array]) -> bytes:
+    """A serialized ModelInferRequest with raw contents, as tritonclient sends it."""
+    tensors = [
+        service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=NAMES[array.dtype], shape=array.shape)
+        for name, array in inputs.items()
+    ]
+    contents = [np.ascontiguousarray(array).tobytes() for array in inputs.values()]
+    request = service_pb2.ModelInferRequest(model_name=model, inputs=tensors, raw_input_contents=contents)
+    return bytes(request.SerializeToString())
+
+
+def framed(message: bytes) -> bytes:
+    """A message behind its length prefix (gRPC over HTTP/2, "Length-Prefixed-Message"), not compressed."""
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+def decode_answer(message: bytes) -> dict[str, Array]:
+    """The tensors of a serialized ModelInferResponse with raw contents, by name.
+
+    Raises:
+        ValueError: contents and outputs do not belong together.
+    """
+    response = service_pb2.ModelInferResponse.FromString(message)
+    outputs: dict[str, Array] = {}
+    for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+        outputs[output.name] = np.frombuffer(content, dtype=DATATYPES[output.datatype]).reshape(output.shape)
+    return outputs
+
+
+def decode_stream_answer(message: bytes) -> dict[str, Array]:
+    """The same for a message of ModelStreamInfer.
+
+    Raises:
+        ValueError: it carries an error, or is no answer.
+    """
+    response = service_pb2.ModelStreamInferResponse.FromString(message)
+    if response.error_message:
+        raise ValueError(response.error_message)
+    return decode_answer(response.infer_response.SerializeToString())
+
+
+def call(port: int, method: str, message: bytes, timeout_s: float = 30.0) -> bytes:
+    """One unary call on a fresh channel, by grpcio: the answer's message as it came over the wire.
+
+    Raises:
+        grpc.RpcError: any status but OK.
+    """
+    with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+        return ask(message, timeout=timeout_s)
+
+
+def call_stream(port: int, message: bytes, timeout_s: float = 30.0) -> bytes:
+    """One message through ModelStreamInfer, by grpcio: the one answer's message as it came over the wire.
+
+    Raises:
+        grpc.RpcError: any status but OK.
+        ValueError: not exactly one answer.
+    """
+    with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+        ask: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(MODEL_STREAM_INFER)
+        answers = list(ask(iter([message]), timeout=timeout_s))
+    if len(answers) != 1:
+        raise ValueError(f"{len(answers)} answers to one message")
+    return answers[0]

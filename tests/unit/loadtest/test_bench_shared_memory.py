@@ -1,0 +1,60 @@
+"""What the shared memory case is built of: its models, its requests, its copies."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadtest.bench.cases import shared_memory
+from loadtest.bench.inprocess import Oracle
+
+
+@pytest.mark.parametrize("width", [shared_memory.SMALL, shared_memory.LARGE])
+def test_models_read_as_much_whatever_their_input(width: int, tmp_path: Path) -> None:
+    shared_memory.write_model(tmp_path, width)
+    (path,) = tmp_path.glob("*/1/model.onnx")
+    oracle = Oracle(path)
+    inputs = oracle.example(rows=1)
+    assert inputs["x"].nbytes == {16: 64}.get(width, 602_112)
+    (picked,) = oracle.run(inputs).values()
+    assert picked.shape == (1, 16)
+    assert (picked[0, 0], picked[0, -1]) == (inputs["x"][0, 0], inputs["x"][0, -1])
+
+
+def test_requests_for_both_sizes_are_as_long_but_for_digits() -> None:
+    sizes = {}
+    for width in (shared_memory.SMALL, shared_memory.LARGE):
+        request = shared_memory.shared_memory_request("m", {"x": np.zeros((1, width), dtype=np.float32)}, region="r")
+        (described,) = json.loads(request.body)["inputs"]
+        assert described["parameters"] == {"shared_memory_region": "r", "shared_memory_byte_size": 4 * width}
+        assert "data" not in described
+        sizes[width] = len(request.body)
+    assert sizes[shared_memory.LARGE] - sizes[shared_memory.SMALL] < 10
+
+
+def test_both_copies_are_true() -> None:
+    content = np.random.default_rng(0).integers(0, 256, 602_112).astype(np.uint8)
+    memory = SharedMemory(create=True, size=content.nbytes)
+    try:
+        os.pwrite(memory._fd, content.tobytes(), 0)  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(shared_memory.mapped_copy(memory)[: content.size], content)
+        with io.FileIO(f"/dev/shm/{memory.name}") as file:
+            np.testing.assert_array_equal(shared_memory.kernel_copy(file, content.size), content)
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_an_action_is_timed_on_the_cores_asked_for() -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    seen: list[set[int]] = []
+    assert shared_memory.median_us(lambda: seen.append(os.sched_getaffinity(0)), (core,)) > 0
+    assert seen[0] == {core}
+    assert os.sched_getaffinity(0) == before
