@@ -1,0 +1,155 @@
+"""Frames of HTTP/2 (RFC 9113, sections 4 and 6): their layout, how to build the ones we send, and what a peer can do wrong."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+
+# Flags.
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+WITH_PRIORITY = 0x20
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_BYTES = 9
+DEFAULT_WINDOW = 65535
+DEFAULT_FRAME_BYTES = 16384
+LARGEST_FRAME_BYTES = 2**24 - 1
+LARGEST_WINDOW = 2**31 - 1
+
+# A frame's head: length and kind in one word (length << 8 | kind), flags, stream.
+FRAME_HEAD = Struct(">IBI")
+_WORD = Struct(">I")
+_TWO_WORDS = Struct(">II")
+_SETTING = Struct(">HI")
+
+
+class Setting(IntEnum):
+    """RFC 9113, section 6.5.2."""
+
+    HEADER_TABLE_SIZE = 1
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+
+
+class ErrorCode(IntEnum):
+    """RFC 9113, section 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+    INADEQUATE_SECURITY = 12
+    HTTP_1_1_REQUIRED = 13
+
+
+class ConnectionFault(Exception):
+    """The peer broke the protocol so that the connection cannot go on (RFC 9113, section 5.4.1).
+
+    Args:
+        code: for the GOAWAY.
+        text: for its debug data.
+    """
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class StreamFault(Exception):
+    """The peer broke the protocol on one stream (RFC 9113, section 5.4.2).
+
+    Args:
+        stream_id: of the stream to reset.
+        code: for the RST_STREAM.
+        text: for whoever debugs.
+    """
+
+    def __init__(self, stream_id: int, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.stream_id = stream_id
+        self.code = code
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return FRAME_HEAD.pack(len(payload) << 8 | kind, flags, stream_id) + payload
+
+
+def settings(values: dict[Setting, int]) -> bytes:
+    """A SETTINGS frame."""
+    return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
+
+
+SETTINGS_ACK = frame(SETTINGS, ACK, 0)
+
+
+def ping(payload: bytes, ack: bool) -> bytes:
+    """A PING frame; `payload` has 8 bytes."""
+    return frame(PING, ACK if ack else 0, 0, payload)
+
+
+def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
+    """A RST_STREAM frame."""
+    return frame(RST_STREAM, 0, stream_id, _WORD.pack(code))
+
+
+def window_update(stream_id: int, increment_bytes: int) -> bytes:
+    """A WINDOW_UPDATE frame; stream 0 is the connection."""
+    return frame(WINDOW_UPDATE, 0, stream_id, _WORD.pack(increment_bytes))
+
+
+def goaway(last_stream_id: int, code: ErrorCode, text: str = "") -> bytes:
+    """A GOAWAY frame."""
+    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + text.encode())
+
+
+def word(payload: bytes, what: str) -> int:
+    """The only 32-bit number of a payload, less the reserved bit; raises ConnectionFault if it is not alone."""
+    if len(payload) != 4:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"a {what} of {len(payload)} bytes instead of 4")
+    number: int = _WORD.unpack(payload)[0]
+    return number
+
+
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
+    """The (name, value) pairs of a SETTINGS frame, unknown ones included; raises ConnectionFault."""
+    if len(payload) % _SETTING.size:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes, not a multiple of 6")
+    pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
+    for name, value in pairs:
+        if name == Setting.ENABLE_PUSH and value > 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value} instead of 0 or 1")
+        if name == Setting.INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}")
+        if name == Setting.MAX_FRAME_SIZE and not DEFAULT_FRAME_BYTES <= value <= LARGEST_FRAME_BYTES:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
+    return pairs
+
+
+def unpad(payload: bytes, flags: int) -> bytes:
+    """A HEADERS payload without padding and priority fields (RFC 9113, section 6.2); raises ConnectionFault."""
+    start, end = 0, len(payload)
+    if flags & PADDED:
+        if not payload:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
+        start, end = 1, end - payload[0]
+    if flags & WITH_PRIORITY:
+        start += 5
+    if end < start:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "padding or priority fields longer than their frame")
+    return payload[start:end]
