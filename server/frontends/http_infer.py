@@ -231,14 +231,20 @@ async def _send_answer(
     await send({"type": "http.response.body", "body": b"".join(parts)})
 
 
-async def send_error(send: Send, error: HeadraceError) -> None:
-    """Answer with an error: its status, Retry-After where coming back makes sense, and `{"error": text}`."""
+def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers (Retry-After where coming back makes sense) and body, `{"error": text}`."""
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
     headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
     seconds = retry_after_s(error)
     if seconds is not None:
         headers.append((b"retry-after", b"%d" % seconds))
-    await send({"type": "http.response.start", "status": http_status(error), "headers": headers})
+    return http_status(error), headers, body
+
+
+async def send_error(send: Send, error: HeadraceError) -> None:
+    """Answer with an error."""
+    status, headers, body = error_answer(error)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

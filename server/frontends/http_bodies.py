@@ -1,0 +1,264 @@
+"""The JSON of the HTTP control plane as types: requests are decoded by them, and the API page has its schemas from them.
+
+Names and shapes are those of the Open Inference Protocol V2 and of Triton's HTTP extensions (repository, system and CUDA
+shared memory, trace, logging, statistics, model configuration).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Text = Annotated[str, Meta(max_length=65536)]
+_Bytes = Annotated[int, Meta(ge=1, le=2**62)]
+_Count = Annotated[int, Meta(ge=0)]
+BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+
+# Requests: every field is named here, anything else is refused.
+
+
+class IndexRequest(Struct, forbid_unknown_fields=True):
+    """Which models to list."""
+
+    ready: Annotated[bool, Meta(description="only those that serve")] = False
+
+
+class LoadRequest(Struct, forbid_unknown_fields=True):
+    """How to load a model; nothing means as it lies in the repository.
+
+    What takes the place of the model's own files needs --allow-model-override.
+    """
+
+    parameters: Annotated[
+        dict[str, str],
+        Meta(
+            description="`config`: a configuration in Triton's JSON, as text; `file:<path>`: a file's content in base64",
+            extra_json_schema={
+                "properties": {"config": {"type": "string"}},
+                "patternProperties": {"^file:": {"type": "string", "pattern": BASE64}},
+                "additionalProperties": False,
+            },
+        ),
+    ] = {}
+
+
+class UnloadParameters(Struct, frozen=True, forbid_unknown_fields=True):
+    """How to unload a model."""
+
+    unload_dependents: Annotated[bool, Meta(description="with it the models that only it needs")] = False
+
+
+class UnloadRequest(Struct, forbid_unknown_fields=True):
+    """How to unload a model."""
+
+    parameters: UnloadParameters = UnloadParameters()
+
+
+class SystemRegionRequest(Struct, forbid_unknown_fields=True):
+    """POSIX shared memory that the client has created."""
+
+    key: Annotated[str, Meta(min_length=1, max_length=256, description="as for shm_open")]
+    byte_size: Annotated[_Bytes, Meta(description="of the region")]
+    offset: Annotated[int, Meta(ge=0, le=2**62, description="where the region begins, bytes")] = 0
+
+
+class RawHandle(Struct, forbid_unknown_fields=True):
+    """cudaIpcMemHandle_t."""
+
+    b64: Annotated[str, Meta(max_length=4096, pattern=BASE64, description="its bytes in base64")]
+
+
+class CudaRegionRequest(Struct, forbid_unknown_fields=True):
+    """Memory of a GPU that the client has allocated."""
+
+    raw_handle: RawHandle
+    byte_size: Annotated[_Bytes, Meta(description="of the region")]
+    device_id: Annotated[int, Meta(ge=0, le=1023, description="number of the GPU")] = 0
+
+
+_Level = Literal["OFF", "TIMESTAMPS"]
+
+
+class TraceSettingsRequest(Struct, forbid_unknown_fields=True):
+    """Settings to change; null resets one. What is not there stays as it is."""
+
+    trace_level: _Level | Annotated[list[_Level], Meta(max_length=1)] | UnsetType | None = UNSET
+    trace_rate: (
+        Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$", description="every how many requests one is traced")]
+        | Annotated[int, Meta(ge=1, le=2**32 - 1)]
+        | UnsetType
+        | None
+    ) = UNSET
+    trace_count: (
+        Annotated[str, Meta(pattern="^(?:-1|[0-9]{1,9})$", description="how many more, -1 for no end")]
+        | Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+        | UnsetType
+        | None
+    ) = UNSET
+    log_frequency: (
+        Annotated[str, Meta(pattern="^[0-9]{1,9}$", description="traces a file, 0 for one file")]
+        | Annotated[int, Meta(ge=0, le=2**32 - 1)]
+        | UnsetType
+        | None
+    ) = UNSET
+    trace_file: Annotated[str, Meta(max_length=4096, description="the operator's")] | UnsetType | None = UNSET
+    trace_mode: Literal["triton"] | UnsetType | None = UNSET
+
+
+class LogSettingsRequest(Struct, forbid_unknown_fields=True):
+    """Settings to change. What is null or not there stays as it is."""
+
+    log_file: Annotated[str, Meta(max_length=4096, description="the operator's")] | UnsetType | None = UNSET
+    log_info: bool | UnsetType | None = UNSET
+    log_warning: bool | UnsetType | None = UNSET
+    log_error: bool | UnsetType | None = UNSET
+    log_verbose_level: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType | None = UNSET
+    log_format: Literal["default", "ISO8601"] | UnsetType | None = UNSET
+
+
+# Answers: never made, they only describe what `ControlPlane` and the services give.
+
+
+class Error(Struct, forbid_unknown_fields=True):
+    """What went wrong, and what to do about it."""
+
+    error: str
+
+
+class ServerMetadata(Struct, forbid_unknown_fields=True):
+    """The server."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(Struct, forbid_unknown_fields=True):
+    """An input or output; -1 is a dimension of any size, the first one is the batch."""
+
+    name: str
+    datatype: str
+    shape: list[Annotated[int, Meta(ge=-1)]]
+
+
+class ModelMetadata(Struct, forbid_unknown_fields=True):
+    """A model."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelConfig(Struct):
+    """The configuration in force in Triton's JSON (`ModelConfig` of model_config.proto), derived fields included."""
+
+    name: str
+    platform: str
+    backend: str
+    max_batch_size: _Count
+    input: list[dict[str, Any]]
+    output: list[dict[str, Any]]
+    instance_group: list[dict[str, Any]]
+    version_policy: dict[str, Any]
+    optimization: dict[str, Any]
+    parameters: dict[str, Any]
+    default_model_filename: str
+
+
+class Duration(Struct, forbid_unknown_fields=True):
+    """How often, and how long together."""
+
+    count: _Count
+    ns: _Count
+
+
+class InferenceStatistics(Struct, forbid_unknown_fields=True):
+    """Of requests."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration
+    cache_miss: Duration
+
+
+class BatchStatistics(Struct, forbid_unknown_fields=True):
+    """Of batches of one size."""
+
+    batch_size: _Count
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class VersionStatistics(Struct):
+    """Of one version of a model, since it was loaded."""
+
+    name: str
+    version: str
+    last_inference: Annotated[int, Meta(ge=0, description="ms since 1970, 0 for never")]
+    inference_count: Annotated[int, Meta(ge=0, description="rows")]
+    execution_count: Annotated[int, Meta(ge=0, description="batches")]
+    inference_stats: InferenceStatistics
+    batch_stats: list[BatchStatistics]
+
+
+class Statistics(Struct, forbid_unknown_fields=True):
+    """Exact counts and times."""
+
+    model_stats: list[VersionStatistics]
+
+
+class IndexRow(Struct, forbid_unknown_fields=True):
+    """A version in the repository; `version` is empty where none could be told."""
+
+    name: str
+    version: str
+    state: Literal["UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED"]
+    reason: str
+
+
+class SystemRegion(Struct, forbid_unknown_fields=True):
+    """A registered region."""
+
+    name: str
+    key: str
+    offset: _Count
+    byte_size: _Count
+
+
+class CudaRegion(Struct, forbid_unknown_fields=True):
+    """A registered region."""
+
+    name: str
+    device_id: _Count
+    byte_size: _Count
+
+
+class TraceSettings(Struct, forbid_unknown_fields=True):
+    """In force now."""
+
+    trace_level: list[str]
+    trace_rate: str
+    trace_count: str
+    log_frequency: str
+    trace_file: str
+    trace_mode: str
+
+
+class LogSettings(Struct, forbid_unknown_fields=True):
+    """In force now."""
+
+    log_file: str
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: _Count
+    log_format: Literal["default", "ISO8601"]
