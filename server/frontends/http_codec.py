@@ -5,27 +5,20 @@ Knows no web framework: bytes in, `InferRequest` out; answers in, bytes out. One
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import orjson
 
 from server.core.classification import classify
-from server.core.clock import NS_PER_US
-from server.core.errors import BadRequest, Unsupported
+from server.core.errors import BadRequest
 from server.core.request import InferRequest, InferResponse
-from server.core.tensor import BYTES, Array, ModelSpec, TensorSpec
+from server.core.tensor import BYTES, ModelSpec
 from server.frontends import tensor_codec
 from server.frontends.http_body import BodyBytes
-
-# A deadline further away than this is none; it also keeps 2**63 microseconds from overflowing a timer.
-_MAX_TIMEOUT_US = 86_400_000_000
-_MAX_PRIORITY = 2**31
-# Headers without an id repeat from call to call; this many plans are kept for a model version.
-_MAX_PLANS = 256
-_MAX_PLAN_BYTES = 4096
-_RESERVED = ("triton_", "headrace.", "headrace_")
+from server.frontends.models import Regions
+from server.frontends.request_parameters import flag, integer, request_parameters, tensor_parameters
+from server.frontends.request_plan import MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
 
 Body = list[bytes | memoryview]
 
@@ -53,68 +46,24 @@ class _Request(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Request)
 
 
-@dataclass(frozen=True, slots=True)
-class WantedOutput:
-    """How one output goes back.
-
-    Attributes:
-        spec: of the output.
-        binary: behind the JSON header instead of in it.
-        classes: the number of best classes to send instead of the tensor, 0 for the tensor.
-    """
-
-    spec: TensorSpec
-    binary: bool
-    classes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Where a binary input lies: everything about it is checked but that the body is long enough."""
-
-    spec: TensorSpec
-    shape: tuple[int, ...]
-    elements: int
-    size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a request's JSON header says, checked; reusable for every request with the same header.
-
-    Attributes:
-        slices: binary inputs in the order of their data in the body.
-        given: inputs whose data came in the header.
-        rows, shape_key: as in `InferRequest`.
-        wanted: the outputs to send.
-        request_id, priority, timeout_us: as the request says.
-    """
-
-    slices: tuple[_Slice, ...]
-    given: dict[str, Array]
-    rows: int
-    shape_key: object
-    wanted: tuple[WantedOutput, ...]
-    request_id: str
-    priority: int
-    timeout_us: int
-
-
 class ModelCodec:
     """Decodes requests for one model version and encodes its answers.
 
     Not thread-safe: it belongs to the event loop.
+
+    Args:
+        spec: of the version.
+        regions: where clients' shared memory is found; None if it is off.
+        max_shared_bytes: of one request's inputs in shared memory.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(
+        self, spec: ModelSpec, regions: Regions | None = None, max_shared_bytes: int = MAX_SHARED_BYTES
+    ) -> None:
         self.spec = spec
-        self._plans: dict[bytes, Plan] = {}
-        self._one_shape = all(
-            not tensor.optional and -1 not in tensor.shape[1 if spec.max_batch_size else 0 :]
-            for tensor in spec.inputs.values()
-        )
-        self._all_binary = tuple(WantedOutput(tensor, True, 0) for tensor in spec.outputs.values())
-        self._all_json = tuple(WantedOutput(tensor, False, 0) for tensor in spec.outputs.values())
+        self._regions = regions
+        self._maker = PlanMaker(spec, max_shared_bytes)
+        self._plans = PlanCache()
 
     def decode(self, body: bytes | BodyBytes, header_size: int | None, received_ns: int) -> tuple[InferRequest, Plan]:
         """A request out of a body.
@@ -127,21 +76,19 @@ class ModelCodec:
         Raises:
             BadRequest: says what came, where, and what was expected.
             Unsupported: something the protocol knows and this server does not offer.
+            NotFound, Forbidden: no such region of shared memory, or all of it is off.
         """
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
         header = bytes(body[:size])  # of `bytes` no copy if it is the whole
-        plan = self._plans.get(header)
+        plan = self._plans.find(header)
         if plan is None:
             plan = self._plan(header)
-            if not plan.given and not plan.request_id and size <= _MAX_PLAN_BYTES:
-                if len(self._plans) >= _MAX_PLANS:
-                    self._plans.clear()
-                self._plans[header] = plan
+            self._plans.keep(header, plan)
         inputs = dict(plan.given)
         position = size
-        for piece in plan.slices:
+        for piece in plan.raw:
             inputs[piece.spec.name] = tensor_codec.from_binary(
                 piece.spec, piece.shape, piece.elements, body, position, piece.size_bytes
             )
@@ -151,6 +98,9 @@ class ModelCodec:
                 f"{len(body) - position} bytes are left over behind the tensors: the inputs' binary_data_size add up to "
                 f"{position - size}, {len(body) - size} bytes came"
             )
+        shared_bytes = 0
+        if plan.needs_regions:
+            plan, shared_bytes = plan.attach(self._regions, inputs)
         return (
             InferRequest(
                 inputs=inputs,
@@ -159,8 +109,8 @@ class ModelCodec:
                 received_ns=received_ns,
                 request_id=plan.request_id,
                 priority=plan.priority,
-                deadline_ns=received_ns + plan.timeout_us * NS_PER_US if plan.timeout_us else 0,
-                size_bytes=len(body),
+                deadline_ns=plan.deadline_ns(received_ns) if plan.timeout_us else 0,
+                size_bytes=len(body) + shared_bytes,
             ),
             plan,
         )
@@ -172,7 +122,7 @@ class ModelCodec:
             The size of the JSON header if binary tensors follow it, else None; and the parts, in order.
 
         Raises:
-            BadRequest: an output cannot be shown in the form that was asked for.
+            BadRequest: an output cannot be shown in the form that was asked for, or is too large for its shared memory.
         """
         outputs: list[dict[str, object]] = []
         body: Body = [b""]
@@ -183,7 +133,9 @@ class ModelCodec:
             if wanted.classes:
                 array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
             shown: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
-            if wanted.binary:
+            if wanted.shared is not None:
+                shown["parameters"] = plan.write(wanted, tensor_codec.to_binary(array, datatype))
+            elif wanted.binary:
                 data = tensor_codec.to_binary(array, datatype)
                 shown["parameters"] = {"binary_data_size": len(data)}
                 body.append(data)
@@ -209,125 +161,40 @@ class ModelCodec:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"the request is not valid JSON: {error}") from error
         parameters = message.parameters
-        check_parameters(parameters)
-        slices: list[_Slice] = []
-        given: dict[str, Array] = {}
-        seen: dict[str, tuple[int, ...]] = {}
+        request_parameters(parameters)
+        draft = Draft(self._maker)
         for tensor in message.inputs:
-            spec = self._input(tensor, seen)
-            elements = tensor_codec.check_shape(spec, tensor.shape, self.spec)
-            shape = seen[spec.name] = tuple(tensor.shape)
-            size_bytes = binary_size(tensor)
-            if size_bytes is None:
-                given[spec.name] = tensor_codec.from_json(spec, shape, elements, tensor.data)
+            piece = draft.declare(tensor.name, tensor.datatype, tensor.shape)
+            shared = tensor_parameters(tensor.parameters, "input", tensor.name) if tensor.parameters else None
+            size_bytes = binary_size(tensor, shared is not None)
+            if shared is not None:
+                draft.add_shared(piece, shared)
+            elif size_bytes is None:
+                draft.add_given(piece, tensor_codec.from_json(piece.spec, piece.shape, piece.elements, tensor.data))
             else:
-                slices.append(_Slice(spec, shape, elements, size_bytes))
-        return Plan(
-            slices=tuple(slices),
-            given=given,
-            rows=self._rows(seen),
-            shape_key=None if self._one_shape else self._shape_key(seen),
-            wanted=self._wanted(message.outputs, flag(parameters, "binary_data_output")),
-            request_id=message.id,
-            priority=min(max(integer(parameters, "priority"), 0), _MAX_PRIORITY),
-            timeout_us=_clamped_timeout(integer(parameters, "timeout")),
+                draft.add_raw(piece, size_bytes)
+        return draft.finish(
+            ((output.name, output.parameters) for output in message.outputs or ()),
+            flag(parameters, "binary_data_output"),
+            parameters,
+            message.id,
         )
 
-    def _input(self, tensor: _Input, seen: dict[str, tuple[int, ...]]) -> TensorSpec:
-        spec = self.spec.inputs.get(tensor.name)
-        if spec is None:
-            raise BadRequest(
-                f"model '{self.spec.name}' has no input {tensor.name[:128]!r}; its inputs are {list(self.spec.inputs)}"
-            )
-        if tensor.name in seen:
-            raise BadRequest(f"input '{tensor.name}' is there twice")
-        if tensor.datatype != spec.datatype.name:
-            raise BadRequest(f"input '{tensor.name}' has datatype {tensor.datatype[:32]!r}, expected {spec.datatype}")
-        return spec
 
-    def _rows(self, shapes: dict[str, tuple[int, ...]]) -> int:
-        missing = [name for name, spec in self.spec.inputs.items() if name not in shapes and not spec.optional]
-        if missing:
-            raise BadRequest(f"model '{self.spec.name}' needs the inputs {missing}, which are not there")
-        if not self.spec.max_batch_size:
-            return 1
-        rows = {shape[0] for shape in shapes.values()}
-        if len(rows) != 1:
-            sizes = {name: shape[0] for name, shape in shapes.items()}
-            raise BadRequest(f"the inputs must have the same number of rows (first dimension), they have {sizes}")
-        return rows.pop()
+def binary_size(tensor: _Input, shared: bool) -> int | None:
+    """The declared size of an input's binary data, None if they are in the JSON or in shared memory.
 
-    def _shape_key(self, shapes: dict[str, tuple[int, ...]]) -> object:
-        start = 1 if self.spec.max_batch_size else 0
-        return tuple((name, shapes[name][start:]) for name in self.spec.inputs if name in shapes)
-
-    def _wanted(self, outputs: list[_Output] | None, binary: bool) -> tuple[WantedOutput, ...]:
-        if not outputs:
-            return self._all_binary if binary else self._all_json
-        wanted: dict[str, WantedOutput] = {}
-        for output in outputs:
-            spec = self.spec.outputs.get(output.name)
-            if spec is None:
-                raise BadRequest(
-                    f"model '{self.spec.name}' has no output {output.name[:128]!r}; its outputs are {list(self.spec.outputs)}"
-                )
-            if output.name in wanted:
-                raise BadRequest(f"output '{output.name}' is asked for twice")
-            check_parameters(output.parameters)
-            classes = integer(output.parameters, "classification")
-            if classes < 0:
-                raise BadRequest(f"output '{output.name}': classification must be at least 1, not {classes}")
-            wanted[output.name] = WantedOutput(spec, flag(output.parameters, "binary_data", binary), classes)
-        return tuple(wanted.values())
-
-
-def check_parameters(parameters: dict[str, Any]) -> None:
-    """Refuse what is reserved or not offered.
+    Args:
+        tensor: the input.
+        shared: True if its parameters name shared memory.
 
     Raises:
-        BadRequest: a reserved name.
-        Unsupported: shared memory, sequences.
+        BadRequest: the data are in two places, in none, or have no size.
     """
-    for name, value in parameters.items():
-        if name.startswith(_RESERVED):
-            raise BadRequest(f"parameter {name[:64]!r} is reserved for the server")
-        if name.startswith("shared_memory_"):
-            raise Unsupported("shared memory is not offered by this server")
-        if name.startswith("sequence_") and value:
-            raise Unsupported(f"parameter {name[:64]!r}: sequences are not offered by this server")
-
-
-def integer(parameters: dict[str, Any], name: str) -> int:
-    """A whole number among the parameters, 0 if it is not there.
-
-    Raises:
-        BadRequest: it is something else.
-    """
-    value = parameters.get(name, 0)
-    if type(value) is not int:
-        raise BadRequest(f"parameter '{name}' must be a whole number, not {type(value).__name__}")
-    return value
-
-
-def flag(parameters: dict[str, Any], name: str, default: bool = False) -> bool:
-    """A boolean among the parameters.
-
-    Raises:
-        BadRequest: it is something else.
-    """
-    value = parameters.get(name, default)
-    if type(value) is not bool:
-        raise BadRequest(f"parameter '{name}' must be true or false, not {type(value).__name__}")
-    return value
-
-
-def binary_size(tensor: _Input) -> int | None:
-    """The declared size of an input's binary data, None if its data are in the JSON.
-
-    Raises:
-        BadRequest: both, neither, or no size at all.
-    """
-    check_parameters(tensor.parameters)
+    if shared:
+        if tensor.data is not None or "binary_data_size" in tensor.parameters:
+            raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes neither data nor binary_data_size")
+        return None
     if "binary_data_size" not in tensor.parameters:
         if tensor.data is None:
             raise BadRequest(f"input '{tensor.name}' has neither data nor the parameter binary_data_size")
@@ -338,7 +205,3 @@ def binary_size(tensor: _Input) -> int | None:
     if size_bytes < 0:
         raise BadRequest(f"input '{tensor.name}': binary_data_size is {size_bytes}")
     return size_bytes
-
-
-def _clamped_timeout(timeout_us: int) -> int:
-    return timeout_us if 0 < timeout_us <= _MAX_TIMEOUT_US else 0

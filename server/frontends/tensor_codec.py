@@ -71,6 +71,19 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
     return elements
 
 
+def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_bytes: int) -> None:
+    """Hold a size in the binary form against a shape, before there are data.
+
+    Raises:
+        BadRequest: the tensor has another size; of BYTES only what is too small for their lengths is known to be wrong.
+    """
+    expected = elements * spec.datatype.size_bytes
+    if expected and size_bytes != expected:
+        raise _wrong_size(spec, shape, size_bytes, expected)
+    if elements * _LENGTH.size > size_bytes and not expected:
+        raise _too_small(spec.name, elements, size_bytes)
+
+
 def from_binary(
     spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
 ) -> Array:
@@ -88,9 +101,7 @@ def from_binary(
         return _split_bytes(spec.name, shape, elements, body, start, size_bytes)
     expected = elements * datatype.size_bytes
     if size_bytes != expected:
-        raise BadRequest(
-            f"input '{spec.name}': {size_bytes} bytes came for shape {list(shape)} of {datatype}, expected {expected}"
-        )
+        raise _wrong_size(spec, shape, size_bytes, expected)
     array: Array = np.frombuffer(body, datatype.dtype, elements, start).reshape(shape)
     return array
 
@@ -213,7 +224,7 @@ def _split_bytes(
     name: str, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
 ) -> Array:
     if elements * _LENGTH.size > size_bytes:
-        raise BadRequest(f"input '{name}': {size_bytes} bytes cannot hold {elements} BYTES elements")
+        raise _too_small(name, elements, size_bytes)
     data = bytes(body[start : start + size_bytes])
     result = np.empty(elements, dtype=object)
     position = 0
@@ -231,6 +242,16 @@ def _split_bytes(
     if position != size_bytes:
         raise BadRequest(f"input '{name}': {size_bytes - position} bytes are left over after {elements} elements")
     return result.reshape(shape)
+
+
+def _wrong_size(spec: TensorSpec, shape: tuple[int, ...], size_bytes: int, expected: int) -> BadRequest:
+    return BadRequest(
+        f"input '{spec.name}': {size_bytes} bytes came for shape {list(shape)} of {spec.datatype}, expected {expected}"
+    )
+
+
+def _too_small(name: str, elements: int, size_bytes: int) -> BadRequest:
+    return BadRequest(f"input '{name}': {size_bytes} bytes cannot hold {elements} BYTES elements")
 
 
 def _out_of_range(spec: TensorSpec, value: float, low: float, high: float) -> BadRequest:

@@ -118,7 +118,7 @@ def test_headers_with_data_or_an_id_are_never_remembered() -> None:
     assert decode({"inputs": [changed, B]}, of=one)[0].inputs["A"].tolist() == [[9, 9], [9, 9]]
     for number in range(1_000):
         decode({"inputs": [BINARY_A, BINARY_B], "id": str(number)}, A_WIRE, B_WIRE, of=one)
-    assert not one._plans
+    assert len(one._plans) == 0
 
 
 def test_few_headers_are_remembered() -> None:
@@ -301,8 +301,6 @@ def test_requests_that_are_refused(header: object, message: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        request(inputs=[A, {**without(B, "data"), "parameters": {"shared_memory_region": "r"}}]),
-        request(outputs=[{"name": "S", "parameters": {"shared_memory_byte_size": 8}}]),
         request(parameters={"sequence_id": 5}),
         request(parameters={"sequence_start": True}),
     ],
