@@ -30,6 +30,7 @@ from server.control.model_files import (
 from server.control.onnx_signature import OnnxSignature, read_signature
 from server.control.pbtxt_reader import read_pbtxt
 from server.control.triton_json import to_triton_json
+from server.control.warmup import warmup_problems
 from server.control.yaml_reader import read_yaml
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, Problem, name_problem
@@ -92,17 +93,18 @@ def read_config_text(text: str, path: str) -> tuple[ModelConfig | None, list[Fin
     return bind(document)
 
 
-def read_model_folder(path: Path, repository: Path) -> ModelFolder:
+def read_model_folder(path: Path, repository: Path, instead: Document | None = None) -> ModelFolder:
     """Reads everything about a model but the model itself.
 
     Args:
         path: the model's folder, directly in `repository`.
         repository: the folder that nothing may lead out of.
+        instead: a configuration that takes the place of the folder's own.
 
     Raises:
         ConfigError: the model cannot be served; with all findings, fatal ones and warnings.
     """
-    reader = _FolderReader(path, repository)
+    reader = _FolderReader(path, repository, instead)
     try:
         return reader.read()
     except ConfigError as error:
@@ -122,9 +124,10 @@ def _below(filename: object, repository: Path) -> bool:
 class _FolderReader:
     """One reading of one folder; collects findings on the way."""
 
-    def __init__(self, path: Path, repository: Path) -> None:
+    def __init__(self, path: Path, repository: Path, instead: Document | None) -> None:
         self._path = path
         self._repository = repository
+        self._instead = instead
         self._document = Document(path.name)
         self.findings: list[Finding] = []
 
@@ -141,6 +144,7 @@ class _FolderReader:
         self._check_filenames(config)
         self._stop_if_fatal()
         config = self._complete(config, served)
+        self._tell(warmup_problems(config, self._path, self._repository))
         labels = self._read_labels(config)
         self.findings += label_remarks(config, labels, self._path, self._repository)
         self._stop_if_fatal()
@@ -167,12 +171,24 @@ class _FolderReader:
         self._stop_if_fatal()
 
     def _read_config(self) -> ModelConfig:
+        if self._instead is not None:
+            self._document = self._instead
+        elif not self._read_document():
+            return ModelConfig()
+        config, findings = bind(self._document)
+        self.findings += findings
+        if config is not None and config.name not in ("", self._path.name):
+            message = f'the name "{config.name}" is not the folder\'s'
+            self._tell([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
+        return ModelConfig() if config is None else config
+
+    def _read_document(self) -> bool:
+        """Reads the folder's configuration; False if it has none (or two, which is told)."""
         present = [name for name in CONFIG_FILES if os.path.lexists(self._path / name)]
         if len(present) > 1:
             self._fail(f"has both {' and '.join(present)}", "keep one of them")
-            return ModelConfig()
-        if not present:
-            return ModelConfig()
+        if len(present) != 1:
+            return False
         file = self._path / present[0]
         name = shown(file, self._repository)
         if not within(file, self._repository):
@@ -187,12 +203,7 @@ class _FolderReader:
             line = content.count(b"\n", 0, error.start) + 1
             raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
         self._document = CONFIG_FILES[present[0]](text, name)
-        config, findings = bind(self._document)
-        self.findings += findings
-        if config is not None and config.name not in ("", self._path.name):
-            message = f'the name "{config.name}" is not the folder\'s'
-            self._tell([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
-        return ModelConfig() if config is None else config
+        return True
 
     def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
         served = served_versions(config, versions)

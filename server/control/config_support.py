@@ -50,7 +50,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "dynamic_batching.priority_queue_policy": "default_queue_policy counts for every level",
     "instance_group.*.kind": "every instance runs on the CPU",
     "instance_group.*.gpus": "every instance runs on the CPU",
-    "model_warmup": "the first request warms the model",
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
     "optimization.priority": "all models are equal",

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Where a version is; the value is the word of Triton's repository index."""
+    """Where a version is; `word` is how the repository index says it."""
 
     UNKNOWN = "UNKNOWN"
     """Found in the repository, not looked at yet."""
@@ -19,15 +19,22 @@ class State(Enum):
     UNLOADING = "UNLOADING"
     """It takes no new requests and finishes what it has."""
     UNLOADED = "UNLOADED"
-    """It was unloaded."""
+    """It was unloaded, or never loaded because nobody asked for it."""
+
+    @property
+    def word(self) -> str:
+        """The word of Triton's repository index, which has none for a model that is not loaded but the reason."""
+        return State.UNAVAILABLE.value if self is State.UNLOADED else self.value
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.UNKNOWN: frozenset({State.LOADING, State.UNAVAILABLE}),
+    State.UNKNOWN: frozenset({State.LOADING, State.UNAVAILABLE, State.UNLOADED}),
     State.LOADING: frozenset({State.READY, State.UNAVAILABLE}),
+    # A version that is replaced stays READY: there is no moment in which it does not serve.
     State.READY: frozenset({State.UNLOADING, State.UNAVAILABLE}),
     State.UNAVAILABLE: frozenset({State.LOADING, State.UNLOADING}),
-    State.UNLOADING: frozenset({State.UNLOADED, State.UNAVAILABLE}),
+    # LOADING: wanted again while the requests of before are still being answered.
+    State.UNLOADING: frozenset({State.UNLOADED, State.UNAVAILABLE, State.LOADING}),
     State.UNLOADED: frozenset({State.LOADING}),
 }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from server.backends.base import Backend, Execution, LoadedModel
 from server.control.config_reader import ModelFolder
+from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_US
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
@@ -53,13 +54,14 @@ class Loader:
     backend: Callable[[str], Backend] = open_backend
 
     def load(self, folder: ModelFolder, version: int) -> ModelHandle:
-        """Read the model file and start its instances.
+        """Read the model file, start its instances and warm them up.
 
         Raises:
             ConfigError: the version cannot be served; says why.
         """
         config = folder.config
         policy = handle_policy(config)
+        warmups = make_warmups(config, folder.path)
         model = self._open(config).load(folder.model_file(version), policy.instances, dict(config.parameters))
         spec = model_spec(folder, version)
         handle = ModelHandle(
@@ -70,7 +72,7 @@ class Loader:
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
         )
-        handle.start()
+        handle.start(WarmUp(config.name, warmups) if warmups else None)
         return handle
 
     def _open(self, config: ModelConfig) -> Backend:

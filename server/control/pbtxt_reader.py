@@ -137,8 +137,14 @@ def _note_lines(
             _note_lines(part.value, message, here, path, lines)
 
 
-def _plain(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
-    """The fields that the text wrote, as plain values; enumerations by name, a parameter as its text."""
+def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
+    """The fields that the text wrote, as plain values; enumerations by name, a parameter as its text.
+
+    Args:
+        message: what protobuf's parser made of the text.
+        loc: where the message stands in the configuration.
+        lines: has every place that the text names; which place comes first is where its number is lower.
+    """
     data: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -153,7 +159,7 @@ def _plain(message: Message, loc: Location, lines: Mapping[Location, int]) -> di
                 data[field.name] = [_plain_item(item, field, (*here, index), lines) for index, item in enumerate(value)]
         elif field.message_type is not None:
             if message.HasField(field.name):
-                data[field.name] = _plain(value, here, lines)
+                data[field.name] = plain_fields(value, here, lines)
         elif here in lines or value != field.default_value:
             data[field.name] = _plain_item(value, field, here, lines)
     return data
@@ -163,13 +169,13 @@ def _plain_item(value: Any, field: Any, loc: Location, lines: Mapping[Location, 
     if field.enum_type is not None:
         name = field.enum_type.values_by_number.get(value)
         return str(value) if name is None else name.name
-    return _plain(value, loc, lines) if field.message_type is not None else value
+    return plain_fields(value, loc, lines) if field.message_type is not None else value
 
 
 def _map_item(value: Any, loc: Location, lines: Mapping[Location, int]) -> Any:
     if not hasattr(value, "DESCRIPTOR"):
         return value
-    return value.string_value if value.DESCRIPTOR.name == "ModelParameter" else _plain(value, loc, lines)
+    return value.string_value if value.DESCRIPTOR.name == "ModelParameter" else plain_fields(value, loc, lines)
 
 
 def read_pbtxt(text: str, path: str) -> Document:
@@ -190,20 +196,26 @@ def read_pbtxt(text: str, path: str) -> Document:
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
-        raise refuse(path, error.GetLine(), *_explain(str(error), model_config_pb2.DESCRIPTOR)) from None
+        raise refuse(path, error.GetLine(), *explain(str(error), model_config_pb2.DESCRIPTOR)) from None
     except (ValueError, OverflowError, RecursionError) as error:
         raise refuse(path, None, f"cannot be read as protobuf text: {error}", "correct the value") from None
     lines: dict[Location, int] = {}
     _note_lines(_Outline(text).fields(), message.DESCRIPTOR, (), path, lines)
-    return Document(path, _plain(message, (), lines), lines, own_prefix="headrace.")
+    return Document(path, plain_fields(message, (), lines), lines, own_prefix="headrace.")
 
 
-def _explain(error: str, file: Any) -> tuple[str, str]:
-    """Message and cure for what protobuf's parser says."""
+def explain(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:
+    """Message and cure for what protobuf's parser says.
+
+    Args:
+        error: its sentence.
+        file: descriptor of the file that has the messages.
+        form: what the text was read as.
+    """
     unknown = re.search(r'type "(?:inference\.)?([\w.]+)" has no field named "(\w+)"', error)
     if unknown is None:
         reason = re.sub(r"^\d+:\d+ ?: ", "", error)
-        return f"cannot be read as protobuf text: {reason}", "correct the text"
+        return f"cannot be read as {form}: {reason}", "correct the text"
     first, *rest = unknown[1].split(".")
     descriptor = file.message_types_by_name[first]
     for name in rest:

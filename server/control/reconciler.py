@@ -1,24 +1,38 @@
-"""The control thread: brings what is served in line with what is wanted."""
+"""The control thread: brings what is served in line with what is wanted, at start, on request, and as folders change."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import queue
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from server.control.config_reader import ModelFolder, read_model_folder, served_versions
+from server.control.config_json import read_config_json
+from server.control.deployment import Deployments, Source
+from server.control.draining import Drains
+from server.control.file_look import GONE, look_at_model
 from server.control.lifecycle import State
 from server.control.loader import Loader
-from server.control.registry import Registry, Serving
-from server.control.repository import Found, scan
-from server.control.triton_json import to_triton_json
-from server.core.errors import HeadraceError
-from server.dataplane.handle import ModelHandle
+from server.control.overrides import PrivateFolder, check_files
+from server.control.registry import Registry
+from server.control.repository import Found, find, scan
+from server.control.watcher import Watcher
+from server.core.clock import NS_PER_S, monotonic_ns
+from server.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
+from server.core.model_config import name_problem
 
 logger = logging.getLogger("headrace.control")
+
+# Each may hold the files of an upload; they are worked on one after the other.
+MAX_WAITING_COMMANDS = 64
+_NOT_LOADED = "not loaded"
+# At start, models that are still being copied hold up the others by this many settle times at most.
+_START_SETTLES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +41,49 @@ class Desired:
 
     Attributes:
         repositories: folders of models.
-        names: the models wanted, None for all.
+        names: the models wanted at start, None for all.
     """
 
     repositories: Sequence[Path]
     names: frozenset[str] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ControlPolicy:
+    """Who may change what is served while the server runs.
+
+    Attributes:
+        mode: nobody; clients ("explicit"); the files themselves ("poll").
+        allow_override: a load request may bring its own configuration and files.
+        poll_interval_s: between two looks at the repositories, in seconds.
+        settle_s: how long a model's files must have stayed the same before they are loaded, in seconds.
+    """
+
+    mode: Literal["none", "explicit", "poll"] = "none"
+    allow_override: bool = False
+    poll_interval_s: float = 2.0
+    settle_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    act: Callable[[], None]
+    outcome: Future[None]
+
+
 class Reconciler:
-    """Loads at start and closes at the end, on a thread of its own.
+    """Loads at start, serves commands or watches the folders, closes at the end; on a thread of its own.
+
+    `load` and `unload` are called on the event loop, the rest by the server's wiring. Ownership: `_waiting` and `_ended` are
+    guarded by `_lock`; everything else belongs to the control thread.
 
     Args:
         desired: what should be served.
         loader: makes handles.
         registry: where they are published.
-        on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole.
+        on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole; and
+            with the error that ends the control thread, if one does.
+        control: who may change what is served.
     """
 
     def __init__(
@@ -50,11 +92,20 @@ class Reconciler:
         loader: Loader,
         registry: Registry,
         on_loaded: Callable[[BaseException | None], None],
+        control: ControlPolicy | None = None,
     ) -> None:
         self._desired = desired
-        self._loader = loader
         self._registry = registry
         self._on_loaded = on_loaded
+        self._control = control or ControlPolicy()
+        self._drains = Drains(registry)
+        self._deployments = Deployments(loader, registry, self._drains)
+        self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
+        self._repository_lost = False
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._ended = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="control", daemon=True)
         self._close_timeout_s = 0.0
@@ -68,97 +119,243 @@ class Reconciler:
         """Close every model, serving what is queued; True if all of it ended within `timeout_s`."""
         self._close_timeout_s = timeout_s
         self._stop.set()
-        self._thread.join()
-        return self._clean
+        self._commands.put(None)
+        # A load that hangs in a library must not keep the process, so it too has only so long.
+        self._thread.join(2 * timeout_s + 1)
+        return self._clean and not self._thread.is_alive()
+
+    # On the event loop: `Repository` of the front ends
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load a model, or load it anew; returns when the new versions serve. What serves is replaced without a gap.
+
+        Args:
+            name: of the model.
+            config: a configuration in Triton's JSON that takes the place of the model's own, or None.
+            files: by path in the model's folder, all that the model is to be made of; needs `config`.
+
+        Raises:
+            Forbidden: not switched on (model control, or overrides).
+            NotFound: no repository has the model.
+            BadRequest: the name, or a file, cannot be taken.
+            ConfigError: it cannot be served; what served before still does.
+            Overloaded: too many loads wait.
+            Unavailable: the server is stopping.
+        """
+        self._check("load", name)
+        if (config is not None or files) and not self._control.allow_override:
+            option = "--allow-model-override"
+            raise Forbidden(
+                f"a load request may not bring its own configuration or files: start the server with {option}"
+            )
+        if files and config is None:
+            raise BadRequest(
+                "a load request with files needs the parameter 'config' too; '{}' has it completed from them"
+            )
+        await self._do(lambda: self._load(name, config, files))
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """Stop serving a model; returns when nothing new is taken. What it has is answered in the background.
+
+        Args:
+            name: of the model.
+            dependents: unload the models with it that only it needs; there are none, each model stands for itself.
+
+        Raises:
+            Forbidden: not switched on.
+            NotFound: no such model.
+            BadRequest: the name cannot be a model's.
+            Overloaded: too many commands wait.
+            Unavailable: the server is stopping.
+        """
+        self._check("unload", name)
+        await self._do(lambda: self._unload(name))
+
+    def _check(self, verb: str, name: str) -> None:
+        if self._control.mode != "explicit":
+            raise Forbidden(f"clients may not {verb} models: start the server with --model-control explicit")
+        problem = name_problem(name)
+        if problem is not None:
+            raise BadRequest(f"{problem.message}: {problem.cure}")
+
+    async def _do(self, act: Callable[[], None]) -> None:
+        outcome: Future[None] = Future()
+        outcome.set_running_or_notify_cancel()  # who leaves does not call the work off
+        with self._lock:
+            if self._ended or self._stop.is_set():
+                raise Unavailable("the server is stopping")
+            if self._waiting >= MAX_WAITING_COMMANDS:
+                raise Overloaded(f"{self._waiting} loads and unloads wait already")
+            self._waiting += 1
+            self._commands.put(_Command(act, outcome))
+        await asyncio.wrap_future(outcome)
+
+    # On the control thread
 
     def _main(self) -> None:
         try:
-            self._load_all()
-        except BaseException as error:  # the owner must learn that nothing will be loaded
-            self._on_loaded(error)
-        else:
+            self._load_first()
             self._registry.set_complete(True)
             self._on_loaded(None)
-        self._stop.wait()
+            while self._serve_one():
+                pass
+        except BaseException as error:  # the owner must learn that nothing will be loaded any more
+            self._refuse_commands()
+            self._on_loaded(error)
+            self._stop.wait()
+        self._refuse_commands()
         self._registry.set_complete(False)
-        self._close_all()
+        self._deployments.unload_all()
+        self._clean = self._drains.wait(self._close_timeout_s)
 
-    def _load_all(self) -> None:
+    def _serve_one(self) -> bool:
+        """Wait for a command, or for the time of the next look; False when it is time to stop."""
+        try:
+            command = self._commands.get(timeout=self._pause_s())
+        except queue.Empty:
+            self._look()
+            return True
+        if command is None:
+            return False
+        try:
+            command.act()
+        except HeadraceError as error:
+            command.outcome.set_exception(error)
+        except Exception:
+            logger.exception("a load or unload failed")
+            command.outcome.set_exception(HeadraceError("the server could not do this; its log has the cause"))
+        except BaseException:
+            command.outcome.set_exception(Unavailable("the server is stopping"))
+            raise
+        else:
+            command.outcome.set_result(None)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        return True
+
+    def _refuse_commands(self) -> None:
+        with self._lock:
+            self._ended = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.outcome.set_exception(Unavailable("the server is stopping"))
+
+    def _load_first(self) -> None:
+        found = scan(self._desired.repositories)
         wanted = self._desired.names
-        found = [model for model in scan(self._desired.repositories) if wanted is None or model.name in wanted]
-        for name in sorted((wanted or frozenset()) - {model.name for model in found}):
-            self._quarantine(name, "", "the model repository has no folder of this name")
         for model in found:
-            if model.problem is None:
-                self._registry.mark(model.name, "", State.UNKNOWN)
-        for model in found:
-            if self._stop.is_set():
-                return
             if model.problem is not None:
                 logger.error("%s", model.problem)
-                continue
-            self._load(model)
+        if self._control.mode == "poll":
+            self._load_settled(found)
+            return
+        if self._control.mode == "explicit":
+            self._list(found)
+        models = [m for m in found if m.problem is None and (wanted is None or m.name in wanted)]
+        for name in sorted((wanted or frozenset()) - {model.name for model in models}):
+            reason = "the model repository has no folder of this name"
+            logger.error("model %s is not served: %s", name, reason)
+            self._registry.mark(name, "", State.UNAVAILABLE, reason)
+        for model in models:
+            self._registry.forget(model.name, "")
+            self._registry.mark(model.name, "", State.UNKNOWN)
+        for model in models:
+            if self._stop.is_set():
+                return
+            self._try_to_load(model)
 
-    def _load(self, model: Found) -> None:
+    def _try_to_load(self, model: Found) -> None:
         try:
-            folder = read_model_folder(model.path, model.repository)
-        except HeadraceError as error:
-            self._quarantine(model.name, "", str(error))
-            return
-        except Exception as error:  # one model must not take the others down
-            logger.exception("model %s could not be read", model.name)
-            self._quarantine(model.name, "", f"could not be read: {type(error).__name__}")
-            return
-        for finding in folder.findings:
-            logger.warning("%s", finding)
-        handles: dict[str, ModelHandle] = {}
-        versions = served_versions(folder.config, folder.versions)
-        if not versions:
-            self._quarantine(model.name, "", f"no version on disk is served: there are {list(folder.versions)}")
-            return
-        self._registry.forget(model.name, "")
-        for version in versions:
-            handle = self._load_version(folder, version)
-            if handle is not None:
-                handles[str(version)] = handle
-        labels = {label: str(version) for label, version in folder.config.labels.items()}
-        self._registry.publish(model.name, Serving(handles, labels, to_triton_json(folder.config)))
-        for number in handles:
-            self._registry.mark(model.name, number, State.READY)
+            self._deployments.load(Source(model.name, model.path, model.repository))
+        except ConfigError:
+            return  # told in the log and in the index
+        except Exception:  # one model must not take the others down
+            logger.exception("model %s could not be loaded", model.name)
 
-    def _load_version(self, folder: ModelFolder, version: int) -> ModelHandle | None:
-        name, number = folder.name, str(version)
-        self._registry.mark(name, number, State.LOADING)
+    def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        self._list_again()
+        document = None if config is None else read_config_json(config)
+        if document is None or not files:
+            model = find(self._desired.repositories, name)
+            if model is None:
+                raise NotFound(f"no model repository has a folder '{name}'")
+            self._deployments.load(Source(name, model.path, model.repository, document))
+            return
+        check_files(files, document)
+        private = PrivateFolder(name, files)
         try:
-            return self._loader.load(folder, version)
-        except HeadraceError as error:
-            self._quarantine(name, number, str(error))
-        except Exception as error:  # one model must not take the others down
-            logger.exception("model %s version %s could not be loaded", name, number)
-            self._quarantine(name, number, f"could not be loaded: {type(error).__name__}")
-        return None
+            self._deployments.load(Source(name, private.path, private.repository, document, private))
+        finally:
+            private.release()
 
-    def _quarantine(self, name: str, version: str, reason: str) -> None:
-        logger.error("model %s%s is not served: %s", name, f" version {version}" if version else "", reason)
-        self._registry.mark(name, version, State.UNAVAILABLE, reason)
+    def _unload(self, name: str) -> None:
+        self._list_again()
+        if name not in self._registry.names():
+            raise NotFound(f"model '{name}' is not found; POST /v2/repository/index lists what there is")
+        self._deployments.unload(name)
 
-    def _close_all(self) -> None:
-        rows = list(self._registry.sources())
-        if not rows:
+    def _list_again(self) -> None:
+        try:
+            self._list(scan(self._desired.repositories))
+        except (HeadraceError, OSError) as error:
+            logger.warning("a model repository cannot be read: %s", error)
+
+    def _list(self, found: Sequence[Found]) -> None:
+        """The index has every model there is, loaded or not, and forgets those that are gone."""
+        names = {model.name for model in found}
+        known = self._registry.names()
+        for name in known - names:
+            self._registry.prune(name)
+        for name in names - known:
+            if name_problem(name) is None:
+                self._registry.mark(name, "", State.UNLOADED, _NOT_LOADED)
+
+    # Polling
+
+    def _pause_s(self) -> float | None:
+        control = self._control
+        if control.mode != "poll":
+            return None
+        return (
+            max(min(control.settle_s, control.poll_interval_s), 0.05)
+            if self._watcher.restless
+            else control.poll_interval_s
+        )
+
+    def _load_settled(self, found: Sequence[Found]) -> None:
+        """The first loading while folders are watched: what is being copied just now is left for later."""
+        pause_s = max(self._control.settle_s / 2, 0.05)
+        self._act_on(found)
+        for _ in range(2 * _START_SETTLES):
+            if not self._watcher.restless or self._stop.wait(pause_s):
+                return
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            found = scan(self._desired.repositories)
+        except (HeadraceError, OSError) as error:
+            # A disk that is away for a moment is no wish to unload everything.
+            if not self._repository_lost:
+                logger.error("a model repository cannot be watched: %s", error)
+            self._repository_lost = True
             return
-        # Side by side: one model that hangs must not eat the time of the others.
-        with ThreadPoolExecutor(len(rows), thread_name_prefix="close") as pool:
-            self._clean = all(pool.map(self._close, rows))
-        for name in {name for name, _, _ in rows}:
-            self._registry.publish(name, None)
+        self._repository_lost = False
+        self._act_on(found)
 
-    def _close(self, row: tuple[str, str, ModelHandle]) -> bool:
-        name, version, handle = row
-        self._registry.mark(name, version, State.UNLOADING)
-        clean = handle.close(self._close_timeout_s)
-        if clean:
-            self._registry.mark(name, version, State.UNLOADED)
-        else:
-            self._registry.mark(name, version, State.UNAVAILABLE, "it did not stop in time")
-            logger.error("model %s version %s did not stop within %g s", name, version, self._close_timeout_s)
-        return clean
+    def _act_on(self, found: Sequence[Found]) -> None:
+        models = {model.name: model for model in found if model.problem is None}
+        looks = {name: look for name, model in models.items() if (look := look_at_model(model.path)) != GONE}
+        for name in looks.keys() - self._registry.names():
+            self._registry.mark(name, "", State.UNKNOWN)
+        for name in self._watcher.see(looks, monotonic_ns()):
+            if self._stop.is_set():
+                return
+            if name in looks:
+                self._try_to_load(models[name])
+            else:
+                self._deployments.unload(name)
+        for name in self._registry.names() - self._watcher.names:
+            self._registry.prune(name)

@@ -36,6 +36,9 @@ class Serving:
         return self.handles.get(self.labels.get(version, version))
 
 
+_DEAD = "all its instances have died"
+
+
 @dataclass(slots=True)
 class _Record:
     state: State
@@ -98,7 +101,7 @@ class Registry:
         """Every version found, its state and reason."""
         with self._lock:
             return [
-                {"name": name, "version": version, "state": record.state.value, "reason": record.reason}
+                {"name": name, "version": version, "state": record.state.word, "reason": record.reason}
                 for (name, version), record in sorted(self._records.items())
             ]
 
@@ -132,19 +135,87 @@ class Registry:
                 record.state = step(record.state, state)
             record.reason = reason
 
+    def state(self, name: str, version: str) -> State | None:
+        """Where a version is, None if it has never been heard of; "" is the model before its versions are known."""
+        with self._lock:
+            record = self._records.get((name, version))
+            return record.state if record is not None else None
+
+    def note(self, name: str, reason: str) -> None:
+        """Tell beside all versions of a model that serve why what was wanted in their place does not."""
+        with self._lock:
+            for (model, _), record in self._records.items():
+                if model == name and record.state is State.READY:
+                    record.reason = reason
+
+    def died(self, name: str, version: str) -> None:
+        """All instances of the version that serves have died."""
+        with self._lock:
+            serving = self._serving.get(name)
+            handle = serving.handles.get(version) if serving is not None else None
+            record = self._records.get((name, version))
+            if handle is not None and not handle.ready and record is not None and record.state is State.READY:
+                record.state, record.reason = step(record.state, State.UNAVAILABLE), _DEAD
+
+    def drained(self, name: str, version: str, reason: str = "unloaded") -> None:
+        """The last request of a version that was unloaded is answered; no news if it is wanted again."""
+        with self._lock:
+            record = self._records.get((name, version))
+            if record is not None and record.state is State.UNLOADING:
+                record.state, record.reason = step(record.state, State.UNLOADED), reason
+
+    def withdraw(self, name: str, reason: str) -> None:
+        """Nothing of a model serves: what is not still ending is UNLOADED."""
+        with self._lock:
+            for (model, _), record in self._records.items():
+                if model != name or record.state in (State.UNLOADING, State.UNLOADED):
+                    continue
+                if record.state is not State.UNKNOWN:
+                    record.state = step(record.state, State.UNLOADING)
+                record.state, record.reason = step(record.state, State.UNLOADED), reason
+
     def forget(self, name: str, version: str) -> None:
         """Drop the record of a version; "" is the one a model has before its versions are known."""
         with self._lock:
             self._records.pop((name, version), None)
 
+    def names(self) -> set[str]:
+        """Every model that has a record."""
+        with self._lock:
+            return {name for name, _ in self._records}
+
+    def prune(self, name: str, keep: Iterable[str] = ()) -> None:
+        """Drop the records of a model's versions that neither serve nor end nor are in `keep`."""
+        kept = {State.READY, State.LOADING, State.UNLOADING}
+        with self._lock:
+            serving = self._serving.get(name)
+            versions = {*keep, *(serving.handles if serving is not None else ())}
+            for model, version in list(self._records):
+                if model == name and version not in versions and self._records[model, version].state not in kept:
+                    del self._records[model, version]
+
+    def serving(self, name: str) -> Serving | None:
+        """What serves under a name."""
+        return self._serving.get(name)
+
     def publish(self, name: str, serving: Serving | None) -> Serving | None:
-        """Swap what serves under a name (None: nothing); gives what served before."""
+        """Swap what serves under a name (None: nothing); gives what served before.
+
+        Its versions that were LOADING are READY with that, or UNAVAILABLE if all their instances have died meanwhile.
+        """
         with self._lock:
             now = dict(self._serving)
             before = now.pop(name, None)
             if serving is not None and serving.handles:
                 ordered = dict(sorted(serving.handles.items(), key=lambda item: int(item[0])))
                 now[name] = replace(serving, handles=ordered)
+                for version, handle in ordered.items():
+                    record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
+                    if record.state is State.LOADING:
+                        record.state = step(record.state, State.READY if handle.ready else State.UNAVAILABLE)
+                        record.reason = "" if handle.ready else _DEAD
+                    elif record.state is State.READY:
+                        record.reason = ""
             self._serving = now
             return before
 
@@ -159,6 +230,8 @@ class Registry:
 
     def _missing(self, name: str, version: str) -> NotFound | Unavailable:
         shown = f"model {name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
+        serving = self._serving.get(name)
+        version = serving.labels.get(version, version) if serving is not None else version
         with self._lock:
             records = [
                 record

@@ -50,3 +50,16 @@ def scan(repositories: Sequence[Path]) -> list[Found]:
             names.setdefault(path.name, repository)
             found.append(Found(path.name, path, repository, problem))
     return found
+
+
+def find(repositories: Sequence[Path], name: str) -> Found | None:
+    """The folder of one model, in the first repository that has it.
+
+    Args:
+        repositories: folders of models.
+        name: checked by `name_problem`, so that it leads nowhere else.
+    """
+    for repository in repositories:
+        if (repository / name).is_dir():
+            return Found(name, repository / name, repository)
+    return None

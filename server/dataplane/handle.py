@@ -283,10 +283,10 @@ class ModelHandle:
             left = self._alive
             serves = self._started and not self._closing
         self._scheduler.set_instances(left)
-        if serves:
-            self._on_dead(left)
         if left == 0:
             self._give_up(self._dead())
+        if serves:
+            self._on_dead(left)
 
     def _give_up(self, error: HeadraceError) -> None:
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])

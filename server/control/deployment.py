@@ -1,0 +1,228 @@
+"""Brings one model's versions to serve, replaces them and takes them back. Everything here runs on the control thread."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from server.control.config_reader import ModelFolder, read_model_folder, served_versions
+from server.control.document import Document, refuse
+from server.control.draining import Drains
+from server.control.file_look import GONE, Look, look_at_version, look_at_versions
+from server.control.lifecycle import State
+from server.control.loader import Loader
+from server.control.overrides import PrivateFolder
+from server.control.registry import Registry, Serving
+from server.control.triton_json import to_triton_json
+from server.core.errors import ConfigError, HeadraceError
+from server.dataplane.handle import ModelHandle
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("headrace.control")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model is to be had.
+
+    Attributes:
+        name: of the model.
+        path: of its folder.
+        repository: that nothing may lead out of.
+        config: takes the place of the folder's own configuration.
+        private: the folder is the server's own and goes with the last version that was loaded from it.
+    """
+
+    name: str
+    path: Path
+    repository: Path
+    config: Document | None = None
+    private: PrivateFolder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a version was made from; equal ones make equal versions."""
+
+    files: Look
+    config: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Version:
+    handle: ModelHandle
+    signature: _Signature
+    private: PrivateFolder | None
+
+    def closed(self) -> None:
+        """The handle is closed."""
+        if self.private is not None:
+            self.private.release()
+
+
+class Deployments:
+    """What serves of each model, and the steps from one state to the next.
+
+    A load either succeeds as a whole or leaves alone what serves. Only a model of which nothing serves may come up in part.
+
+    Args:
+        loader: makes handles.
+        registry: where they are published.
+        drains: closes them in the background.
+    """
+
+    def __init__(self, loader: Loader, registry: Registry, drains: Drains) -> None:
+        self._loader = loader
+        self._registry = registry
+        self._drains = drains
+        self._live: dict[str, dict[str, _Version]] = {}
+
+    def load(self, source: Source) -> None:
+        """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
+
+        Raises:
+            ConfigError: some version, or all of it, cannot be served; the registry has the reason.
+        """
+        looks = look_at_versions(source.path)
+        live = self._live.get(source.name, {})
+        serves = any(version.handle.ready for version in live.values())
+        try:
+            folder = _guarded(lambda: _read(source), source.name)
+        except ConfigError as error:
+            if serves:
+                self._keep(source.name, error)
+            else:
+                self._set_aside(source.name, "", error)
+                self._registry.prune(source.name, keep=[""])
+            raise
+        chosen: dict[str, _Version] = {}
+        failures: list[ConfigError] = []
+        self._registry.forget(source.name, "")
+        wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
+        for number in wanted:
+            signature = _Signature(looks.get(number, GONE), _digest(folder))
+            kept = live.get(number)
+            if kept is not None and kept.signature == signature and kept.handle.ready:
+                chosen[number] = kept
+                continue
+            try:
+                chosen[number] = self._build(source, folder, number, signature)
+            except ConfigError as error:
+                failures.append(error)
+        if failures and serves:
+            self._discard(source.name, chosen)
+            self._keep(source.name, failures[0])
+        else:
+            self._swap(folder, wanted, chosen)
+        if failures:
+            raise ConfigError([finding for failure in failures for finding in failure.findings])
+
+    def unload(self, name: str) -> None:
+        """Take nothing new for a model; what it has is answered in the background."""
+        self._registry.publish(name, None)
+        for number, version in self._live.pop(name, {}).items():
+            self._registry.mark(name, number, State.UNLOADING)
+            self._drains.begin(name, number, version.handle, version.closed)
+        self._registry.withdraw(name, "unloaded")
+
+    def unload_all(self) -> None:
+        """`unload` of every model."""
+        for name in list(self._live):
+            self.unload(name)
+
+    def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version:
+        """A new version, warm but not yet published."""
+        name = source.name
+        if self._registry.state(name, number) is not State.READY:
+            self._registry.mark(name, number, State.LOADING)
+        try:
+            handle = _guarded(lambda: self._loader.load(folder, int(number)), f"{name} version {number}")
+            if look_at_version(source.path / number) != signature.files:
+                self._drains.begin(name, number, handle, lambda: None)
+                # Of a file that was only half there nobody can tell what came of it.
+                raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
+        except ConfigError as error:
+            if self._registry.state(name, number) is not State.READY:
+                self._set_aside(name, number, error)
+            raise
+        if source.private is not None:
+            source.private.hold()
+        return _Version(handle, signature, source.private)
+
+    def _swap(self, folder: ModelFolder, wanted: list[str], chosen: dict[str, _Version]) -> None:
+        name = folder.name
+        handles = {number: version.handle for number, version in chosen.items()}
+        labels = {label: str(version) for label, version in folder.config.labels.items()}
+        before = self._live.pop(name, {})
+        self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config)))
+        if chosen:
+            self._live[name] = chosen
+        for number, version in before.items():
+            if chosen.get(number) is version:
+                continue
+            if number not in wanted:
+                self._registry.mark(name, number, State.UNLOADING)
+            self._drains.begin(name, number, version.handle, version.closed)
+        self._registry.prune(name, keep=wanted)
+        if chosen and chosen != before:
+            logger.info("model %s serves version %s", name, ", ".join(chosen))
+
+    def _discard(self, name: str, chosen: dict[str, _Version]) -> None:
+        """Close what was built for a load that failed in another version."""
+        live = self._live.get(name, {})
+        for number, version in chosen.items():
+            if live.get(number) is version:
+                continue
+            if self._registry.state(name, number) is State.LOADING:
+                self._registry.mark(name, number, State.UNAVAILABLE, "another version of the model failed to load")
+            self._drains.begin(name, number, version.handle, version.closed)
+
+    def _keep(self, name: str, error: ConfigError) -> None:
+        logger.error("model %s serves on as it was: %s", name, error)
+        self._registry.note(name, f"the last load failed: {error}")
+
+    def _set_aside(self, name: str, number: str, error: ConfigError) -> None:
+        logger.error("model %s%s is not served: %s", name, f" version {number}" if number else "", error)
+        if self._registry.state(name, number) not in (None, State.UNKNOWN, State.LOADING):
+            self._registry.mark(name, number, State.LOADING)
+        self._registry.mark(name, number, State.UNAVAILABLE, str(error))
+
+
+def _guarded(act: Callable[[], _T], what: str) -> _T:
+    """Whatever one model's files bring about ends as a ConfigError: the other models are not to suffer.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    try:
+        return act()
+    except ConfigError:
+        raise
+    except HeadraceError as error:
+        raise refuse(what, None, str(error)) from error
+    except Exception as error:
+        logger.exception("%s could not be loaded", what)
+        raise refuse(
+            what, None, f"could not be loaded ({type(error).__name__})", "the server's log has more"
+        ) from error
+
+
+def _read(source: Source) -> ModelFolder:
+    folder = read_model_folder(source.path, source.repository, source.config)
+    for finding in folder.findings:
+        logger.warning("%s", finding)
+    if not served_versions(folder.config, folder.versions):
+        there = ", ".join(map(str, folder.versions))
+        raise refuse(source.name, None, f"no version on disk is served: there are {there}", "change version_policy")
+    return folder
+
+
+def _digest(folder: ModelFolder) -> str:
+    """Of all that a version's handle was made from, less its files: labels of versions and the policy are not."""
+    config = folder.config.model_dump_json(exclude={"labels", "version_policy"})
+    return hashlib.sha256(f"{config}\n{sorted(folder.labels.items())}".encode("utf-8", "surrogatepass")).hexdigest()
