@@ -4,18 +4,26 @@
     python -m locust -f loadtest/locustfile.py --host http://127.0.0.1:8000     by hand, in the browser
 
 Every answer is checked: its status, the shapes of its tensors, and what is seen on the photographs.
+
+The gRPC users are tritonclient's, on a channel of their own each. Locust runs its users on gevent's greenlets, where a blocking
+call of grpcio would stop all of them; grpcio's own gevent support (experimental by name) lets the others run meanwhile.
 """
 
 from __future__ import annotations
 
+import time
+from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import grpc.experimental.gevent
 import numpy as np
-from locust import FastHttpUser, constant, task
+import tritonclient.grpc as triton
+from locust import FastHttpUser, User, constant, events, task
+from tritonclient.utils import InferenceServerException
 
 from loadtest.pictures import photographs
-from loadtest.protocol import Array, HttpRequest, binary_request, decode_answer, json_request
+from loadtest.protocol import NAMES, Array, HttpRequest, binary_request, decode_answer, json_request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +32,16 @@ class Question:
 
     Attributes:
         name: how the statistics call it.
-        request: what is sent; made once, sent many times.
+        model: who is asked.
+        inputs: what is sent over gRPC.
+        request: what is sent over HTTP; made once, sent many times.
         shapes: the shape of every output, by name.
         class_index: the largest value of the only output stands here; None if any will do.
     """
 
     name: str
+    model: str
+    inputs: Mapping[str, Array]
     request: HttpRequest
     shapes: Mapping[str, tuple[int, ...]]
     class_index: int | None = None
@@ -46,36 +58,45 @@ class Question:
         return ""
 
 
-def _small_questions(encoding: str) -> list[Question]:
+def _question(how: str, model: str, inputs: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> Question:
+    build = json_request if how == "JSON" else binary_request
+    return Question(f"{model} {how}", model, inputs, build(model, inputs), shapes)
+
+
+def _small_questions(how: str) -> list[Question]:
     """`tiny`, `digits` and `add_sub`, one row each."""
     rng = np.random.default_rng(0)
-    build = binary_request if encoding == "binary" else json_request
     features = {"input": rng.standard_normal((1, 16), dtype=np.float32)}
     image = {"image": rng.uniform(0, 16, (1, 1, 8, 8)).astype(np.float32)}
     numbers = {name: rng.integers(0, 100, (1, 16), dtype=np.int32) for name in ("INPUT0", "INPUT1")}
     return [
-        Question(f"tiny {encoding}", build("tiny", features), {"output": (1, 16)}),
-        Question(f"digits {encoding}", build("digits", image), {"probabilities": (1, 10)}),
-        Question(f"add_sub {encoding}", build("add_sub", numbers), {"OUTPUT0": (1, 16), "OUTPUT1": (1, 16)}),
+        _question(how, "tiny", features, {"output": (1, 16)}),
+        _question(how, "digits", image, {"probabilities": (1, 10)}),
+        _question(how, "add_sub", numbers, {"OUTPUT0": (1, 16), "OUTPUT1": (1, 16)}),
     ]
 
 
-def _photograph_questions() -> list[Question]:
-    shapes = {"probabilities": (1, 1000)}
-    return [
-        Question(
-            f"efficientnet_lite0 {photograph.name}",
-            binary_request("efficientnet_lite0", {"input": photograph.pixels}),
-            shapes,
-            photograph.class_index,
-        )
-        for photograph in photographs()
-    ]
+def _photograph_questions(how: str) -> list[Question]:
+    questions = []
+    for photograph in photographs():
+        question = _question(how, "efficientnet_lite0", {"input": photograph.pixels}, {"probabilities": (1, 1000)})
+        name = f"{question.name} {photograph.name}"
+        questions.append(replace(question, name=name, class_index=photograph.class_index))
+    return questions
 
 
 JSON = _small_questions("JSON")
 BINARY = _small_questions("binary")
-PHOTOGRAPHS = _photograph_questions()
+GRPC = _small_questions("gRPC")
+PHOTOGRAPHS = _photograph_questions("binary")
+GRPC_PHOTOGRAPHS = _photograph_questions("gRPC")
+
+grpc.experimental.gevent.init_gevent()
+
+
+@events.init_command_line_parser.add_listener
+def _add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--grpc-address", default="127.0.0.1:8001", help="HOST:PORT that the gRPC users talk to")
 
 
 class _AskingUser(FastHttpUser):
@@ -139,3 +160,57 @@ class MixedUser(_AskingUser):
     def look_at_photograph(self) -> None:
         """A palace or a daisy."""
         self.ask(PHOTOGRAPHS)
+
+
+class GrpcUser(User):
+    """Small models over gRPC, now and then a photograph, by tritonclient."""
+
+    wait_time = constant(0)
+    _turn = 0
+
+    def on_start(self) -> None:
+        """Open a connection that no other user shares."""
+        address = self.environment.parsed_options.grpc_address
+        self._client = triton.InferenceServerClient(address, channel_args=[("grpc.use_local_subchannel_pool", 1)])
+
+    def on_stop(self) -> None:
+        """Close it."""
+        self._client.close()
+
+    @task(20)
+    def infer(self) -> None:
+        """One of the small models."""
+        self.ask(GRPC)
+
+    @task(1)
+    def look_at_photograph(self) -> None:
+        """A palace or a daisy."""
+        self.ask(GRPC_PHOTOGRAPHS)
+
+    def ask(self, questions: list[Question]) -> None:
+        """Send the next of some questions, check the answer, and tell locust."""
+        self._turn += 1
+        question = questions[self._turn % len(questions)]
+        tensors = []
+        for name, array in question.inputs.items():
+            tensors.append(triton.InferInput(name, list(array.shape), NAMES[array.dtype]))
+            tensors[-1].set_data_from_numpy(array)
+        failure: Exception | None = None
+        start = time.perf_counter()
+        try:
+            result = self._client.infer(question.model, tensors, client_timeout=30.0)
+        except InferenceServerException as error:
+            failure = error
+        spent_ms = (time.perf_counter() - start) * 1e3
+        if failure is None:
+            names = [output.name for output in result.get_response().outputs]
+            wrong = question.wrong_with({name: result.as_numpy(name) for name in names})
+            failure = ValueError(wrong) if wrong else None
+        self.environment.events.request.fire(
+            request_type="gRPC",
+            name=question.name,
+            response_time=spent_ms,
+            response_length=0,
+            exception=failure,
+            context={},
+        )

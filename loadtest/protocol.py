@@ -27,6 +27,10 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 
+class Refused(RuntimeError):
+    """A control-plane path was answered with an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
     """One POST: the path, the body and the headers that belong to the body."""
@@ -97,7 +101,7 @@ def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = 
     """What a control-plane path answers: GET without a body, POST with one; None for an empty answer.
 
     Raises:
-        ValueError: the status is not 200.
+        Refused: the status is not 200.
     """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
@@ -107,7 +111,7 @@ def send_json(host: str, port: int, path: str, body: Mapping[str, Any] | None = 
     finally:
         connection.close()
     if response.status != 200:
-        raise ValueError(f"{path} was answered with {response.status}: {text[:300]!r}")
+        raise Refused(f"{path} was answered with {response.status}: {text[:300]!r}")
     return json.loads(text) if text else None
 
 

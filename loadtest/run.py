@@ -17,14 +17,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loadtest.servers import HEADRACE_COMMAND, ROOT, ServerFailed, headrace, running
+from loadtest.servers import HEADRACE_COMMAND, HOST, ROOT, ServerFailed, headrace, running
 
-SCENARIOS = {"json": "JsonUser", "binary": "BinaryUser", "mixed": "MixedUser"}
+SCENARIOS = {"json": "JsonUser", "binary": "BinaryUser", "mixed": "MixedUser", "grpc": "GrpcUser"}
 RESULTS = ROOT / "loadtest" / "results"
 
 
@@ -47,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / time.strftime("%Y%m%d-%H%M%S")
     try:
-        with _target(options) as host:
+        with _target(options) as (host, grpc_address):
             console.print(f"{options.users} users for {options.duration_s} s on {host}: {', '.join(options.scenario)}")
-            status = _run_locust(host, options, stem)
+            status = _run_locust(host, grpc_address, options, stem)
         lines = summarise(json.loads(stem.with_suffix(".json").read_text()), options.duration_s)
     except (ServerFailed, OSError, subprocess.TimeoutExpired) as error:
         console.print(str(error), style="red", markup=False)
@@ -107,10 +108,10 @@ def verdicts(lines: Sequence[Line], p99_ms: float) -> list[str]:
 
 
 @contextmanager
-def _target(options: argparse.Namespace) -> Iterator[str]:
-    """The URL of the server named, or of one that lives as long as the test."""
+def _target(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The URL and the gRPC address of the server named, or of one that lives as long as the test."""
     if options.host:
-        yield options.host
+        yield options.host, options.grpc_address or f"{urlsplit(options.host).hostname}:8001"
         return
     with (
         tempfile.TemporaryDirectory(prefix="headrace-load-") as scratch,
@@ -118,12 +119,13 @@ def _target(options: argparse.Namespace) -> Iterator[str]:
             headrace(options.model_repository.resolve(), command=shlex.split(options.command)), Path(scratch)
         ) as server,
     ):
-        yield server.url
+        yield server.url, f"{HOST}:{server.grpc_port}"
 
 
-def _run_locust(host: str, options: argparse.Namespace, stem: Path) -> int:
+def _run_locust(host: str, grpc_address: str, options: argparse.Namespace, stem: Path) -> int:
     command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--only-summary"]
-    command += ["--host", host, "--users", str(options.users), "--spawn-rate", str(options.users)]
+    command += ["--host", host, "--grpc-address", grpc_address]
+    command += ["--users", str(options.users), "--spawn-rate", str(options.users)]
     command += ["--run-time", f"{options.duration_s}s", "--stop-timeout", "10", "--loglevel", "WARNING"]
     command += ["--html", str(stem.with_suffix(".html")), "--json-file", str(stem)]  # locust adds .json
     command += [SCENARIOS[name] for name in options.scenario]
@@ -160,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how to start a server, e.g. that of another checkout (default: %(default)s)",
     )
     parser.add_argument("--host", metavar="URL", help="a running server (default: one of its own, on a free port)")
+    parser.add_argument("--grpc-address", metavar="HOST:PORT", help="of a running server (default: its port 8001)")
     parser.add_argument("--scenario", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS), help="default: all")
     parser.add_argument("--users", type=int, default=24, help="shared by the scenarios (default: %(default)s)")
     parser.add_argument(

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import grpc
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -27,9 +28,10 @@ from loadtest.bench.inprocess import WrongAnswer
 from loadtest.bench.report import Report, print_report, replace_block, to_json, write_markdown
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Bench, Case, Cores
+from loadtest.protocol import Refused
 from loadtest.servers import HEADRACE_COMMAND, ServerFailed
 
-FAILURES = (ServerFailed, WrongAnswer, wrk.LoadFailed, FileNotFoundError, subprocess.CalledProcessError, OSError)
+FAILURES = (ServerFailed, WrongAnswer, Refused, wrk.LoadFailed, grpc.RpcError, subprocess.CalledProcessError, OSError)
 OPEN_FILES = 8192
 BUSY_WARNING = 0.1
 
