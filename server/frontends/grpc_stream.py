@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2
 
 from server.core.clock import Clock, monotonic_ns
 from server.core.errors import HeadraceError, Unavailable
-from server.frontends.grpc_codec import scan
+from server.frontends.grpc_codec import scan, varint
 from server.frontends.grpc_infer import InferService, Pending, fault
 from server.frontends.grpc_methods import Message, StreamCall
 
@@ -153,20 +153,10 @@ class _Stream:
         except HeadraceError as error:
             return _error(error, pending.id)
         size = sum(map(len, parts)) + len(_FINAL)
-        return [_INFER_RESPONSE + _varint(size), *parts, _FINAL]
+        return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
 
 
 def _error(error: HeadraceError, request_id: str) -> Message:
     response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
     response.infer_response.id = request_id
     return [response.SerializeToString()]
-
-
-def _varint(number: int) -> bytes:
-    """Base-128, the least significant group first (protobuf's encoding of lengths)."""
-    groups = bytearray()
-    while number > 0x7F:
-        groups.append(number & 0x7F | 0x80)
-        number >>= 7
-    groups.append(number)
-    return bytes(groups)

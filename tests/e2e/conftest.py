@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import numpy as np
 import onnxruntime as ort
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 
 from server.core.tensor import DATATYPES
 from tests import models
-from tests.serving import Server, serving
+from tests.serving import ROOT, Server, serving
 
 MAX_BODY_BYTES = 4 << 20
 FRUITS = "apple\nbanana\ncherry\n"  # fewer than there are classes: the others have no label
@@ -23,6 +25,7 @@ input { name: "X" data_type: TYPE_FP32 dims: 16 }
 output { name: "Y" data_type: TYPE_FP32 dims: 4 }
 """
 DELAYED = COUNTED + "dynamic_batching { max_queue_delay_microseconds: 5000 }\n"
+PATIENT = COUNTED + "dynamic_batching { preferred_batch_size: 2 max_queue_delay_microseconds: 2000000 }\n"
 REJECTING = COUNTED + 'parameters { key: "headrace.oversize" value { string_value: "reject" } }\n'
 VERSIONED = COUNTED + "version_policy { all {} }\n"
 RESHAPED = """
@@ -59,6 +62,7 @@ def build(repository: Path) -> Path:
         "counted_failures": COUNTED,
         "measured": COUNTED,
         "batched": DELAYED,
+        "patient": PATIENT,
         "rejecting": REJECTING,
     }.items():
         models.add_model(repository, name, models.affine(), config=config)
@@ -115,3 +119,45 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     return Reference()
+
+
+ENGINES = ("grpcio", "fast")
+FAST_ENGINE = ROOT / "server" / "frontends" / "grpc_fast.py"
+
+
+def skip_absent(engine: str) -> None:
+    """Both engines are held to every test; one that is not there yet is said to be missing, not passed."""
+    if engine == "fast" and not FAST_ENGINE.exists():
+        pytest.skip("server/frontends/grpc_fast.py is not there yet")
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    skip_absent(request.param)
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def grpc_server(engine: str, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Everything switched on; `server` has the same models and everything off."""
+    options = ("--model-control", "explicit", "--load-model", "*", "--allow-model-override", "--allow-client-shm")
+    folder = tmp_path_factory.mktemp(f"log_{engine}")
+    with serving(
+        repository, folder, "--grpc-engine", engine, "--max-body-bytes", str(MAX_BODY_BYTES), *options
+    ) as running:
+        assert running.grpc_port, f"the banner does not tell the gRPC port:\n{running.text}"
+        yield running
+
+
+@pytest.fixture
+def grpc_client(grpc_server: Server) -> Iterator[triton_grpc.InferenceServerClient]:
+    with triton_grpc.InferenceServerClient(grpc_server.grpc_address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def grpc_channel(grpc_server: Server) -> Iterator[grpc.Channel]:
+    """For what Triton's client cannot send; takes and sends messages of any size."""
+    unbounded = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(grpc_server.grpc_address, options=unbounded) as connected:
+        yield connected

@@ -1,0 +1,189 @@
+"""Inference over gRPC with Triton's own client: every form of request and answer, every datatype; on both engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from server.core.tensor import DATATYPES
+from tests.e2e.conftest import Reference
+from tests.e2e.test_http_infer import values
+
+pb: Any = service_pb2
+TYPED = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def tensor(name: str, array: np.ndarray, datatype: str = "FP32") -> triton.InferInput:
+    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
+
+
+def rows(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, 16), np.float32)
+
+
+# ONNX's text is Unicode: the model itself cannot take the bytes that are not.
+@pytest.mark.parametrize("datatype", [d.name for d in DATATYPES if d.name != "BYTES"])
+def test_every_number_type_raw(grpc_client: triton.InferenceServerClient, datatype: str) -> None:
+    array = values(datatype)
+    result = grpc_client.infer(f"identity_{datatype.lower()}", [tensor("X", array, datatype)])
+    answer = result.as_numpy("Y")
+    assert (answer.dtype, answer.shape) == (array.dtype, array.shape)
+    assert answer.tobytes() == array.tobytes()
+    assert result.get_output("Y").datatype == datatype
+
+
+def test_bytes_raw(grpc_client: triton.InferenceServerClient) -> None:
+    texts = [["", "né 東京 \U0001f680"], ["a" * 5_000, "\0"]]
+    array = np.array([[text.encode() for text in row] for row in texts], dtype=object)
+    assert grpc_client.infer("identity_bytes", [tensor("X", array, "BYTES")]).as_numpy("Y").tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("datatype", TYPED)
+def test_every_type_with_typed_contents(grpc_channel: grpc.Channel, datatype: str) -> None:
+    array = np.array([[b"", b"\xc3\xa9", b"a" * 300]], object) if datatype == "BYTES" else values(datatype)
+    request = pb.ModelInferRequest(model_name=f"identity_{datatype.lower()}")
+    given = request.inputs.add(name="X", datatype=datatype, shape=array.shape)
+    getattr(given.contents, TYPED[datatype]).extend(array.reshape(-1).tolist())
+    result = triton.InferResult(service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request))
+    answer = result.as_numpy("Y")
+    assert answer.shape == array.shape
+    assert answer.tolist() == array.tolist()
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
+def test_half_precision_has_no_typed_contents(grpc_channel: grpc.Channel, datatype: str) -> None:
+    request = pb.ModelInferRequest(model_name=f"identity_{datatype.lower()}")
+    request.inputs.add(name="X", datatype=datatype, shape=[1, 1]).contents.fp32_contents.append(1)
+    with pytest.raises(grpc.RpcError, match="'X'") as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_outputs_as_they_were_asked_for(grpc_client: triton.InferenceServerClient) -> None:
+    a, b = np.arange(8, dtype=np.int32).reshape(2, 4), np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+    inputs = [tensor("A", a, "INT32"), tensor("B", b)]
+    result = grpc_client.infer("sum_difference", inputs)
+    assert [output.name for output in result.get_response().outputs] == ["SUM", "DIFFERENCE"]
+    assert result.as_numpy("SUM").tolist() == (a + b).astype(np.float32).tolist()
+    assert result.as_numpy("DIFFERENCE").tolist() == (a - b).astype(np.float32).tolist()
+    wanted = [triton.InferRequestedOutput("DIFFERENCE")]
+    result = grpc_client.infer("sum_difference", inputs, outputs=wanted)
+    assert [output.name for output in result.get_response().outputs] == ["DIFFERENCE"]
+    assert result.as_numpy("DIFFERENCE").tolist() == (a - b).astype(np.float32).tolist()
+
+
+def test_ids_and_parameters(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
+    x = rows(1)
+    result = grpc_client.infer(
+        "affine", [tensor("X", x)], request_id="né-7", priority=1, timeout=5_000_000, parameters={"mine": "x", "n": 1.5}
+    )
+    response = result.get_response()
+    assert (response.id, response.model_name, response.model_version) == ("né-7", "affine", "1")
+    assert np.allclose(result.as_numpy("Y"), reference.affine(x), atol=1e-5)
+    assert grpc_client.infer("affine", [tensor("X", x)]).get_response().id == ""
+
+
+def test_versions(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
+    x = rows(2)
+    for version in ("1", "3", "20"):
+        result = grpc_client.infer("versioned", [tensor("X", x)], model_version=version)
+        assert result.get_response().model_version == version
+        assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
+    assert grpc_client.infer("versioned", [tensor("X", x)]).get_response().model_version == "20"
+
+
+def test_classification(grpc_client: triton.InferenceServerClient) -> None:
+    x = np.array([[0.5, -1, 3, 2, 2], [9, 8, 7, 6, 5]], np.float32)
+    outputs = [triton.InferRequestedOutput("SCORES", class_count=3), triton.InferRequestedOutput("BEST")]
+    result = grpc_client.infer("scores", [tensor("X", x)], outputs=outputs)
+    assert result.as_numpy("SCORES").tolist() == [
+        [b"3.000000:2:cherry", b"2.000000:3", b"2.000000:4"],
+        [b"9.000000:0:apple", b"8.000000:1:banana", b"7.000000:2:cherry"],
+    ]
+    assert result.as_numpy("BEST").tolist() == [[2], [0]]
+    assert result.get_output("SCORES").datatype == "BYTES"
+
+
+def test_classification_of_bf16(grpc_client: triton.InferenceServerClient) -> None:
+    x = np.array([[-2, 1, 0.5]], ml_dtypes.bfloat16)
+    outputs = [triton.InferRequestedOutput("Y", class_count=2)]
+    result = grpc_client.infer("identity_bf16", [tensor("X", x, "BF16")], outputs=outputs)
+    assert result.as_numpy("Y").tolist() == [[b"1.000000:1", b"0.500000:2"]]
+
+
+def test_optional_inputs_and_other_shapes(grpc_client: triton.InferenceServerClient) -> None:
+    x = np.arange(6, dtype=np.float32)
+    two = x.reshape(2, 3)
+    assert grpc_client.infer("optional_bias", [tensor("X", two)]).as_numpy("Y").tolist() == (two + 100).tolist()
+    both = [tensor("X", two), tensor("BIAS", two)]
+    assert grpc_client.infer("optional_bias", both).as_numpy("Y").tolist() == (two * 2).tolist()
+    assert grpc_client.infer("unbatched", [tensor("X", two)]).as_numpy("Y").tolist() == (-two).tolist()
+    expected = [two.T.reshape(6).tolist()]
+    assert grpc_client.infer("reshaped", [tensor("X", x.reshape(1, 6))]).as_numpy("Y").tolist() == expected
+
+
+@pytest.mark.parametrize("count", [9, 37])
+def test_a_request_larger_than_a_batch_is_split_and_joined(
+    grpc_client: triton.InferenceServerClient, reference: Reference, count: int
+) -> None:
+    x = rows(count, seed=count)
+    answer = grpc_client.infer("affine", [tensor("X", x)]).as_numpy("Y")
+    assert answer.shape == (count, 4)
+    assert np.allclose(answer, reference.affine(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+@pytest.mark.parametrize("length", [2, 300_000])
+def test_compressed_requests(grpc_client: triton.InferenceServerClient, algorithm: str, length: int) -> None:
+    x = np.arange(length, dtype=np.float32).reshape(2, -1)
+    result = grpc_client.infer("row_sums", [tensor("X", x)], compression_algorithm=algorithm)
+    assert result.as_numpy("DOUBLE").tobytes() == (2 * x).tobytes()
+
+
+def test_large_messages_both_ways(grpc_client: triton.InferenceServerClient) -> None:
+    """Many times the windows and frames of HTTP/2; every byte counts."""
+    for length in (16_383, 65_536, 1_000_000):
+        x = np.random.default_rng(length).standard_normal((1, length), np.float32)
+        answer = grpc_client.infer("identity_fp32", [tensor("X", x)]).as_numpy("Y")
+        assert answer.tobytes() == x.tobytes()
+
+
+def test_values_that_the_model_refuses_are_the_callers_fault(grpc_client: triton.InferenceServerClient) -> None:
+    index = np.array([[99]], np.int64)
+    with pytest.raises(InferenceServerException, match="the model refused the values") as caught:
+        grpc_client.infer("table_lookup", [tensor("X", index, "INT64")])
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    result = grpc_client.infer("table_lookup", [tensor("X", np.array([[3]]), "INT64")])
+    assert result.as_numpy("Y").tolist() == [[30]]
+
+
+def test_a_request_that_the_client_builds_for_others_to_send(grpc_channel: grpc.Channel) -> None:
+    request = pb.ModelInferRequest(model_name="row_sums", id="1")
+    request.inputs.add(name="X", datatype="FP32", shape=[1, 2])
+    request.raw_input_contents.append(np.array([1, 2], np.float32).tobytes())
+    request.outputs.add(name="SUM")
+    answer = service_pb2_grpc.GRPCInferenceServiceStub(grpc_channel).ModelInfer(request)
+    assert (answer.model_name, answer.model_version, answer.id) == ("row_sums", "1", "1")
+    (output,) = answer.outputs
+    assert (output.name, output.datatype, list(output.shape)) == ("SUM", "FP32", [1, 1])
+    assert np.frombuffer(answer.raw_output_contents[0], np.float32).tolist() == [3]
