@@ -12,8 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from server import settings
+from server.observability.logs import JsonFormatter, TextFormatter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,12 +75,17 @@ def _validate(args: argparse.Namespace) -> int:
 def configure_logging(log_format: str) -> None:
     """Warnings and news to standard error, for people or as JSON lines."""
     if log_format == "json":
-        from server.observability.logs import JsonFormatter
-
         handler: logging.Handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
     else:
-        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
+        formatter = TextFormatter()
+        handler = RichHandler(
+            console=Console(stderr=True),
+            show_path=False,
+            markup=False,
+            log_time_format=lambda moment: Text(formatter.time_text(moment)),
+        )
+        handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
-
-import uvicorn
-from fastapi import FastAPI
-from starlette.responses import Response
 
 from server.control.lifecycle import State
 from server.control.loader import Loader
-from server.control.reconciler import Desired, Reconciler
+from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
+from server.control.shared_memory import CudaOpener, SharedMemoryRegions
 from server.core.completion import Mailbox
-from server.core.errors import ConfigError, Forbidden
-from server.frontends.http_protocol import HeadraceHttpProtocol
+from server.core.errors import ConfigError
 from server.frontends.http_server import HttpApplication
 from server.frontends.models import Services
+from server.frontends.tls import TlsFiles
+from server.listen import GrpcListener, UvicornServer, bind, grpc_engine, metrics_application, shown, tls_files
+from server.observability.log_settings import LogSettings
 from server.observability.metrics import MetricsPage
+from server.observability.traces import Tracer
 from server.settings import Settings, without_effect
 
 logger = logging.getLogger("headrace")
-
-_EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "model_repository", "statistics")
 
 
 class HeadraceServer:
@@ -41,68 +36,117 @@ class HeadraceServer:
 
     Args:
         settings: how to serve.
-        announce: called on the loop with the server's URL once all models are loaded.
+        announce: called on the loop with the URL of HTTP, the address of gRPC ("" without) and the registry once all models
+            are loaded.
     """
 
-    def __init__(self, settings: Settings, announce: Callable[[str, Registry], None]) -> None:
+    def __init__(self, settings: Settings, announce: Callable[[str, str, Registry], None]) -> None:
         self._settings = settings
         self._announce = announce
         self._registry = Registry()
-        self._servers: list[_UvicornServer] = []
+        self._servers: list[UvicornServer] = []
+        self._grpc: GrpcListener | None = None
+        self._tracer = Tracer(settings.trace_file)
         self._exit_status = 0
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; the exit status."""
         for sentence in without_effect(self._settings):
             logger.warning("%s", sentence)
+        try:
+            tls = tls_files(self._settings)
+        except ConfigError as error:
+            logger.error("%s", error)
+            return 1
         _calm_garbage_collector()
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(self._serve())
+            return runner.run(self._serve(tls))
 
-    async def _serve(self) -> int:
+    async def _serve(self, tls: TlsFiles | None) -> int:
         settings, loop = self._settings, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        reconciler = self._reconciler(loop)
+        services = self._services(reconciler)
         try:
-            sockets = self._listen()
+            sockets = self._listen(services, tls)
+            port = await self._listen_grpc(services, tls)
         except OSError as error:
-            logger.error("cannot listen: %s (choose another --host, --http-port or --metrics-port)", error.strerror)
+            cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
+            logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
-        url = "http://{}:{}".format(*_address(sockets[0]))
-        loader = Loader(Mailbox(loop), settings.metrics, self._instance_died)
-        names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
-        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names)
-
-        def loaded(error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(self._loaded, url, error)
-
-        reconciler = Reconciler(desired, loader, self._registry, loaded)
+        self._url = f"{'https' if tls else 'http'}://{shown(*sockets[0].getsockname()[:2])}"
+        self._grpc_address = shown(settings.host, port) if self._grpc else ""
         reconciler.start()
+        serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
+        if self._grpc is not None:
+            serving.append(self._grpc.serve())
         try:
-            await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)))
+            await asyncio.gather(*serving)
         finally:
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
+            await asyncio.to_thread(self._tracer.close)
         if not clean:
             # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
             logging.shutdown()
             os._exit(1)
         return self._exit_status
 
-    def _listen(self) -> list[socket.socket]:
+    def _reconciler(self, loop: asyncio.AbstractEventLoop) -> Reconciler:
+        settings = self._settings
+        names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
+        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names)
+        loader = Loader(Mailbox(loop), settings.metrics, self._instance_died)
+        control = ControlPolicy(
+            mode=settings.model_control,
+            allow_override=settings.allow_model_override,
+            poll_interval_s=settings.poll_interval_s,
+        )
+
+        def loaded(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(self._loaded, error)
+
+        return Reconciler(desired, loader, self._registry, loaded, control)
+
+    def _services(self, reconciler: Reconciler) -> Services:
+        settings = self._settings
+        return Services(
+            models=self._registry,
+            repository=reconciler,
+            regions=SharedMemoryRegions(settings.allow_client_shm, _cuda_opener()),
+            traces=self._tracer,
+            logs=LogSettings(logging.getLogger("headrace")),
+            version=version("headrace"),
+            extensions=extensions(settings),
+        )
+
+    def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
         settings = self._settings
         page = MetricsPage(self._registry.sources).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        off: Any = _Off()
-        services = Services(self._registry, off, off, off, off, version("headrace"), _EXTENSIONS)
         application = HttpApplication(services, settings.max_body_bytes, None if apart else page)
-        sockets = [_bind(settings.host, settings.http_port)]
-        self._servers.append(_UvicornServer(application, settings))
+        context = None if tls is None else tls.ssl_context(("http/1.1",))
+        sockets = [bind(settings.host, settings.http_port)]
+        self._servers.append(UvicornServer(application, settings, context))
         if apart and page is not None and settings.metrics_port is not None:
-            sockets.append(_bind(settings.host, settings.metrics_port))
-            self._servers.append(_UvicornServer(_metrics_application(page), settings))
+            sockets.append(bind(settings.host, settings.metrics_port))
+            self._servers.append(UvicornServer(metrics_application(page), settings, context))
         return sockets
 
-    def _loaded(self, url: str, error: BaseException | None) -> None:
+    async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
+        settings = self._settings
+        if not settings.grpc:
+            return 0
+        # Imported where it is wanted: without gRPC its library costs neither time nor memory.
+        from server.frontends.grpc_service import grpc_methods
+
+        engine = grpc_engine(settings, grpc_methods(services, settings.max_body_bytes), tls)
+        listener = GrpcListener(engine, settings.drain_timeout_s)
+        port = await listener.start(settings.host, settings.grpc_port)
+        self._grpc = listener
+        return port
+
+    def _loaded(self, error: BaseException | None) -> None:
         failures = self._registry.failures()
         if isinstance(error, ConfigError):
             logger.error("%s", error)
@@ -114,7 +158,7 @@ class HeadraceServer:
             self._exit_status = 1
             self._stop()
             return
-        self._announce(url, self._registry)
+        self._announce(self._url, self._grpc_address, self._registry)
 
     def _interrupt(self) -> None:
         # Only Ctrl-C is impatient when it comes twice: supervisors like to repeat SIGTERM.
@@ -122,12 +166,16 @@ class HeadraceServer:
             logger.warning("Ctrl-C again: leaving without waiting for requests in flight")
             for server in self._servers:
                 server.force_exit = True
+            if self._grpc is not None:
+                self._grpc.stop(now=True)
         self._stop()
 
     def _stop(self) -> None:
         self._registry.set_complete(False)
         for server in self._servers:
             server.should_exit = True
+        if self._grpc is not None:
+            self._grpc.stop()
 
     def _instance_died(self, name: str, number: str, left: int) -> None:
         logger.error("model %s version %s: an instance died, %d left", name, number, left)
@@ -135,70 +183,26 @@ class HeadraceServer:
             self._registry.mark(name, number, State.UNAVAILABLE, "all its instances have died")
 
 
-class _Off:
-    """Stands where a service is not wired: nothing is traced, everything else is refused."""
-
-    active = False
-
-    def __getattr__(self, name: str) -> Any:
-        raise Forbidden("this server does not offer that")
-
-
-class _UvicornServer(uvicorn.Server):
-    """uvicorn without its signal handling: two of them share a process, and a drained server exits with 0."""
-
-    def __init__(self, application: object, settings: Settings) -> None:
-        super().__init__(
-            uvicorn.Config(
-                application,  # type: ignore[arg-type]
-                http=partial(HeadraceHttpProtocol, max_direct_bytes=settings.max_body_bytes),  # type: ignore[arg-type]
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                date_header=False,
-                timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-                backlog=4096,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `HeadraceServer`."""
-        yield
+def extensions(settings: Settings) -> list[str]:
+    """The protocol's extensions that are switched on, by the names that Triton gives them."""
+    names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
+    names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
+    if settings.allow_client_shm:
+        names += ["system_shared_memory"]
+        if _cuda_opener() is not None:
+            names += ["cuda_shared_memory"]
+    if settings.trace_file:
+        names += ["trace"]
+    return sorted(names)
 
 
-def _metrics_application(page: Callable[[], tuple[str, bytes]]) -> FastAPI:
-    app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        content_type, body = page()
-        return Response(body, headers={"content-type": content_type})
-
-    return app
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind, protocol)
+def _cuda_opener() -> CudaOpener | None:
+    """Opens a GPU's memory by its handle; None on a machine without a GPU or PyCUDA."""
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
-    sock.setblocking(False)
-    return sock
-
-
-def _address(sock: socket.socket) -> tuple[str, int]:
-    host, port = sock.getsockname()[:2]
-    return (f"[{host}]" if ":" in host else host), port
+        from server.cuda.shared_memory import available, open_ipc
+    except ImportError:
+        return None
+    return open_ipc if available() else None
 
 
 def _calm_garbage_collector() -> None:

@@ -19,7 +19,7 @@ class Index(Protocol):
         """Every version found, its state and reason."""
 
 
-def announce(url: str, registry: Index) -> None:
+def announce(url: str, grpc_address: str, registry: Index) -> None:
     """Print the models, the addresses and a line to try."""
     console = Console(highlight=False)
     rows = registry.index()
@@ -31,6 +31,8 @@ def announce(url: str, registry: Index) -> None:
         table.add_row(str(row["name"]), str(row["version"]), f"[{'green' if state == 'READY' else 'red'}]{state}[/]")
     console.print(table)
     console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs", soft_wrap=True)
+    if grpc_address:
+        console.print(f"gRPC: [bold]{grpc_address}[/]", soft_wrap=True)
     ready = {row["name"] for row in rows if row["state"] == "READY"}
     console.print("Try:  " + example(url, ready), soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:

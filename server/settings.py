@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -50,7 +51,7 @@ class Settings:
     grpc_engine: str = "grpcio"
     grpc: bool = True
     metrics_port: int | None = None
-    model_control: str = "none"
+    model_control: Literal["none", "explicit", "poll"] = "none"
     poll_interval_s: float = 2.0
     load_model: tuple[str, ...] = ()
     strict: bool = False

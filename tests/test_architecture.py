@@ -42,6 +42,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},
     "server/settings.py": {"ours": "server.core", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
+    "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/banner.py": {"third": "orjson rich"},
     "server/__init__.py": {},
@@ -59,6 +60,7 @@ EXTRA: dict[str, str] = {
     "server/backends/tensorrt_backend.py": "tensorrt",
     "server/control/shared_memory.py": "numpy",
     "server/control/valid*.py": "rich",
+    "server/control/warmup.py": "numpy",
 }
 EVERYWHERE = ("server.__version__",)
 
