@@ -95,13 +95,11 @@ class Http2Connection(asyncio.Protocol):
         self._control = ControlFrames(self)
         self._memory: HeaderMemory[Any] = HeaderMemory(limits.header_list_bytes, application.understand)
         self._window = frames.DEFAULT_WINDOW
-        self._preface_left = PREFACE
+        self._began = False
         self._rest = b""
         # A DATA frame of which a part is still to come: its stream (None: nobody wants it), end flag, bytes, padding.
         self._body: tuple[Stream | None, bool] = (None, False)
         self._body_bytes = self._skip_bytes = 0
-
-    # --- What asyncio calls -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet: the server's preface is its SETTINGS frame."""
@@ -138,7 +136,7 @@ class Http2Connection(asyncio.Protocol):
         if self._rest:
             data = self._rest + data
         try:
-            position = self._greet(data) if self._preface_left else self._read(data, 0)
+            position = self._read(data, 0) if self._began else self._greet(data)
         except ConnectionFault as fault:
             self.fail(fault)
             return
@@ -160,7 +158,7 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 connection preface")
         if size < len(PREFACE):
             return 0
-        self._preface_left = b""
+        self._began = True
         return self._read(data, size)
 
     def _read(self, data: bytes, position: int) -> int:
@@ -169,6 +167,7 @@ class Http2Connection(asyncio.Protocol):
         if self._body_bytes or self._skip_bytes:
             position = self._read_body(data, position)
         known, streams = self._memory.known, self.streams
+        largest_word = self.limits.frame_bytes << 8 | 0xFF
         plain = self.greeted and not self._control.in_block
         while size - position >= HEAD_BYTES:
             word, flags, stream_id = _unpack_head(data, position)
@@ -176,7 +175,7 @@ class Http2Connection(asyncio.Protocol):
             end = start + (word >> 8)
             kind = word & 0xFF
             # The two frames of nearly every call, whole and without extras; all else goes the long way.
-            if plain and end <= size:
+            if plain and end <= size and word <= largest_word:
                 if kind == DATA:
                     stream = streams.get(stream_id)
                     if stream is not None and stream.remote_open and not flags & PADDED and end > start:
@@ -259,12 +258,14 @@ class Http2Connection(asyncio.Protocol):
         self.allowance.spend(1)
         end = flags & END_STREAM != 0
         stream = self.streams.get(stream_id)
-        if stream is not None:
+        if stream is None:
+            if not self.closing:
+                self.stream_fault(stream_id, ErrorCode.STREAM_CLOSED)
+        else:
             stream.receive_window -= length
             if not stream.remote_open or stream.receive_window < 0:
-                self.stream_fault(
-                    stream_id, ErrorCode.FLOW_CONTROL_ERROR if stream.remote_open else ErrorCode.STREAM_CLOSED
-                )
+                code = ErrorCode.FLOW_CONTROL_ERROR if stream.remote_open else ErrorCode.STREAM_CLOSED
+                self.stream_fault(stream_id, code)
                 stream = None
             elif padding and not end:
                 stream.open_window(padding)

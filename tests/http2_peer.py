@@ -1,0 +1,206 @@
+"""What the tests of the HTTP/2 server share: a transport without a socket, a plain application, frames read back."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, NamedTuple
+
+from server.frontends.http2 import frames
+from server.frontends.http2.connection import Http2Connection, MalformedHeadersError
+from server.frontends.http2.flow import Limits
+from server.frontends.http2.frames import END_HEADERS, END_STREAM, ErrorCode
+from server.frontends.http2.headers import Field, encode
+from server.frontends.http2.stream import Stream
+
+HELLO = frames.PREFACE + frames.settings({})
+POST: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
+
+
+class Frame(NamedTuple):
+    kind: int
+    flags: int
+    stream_id: int
+    payload: bytes
+
+    @property
+    def code(self) -> ErrorCode:
+        """Of RST_STREAM and GOAWAY."""
+        start = 4 if self.kind == frames.GOAWAY else 0
+        return ErrorCode(struct.unpack_from(">I", self.payload, start)[0])
+
+
+def read_frames(data: bytes) -> list[Frame]:
+    """All frames of what a server wrote; fails if they are not whole."""
+    found, position = [], 0
+    while position < len(data):
+        word, flags, stream_id = frames.FRAME_HEAD.unpack_from(data, position)
+        end = position + 9 + (word >> 8)
+        assert end <= len(data), "the server wrote half a frame"
+        found.append(Frame(word & 0xFF, flags, stream_id, data[position + 9 : end]))
+        position = end
+    return found
+
+
+class WireTransport(asyncio.Transport):
+    """Keeps what is written; `fill` and `empty` play a peer that does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocol: Http2Connection
+        self.written = bytearray()
+        self.closed = self.aborted = self.full = False
+
+    def write(self, data: Any) -> None:
+        assert not self.closed, "a write on a closed transport"
+        self.written += data
+
+    def writelines(self, parts: Iterable[Any]) -> None:
+        for part in parts:
+            self.write(part)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            if not self.full:
+                self.protocol.loop.call_soon(self.protocol.connection_lost, None)
+
+    def abort(self) -> None:
+        self.aborted = True
+        if not self.closed or self.full:
+            self.closed, self.full = True, False
+            self.protocol.loop.call_soon(self.protocol.connection_lost, None)
+
+    def fill(self) -> None:
+        self.full = True
+        self.protocol.pause_writing()
+
+    def empty(self) -> None:
+        self.full = False
+        self.protocol.resume_writing()
+
+
+class PlainStream(Stream):
+    """Answers with the body it got, or with `application.answer` if there is one."""
+
+    def __init__(self, connection: Http2Connection, stream_id: int, application: PlainApplication) -> None:
+        super().__init__(connection, stream_id)
+        self.application = application
+        self.body = bytearray()
+        self.ended = False
+
+    def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
+        self.body += data[start:stop]
+        if end:
+            self.receiving = False
+            self.ended = True
+            if self.application.answers:
+                self.answer(self.application.answer if self.application.answer is not None else bytes(self.body))
+
+    def answer(self, body: bytes) -> None:
+        outbox = self.connection.outbox
+        outbox.control(frames.frame(frames.HEADERS, END_HEADERS, self.stream_id, encode([(b":status", b"200")])))
+        outbox.queue(self, [body])
+        tail = encode([(b"x-tail", b"1")])
+        outbox.finish(self, frames.frame(frames.HEADERS, END_HEADERS | END_STREAM, self.stream_id, tail))
+
+    def lost(self) -> None:
+        self.application.lost.append(self.stream_id)
+
+    def too_slow(self) -> None:
+        self.reset(ErrorCode.CANCEL)
+
+
+class PlainApplication:
+    """HTTP/2 without gRPC; `answers` can be switched off to keep streams open."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.answer: bytes | None = None
+        self.opened: list[list[Field] | None] = []
+        self.streams: dict[int, PlainStream] = {}
+        self.lost: list[int] = []
+        self.connections = 0
+
+    def understand(self, fields: Any) -> Any:
+        if fields is not None and not any(name == b":path" for name, _ in fields):
+            raise MalformedHeadersError("no path")
+        return fields or [(b"too", b"large")]
+
+    def open(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Stream | None:
+        self.opened.append(head)
+        stream = self.streams[stream_id] = PlainStream(connection, stream_id, self)
+        return stream
+
+    def connected(self, connection: Http2Connection) -> None:
+        self.connections += 1
+
+    def disconnected(self, connection: Http2Connection) -> None:
+        self.connections -= 1
+
+
+class Wire:
+    """One connection without a socket, greeted."""
+
+    def __init__(self, application: Any = None, limits: Limits | None = None, hello: bytes = HELLO) -> None:
+        self.application = application or PlainApplication()
+        self.connection = Http2Connection(self.application, limits or Limits(), asyncio.get_running_loop())
+        self.transport = WireTransport()
+        self.transport.protocol = self.connection
+        self.connection.connection_made(self.transport)
+        self.connection.data_received(hello)
+
+    async def send(self, *data: bytes) -> list[Frame]:
+        """Feed bytes, let the loop run, and give the frames that came in answer."""
+        for part in data:
+            if not self.transport.closed:
+                self.connection.data_received(part)
+        return await self.frames()
+
+    async def frames(self) -> list[Frame]:
+        """What was written since the last call."""
+        for _ in range(12):
+            await asyncio.sleep(0)
+        written, self.transport.written = bytes(self.transport.written), bytearray()
+        return read_frames(written)
+
+    async def drop(self) -> None:
+        """The peer goes."""
+        self.transport.abort()
+        await asyncio.sleep(0.001)
+
+
+def request(stream_id: int, end: bool = True, fields: list[Field] | None = None) -> bytes:
+    """HEADERS of a request."""
+    return frames.frame(
+        frames.HEADERS, END_HEADERS | (END_STREAM if end else 0), stream_id, encode(POST if fields is None else fields)
+    )
+
+
+def data(stream_id: int, payload: bytes, end: bool = False) -> bytes:
+    """A DATA frame."""
+    return frames.frame(frames.DATA, END_STREAM if end else 0, stream_id, payload)
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an async test to its end; anything the loop would only have logged fails it."""
+
+    def run() -> None:
+        wrong: list[dict[str, Any]] = []
+
+        async def main() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+            await test()
+
+        asyncio.run(main())
+        assert not wrong, wrong
+
+    run.__name__ = test.__name__
+    return run

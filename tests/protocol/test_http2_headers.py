@@ -1,0 +1,158 @@
+"""HPACK against the RFC's own examples, against the `hpack` package, and against an enemy."""
+
+from __future__ import annotations
+
+import hpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.frontends.http2.frames import ConnectionFault, ErrorCode
+from server.frontends.http2.headers import Decoder, Field, HeaderMemory, encode
+
+_LIMIT = 16384
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        # RFC 7541, appendix C.3: requests without Huffman coding, one connection.
+        [
+            "828684410f7777772e6578616d706c652e636f6d",
+            "828684be58086e6f2d6361636865",
+            "828785bf400a637573746f6d2d6b65790c637573746f6d2d76616c7565",
+        ],
+        # Appendix C.4: the same with Huffman coding.
+        [
+            "828684418cf1e3c2e5f23a6ba0ab90f4ff",
+            "828684be5886a8eb10649cbf",
+            "828785bf408825a849e95ba97d7f8925a849e95bb8e8b4bf",
+        ],
+    ],
+)
+def test_the_examples_of_the_rfc(blocks: list[str]) -> None:
+    decoder = Decoder(_LIMIT)
+    common: list[Field] = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")]
+    site = (b":authority", b"www.example.com")
+    assert decoder.decode(bytes.fromhex(blocks[0])) == [*common, site]
+    assert decoder.decode(bytes.fromhex(blocks[1])) == [*common, site, (b"cache-control", b"no-cache")]
+    assert decoder.decode(bytes.fromhex(blocks[2])) == [
+        (b":method", b"GET"),
+        (b":scheme", b"https"),
+        (b":path", b"/index.html"),
+        site,
+        (b"custom-key", b"custom-value"),
+    ]
+    assert decoder.changes == 3
+
+
+_names = st.sampled_from([b":path", b"te", b"content-type", b"grpc-timeout", b"x-a", b"x-b"])
+_values = st.one_of(st.binary(max_size=40), st.sampled_from([b"trailers", b"/", b"application/grpc", b"x" * 1500]))
+_lists = st.lists(st.lists(st.tuples(_names, _values, st.booleans()), max_size=6), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_lists, st.booleans(), st.lists(st.integers(0, 4096), max_size=3))
+def test_whatever_another_encoder_writes_is_read(
+    lists: list[list[tuple[bytes, bytes, bool]]], huffman: bool, sizes: list[int]
+) -> None:
+    encoder, decoder = hpack.Encoder(), Decoder(1 << 20)
+    for number, fields in enumerate(lists):
+        if number < len(sizes):
+            encoder.header_table_size = sizes[number]
+        block = encoder.encode(fields, huffman=huffman)
+        assert decoder.decode(block) == [(name, value) for name, value, _ in fields]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300))))
+def test_what_we_encode_others_read(fields: list[Field]) -> None:
+    block = encode(fields)
+    assert [(bytes(n), bytes(v)) for n, v in hpack.Decoder(1 << 22).decode(block, raw=True)] == fields
+    decoder = Decoder(1 << 22)
+    assert decoder.decode(block) == fields
+    assert decoder.changes == 0
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.binary(max_size=80), max_size=4))
+def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) -> None:
+    decoder, judge = Decoder(_LIMIT), hpack.Decoder(_LIMIT)
+    for block in blocks:
+        try:
+            expected = [(bytes(n), bytes(v)) for n, v in judge.decode(block, raw=True)]
+        except (hpack.HPACKError, UnicodeDecodeError, IndexError):
+            expected = None
+        try:
+            found = decoder.decode(block)
+        except ConnectionFault as fault:
+            assert fault.code == ErrorCode.COMPRESSION_ERROR
+            return  # the connection would end here
+        if expected is None:
+            return
+        assert found == expected
+
+
+def _refused(block: str) -> None:
+    with pytest.raises(ConnectionFault) as caught:
+        Decoder(_LIMIT).decode(bytes.fromhex(block))
+    assert caught.value.code == ErrorCode.COMPRESSION_ERROR
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "80",  # index 0
+        "be",  # beyond the static table while the dynamic one is empty
+        "ffffffffff0f",  # an integer beyond all tables
+        "ff" + "80" * 200 + "01",  # an integer that never ends
+        "3fe21f",  # a table of 4097 bytes
+        "8220",  # a change of the table's size behind a field
+        "40",  # literal that ends at once
+        "4003616263",  # no value
+        "40036162630a61",  # value shorter than told
+        "0082ffff00",  # Huffman padding longer than 7 bits
+    ],
+)
+def test_broken_blocks_are_refused(block: str) -> None:
+    _refused(block)
+
+
+def test_a_list_beyond_the_limit_is_none_and_keeps_the_table_right() -> None:
+    decoder = Decoder(4096)
+    large = b"v" * 3000
+    first = b"\x40\x01a\x7f" + bytes((0x80 | (3000 - 127) & 0x7F, (3000 - 127) >> 7)) + large
+    assert decoder.decode(first) == [(b"a", large)]
+    assert decoder.decode(b"\xbe" * 16000) is None  # a bomb: 16 kB that mean 48 MB
+    assert decoder.decode(b"\xbe") == [(b"a", large)]
+
+
+def test_equal_blocks_are_understood_once_until_the_table_changes() -> None:
+    calls: list[list[Field] | None] = []
+
+    def understand(fields: list[Field] | None) -> int:
+        calls.append(fields)
+        return len(calls)
+
+    memory = HeaderMemory(_LIMIT, understand)
+    insert_a, insert_b, newest = b"\x40\x01a\x011", b"\x40\x01b\x012", b"\xbe"
+    assert memory.learn(insert_a) == 1
+    assert insert_a not in memory.known  # decoding it again would change the table again
+    assert memory.learn(newest) == 2
+    assert memory.known[newest] == 2
+    assert calls[-1] == [(b"a", b"1")]
+    memory.learn(insert_b)
+    assert newest not in memory.known  # the same byte means another field now
+    assert memory.learn(newest) == 4
+    assert calls[-1] == [(b"b", b"2")]
+    memory.learn(b"\x20")  # an empty table
+    assert not memory.known
+
+
+def test_the_memory_is_bounded() -> None:
+    memory = HeaderMemory(_LIMIT, lambda fields: fields)
+    for number in range(3000):
+        memory.learn(encode([(b"x", b"%d" % number)]))
+    assert len(memory.known) <= 256
+    memory.learn(encode([(b"x", b"y" * 4000)]))
+    assert max(map(len, memory.known)) <= 512
