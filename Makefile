@@ -34,6 +34,9 @@ serve: models ## install, build the demo models, serve on http://127.0.0.1:8000
 test: $(VENV)/.dev models ## everything that is tested without a GPU
 	$(BIN)/python -m pytest
 
+test-gpu: $(VENV)/.dev ## what needs an NVIDIA GPU (with the extra gpu installed)
+	$(BIN)/python -m pytest tests/gpu
+
 check: $(VENV)/.dev ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
