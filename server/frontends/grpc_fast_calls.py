@@ -94,14 +94,13 @@ class FastCall(Stream):
         if task is not None and not task.done() and not self._lingers:
             self._lingers = True
             self.connection.lingering += 1
+            task.add_done_callback(self._ended)
             if self.caller is not None:
                 self.caller.settle(error)
             task.cancel()
 
-    def _ended(self) -> None:
-        """The method has ended."""
-        if self._lingers:
-            self.connection.lingering -= 1
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        self.connection.lingering -= 1
 
     def _end_by(self, error: Exception) -> None:
         """The method raised."""
@@ -202,8 +201,6 @@ class UnaryCall(FastCall):
             raise
         except Exception as error:
             self._end_by(error)
-        finally:
-            self._ended()
 
     def _answer(self, message: Message) -> None:
         if self.gone:
@@ -342,8 +339,6 @@ class StreamingCall(FastCall):
             raise
         except Exception as error:
             self._end_by(error)
-        finally:
-            self._ended()
 
     def _finish(self) -> None:
         if not self.gone:

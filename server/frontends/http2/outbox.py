@@ -164,6 +164,8 @@ class Outbox:
         if not out:
             return
         self._out = []
+        if self._transport.is_closing():
+            return  # the peer has gone, of which the protocol will hear in a moment
         if self._large:
             self._large = False
             self._transport.writelines(out)

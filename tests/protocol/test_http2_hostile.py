@@ -1,0 +1,281 @@
+"""Peers that mean harm: floods, silence, crumbs, windows of nothing. Each ends as a bounded nuisance."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from server.core.clock import monotonic_ns
+from server.frontends.http2 import frames
+from server.frontends.http2.flow import Allowance, Limits
+from server.frontends.http2.frames import ConnectionFault, ErrorCode, Setting
+from tests.http2_peer import HELLO, Frame, Wire, data, on_a_loop, request
+
+QUICK = Limits(
+    handshake_s=0.1,
+    frame_s=0.1,
+    message_s=0.15,
+    stall_s=0.1,
+    keepalive_s=0.1,
+    keepalive_timeout_s=0.1,
+    idle_s=10.0,
+    drain_s=0.05,
+    linger_s=0.1,
+)
+
+
+async def _until_closed(wire: Wire, timeout_s: float = 2.0) -> list[Frame]:
+    end_ns = monotonic_ns() + int(timeout_s * 1e9)
+    found: list[Frame] = []
+    while monotonic_ns() < end_ns:
+        await asyncio.sleep(0.01)
+        found += await wire.frames()
+        if wire.transport.closed:
+            return found
+    raise AssertionError("the connection is still open")
+
+
+FLOODS: dict[str, bytes] = {
+    "ping": frames.ping(b"\0" * 8, ack=False),
+    "settings": frames.settings({Setting.INITIAL_WINDOW_SIZE: 5}),
+    "empty data": data(1, b""),
+    "crumbs on a stream nobody serves": data(1, b"x"),
+    "priority": frames.frame(frames.PRIORITY, 0, 1, b"\0" * 5),
+    "window update": frames.window_update(1, 1),
+    "unknown": frames.frame(0x77, 0, 0, b"x"),
+    "reset of a closed stream": frames.rst_stream(1, ErrorCode.CANCEL),
+    "padding": frames.frame(frames.DATA, frames.PADDED, 1, b"\x02\0\0"),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_floods_of_frames_without_work_end_the_connection(name: str) -> None:
+    @on_a_loop
+    async def run() -> None:
+        wire = Wire(limits=Limits(burst=500, per_s=100))
+        wire.application.answers = False
+        sent = FLOODS[name]
+        await wire.send(request(1, end="crumbs" in name))
+        if "crumbs" in name or "closed" in name:
+            await wire.send(frames.rst_stream(1, ErrorCode.CANCEL))
+        await wire.send(*[sent] * 100)
+        assert not wire.transport.closed, "a few are no flood"
+        found = await wire.send(*[sent * 50] * 40)
+        assert (found[-1].kind, found[-1].code) == (frames.GOAWAY, ErrorCode.ENHANCE_YOUR_CALM)
+        assert wire.transport.closed
+
+    run()
+
+
+@on_a_loop
+async def test_rapid_reset_ends_the_connection() -> None:
+    """CVE-2023-44487."""
+    wire = Wire(limits=Limits(burst=500, per_s=100))
+    wire.application.answers = False
+    attack = [request(2 * n + 1) + frames.rst_stream(2 * n + 1, ErrorCode.CANCEL) for n in range(2000)]
+    found = await wire.send(*attack)
+    assert found[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+    assert len(wire.application.opened) <= 501
+    assert not wire.connection.streams
+
+
+@on_a_loop
+async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
+    """CVE-2025-8671: the peer makes us reset its streams."""
+    wire = Wire(limits=Limits(burst=500, per_s=100))
+    wire.application.answers = False
+    attack = [request(2 * n + 1) + frames.window_update(2 * n + 1, 0) for n in range(2000)]
+    assert (await wire.send(*attack))[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+
+
+@on_a_loop
+async def test_work_pays_for_any_number_of_pings_and_window_updates() -> None:
+    wire = Wire(limits=Limits(burst=100, per_s=1))
+    for number in range(3000):
+        stream_id = 2 * number + 1
+        await wire.send(
+            request(stream_id, end=False)
+            + frames.ping(b"\0" * 8, ack=False)
+            + data(stream_id, b"abc", end=True)
+            + frames.window_update(0, 3)
+        )
+        wire.transport.written.clear()
+    assert not wire.transport.closed
+    assert wire.connection.last_id == 5999
+
+
+def test_time_fills_the_allowance_up_again() -> None:
+    allowance = Allowance(burst=10, per_s=1_000_000_000)
+    allowance.spend(10)
+    allowance.spend(1)  # some time has passed since it was made
+    allowance.left = 500
+    allowance.cap()
+    assert allowance.left == 10
+    poor = Allowance(burst=3, per_s=0)
+    poor.spend(3)
+    with pytest.raises(ConnectionFault):
+        poor.spend(1)
+
+
+@on_a_loop
+async def test_who_never_greets_is_cut() -> None:
+    for hello in (b"", frames.PREFACE[:10], frames.PREFACE, frames.PREFACE + b"\0\0"):
+        wire = Wire(limits=QUICK, hello=hello)
+        found = await _until_closed(wire)
+        assert found[-1].code in (ErrorCode.SETTINGS_TIMEOUT, ErrorCode.ENHANCE_YOUR_CALM)
+        assert wire.application.connections == 0
+
+
+@pytest.mark.parametrize("part", [request(1)[:12], frames.frame(frames.HEADERS, 0, 1, b""), b"\0"])
+def test_frames_and_header_blocks_must_get_done(part: bytes) -> None:
+    @on_a_loop
+    async def run() -> None:
+        wire = Wire(limits=QUICK)
+        wire.connection.data_received(part)
+        assert (await _until_closed(wire))[-1].code == ErrorCode.ENHANCE_YOUR_CALM
+
+    run()
+
+
+@on_a_loop
+async def test_crumbs_of_a_header_block_do_not_stop_its_clock() -> None:
+    wire = Wire(limits=QUICK)
+    wire.connection.data_received(frames.frame(frames.HEADERS, 0, 1, b""))
+    for _ in range(25):
+        if wire.transport.closed:
+            break
+        wire.connection.data_received(frames.frame(frames.CONTINUATION, 0, 1, b"\x82"))
+        await asyncio.sleep(0.02)
+    assert wire.transport.closed
+
+
+@on_a_loop
+async def test_a_body_that_does_not_come_is_given_up_and_the_connection_goes_on() -> None:
+    wire = Wire(limits=QUICK)
+    wire.connection.data_received(request(1, end=False) + data(1, b"abc"))
+    found: list[Frame] = []
+    for number in range(30):
+        found += await wire.send(frames.ping(b"%08d" % number, ack=False))
+        await asyncio.sleep(0.02)
+    assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
+    assert not wire.transport.closed
+    await wire.drop()
+
+
+@on_a_loop
+async def test_an_answer_that_nobody_takes_is_given_up() -> None:
+    wire = Wire(limits=QUICK, hello=frames.PREFACE + frames.settings({Setting.INITIAL_WINDOW_SIZE: 0}))
+    wire.application.answer = b"x" * 1000
+    found = await wire.send(request(1))
+    for number in range(30):
+        found += await wire.send(frames.ping(b"%08d" % number, ack=False))
+        await asyncio.sleep(0.02)
+    assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
+    assert wire.connection.outbox.held_bytes == 0
+    assert wire.application.lost == [1]
+    await wire.drop()
+
+
+@on_a_loop
+async def test_answers_that_nobody_reads_close_the_door_for_new_requests() -> None:
+    wire = Wire(limits=Limits(held_bytes=10_000))
+    wire.application.answer = b"x" * 6_000
+    await wire.frames()
+    wire.transport.fill()
+    found = await wire.send(*[request(2 * number + 1) for number in range(5)])
+    assert found == []
+    assert len(wire.application.opened) == 2
+    wire.transport.empty()
+    found = await wire.frames()
+    codes = [(frame.stream_id, frame.code) for frame in found if frame.kind == frames.RST_STREAM]
+    assert codes == [(number, ErrorCode.REFUSED_STREAM) for number in (5, 7, 9)]
+    assert sum(len(frame.payload) for frame in found if frame.kind == frames.DATA) == 12_000
+
+
+@on_a_loop
+async def test_pings_of_a_peer_that_does_not_read_are_not_kept_without_end() -> None:
+    wire = Wire(limits=Limits(control_bytes=5_000))
+    wire.transport.fill()
+    await wire.send(*[frames.ping(b"\0" * 8, ack=False)] * 400)
+    assert wire.transport.aborted
+    assert wire.application.connections == 0
+
+
+@on_a_loop
+async def test_a_dead_peer_is_asked_and_then_dropped() -> None:
+    wire = Wire(limits=QUICK)
+    wire.application.answers = False
+    await wire.send(request(1))
+    found = await _until_closed(wire)
+    assert [frame.flags for frame in found if frame.kind == frames.PING] == [0]
+    assert wire.transport.aborted
+    assert wire.application.lost == [1]
+
+
+@on_a_loop
+async def test_a_peer_that_answers_lives_on() -> None:
+    wire = Wire(limits=QUICK)
+    asked = 0
+    for _ in range(40):
+        await asyncio.sleep(0.02)
+        for frame in await wire.frames():
+            if frame.kind == frames.PING and not frame.flags & frames.ACK:
+                asked += 1
+                wire.connection.data_received(frames.ping(frame.payload, ack=True))
+    assert asked >= 2
+    assert not wire.transport.closed
+    await wire.drop()
+
+
+@on_a_loop
+async def test_an_idle_connection_is_shut_down_without_a_fault() -> None:
+    wire = Wire(limits=Limits(handshake_s=0.1, idle_s=0.2, drain_s=0.05))
+    await wire.send(request(1))
+    found = await _until_closed(wire)
+    assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
+
+
+@on_a_loop
+async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
+    wire = Wire()
+    wire.application.answers = False
+    await wire.send(request(1))
+    wire.connection.lifetime.drain()
+    warned, asked = await wire.frames()
+    assert (warned.payload[:4], warned.code) == (b"\x7f\xff\xff\xff", ErrorCode.NO_ERROR)
+    # Opened by the peer before it read the warning: served.
+    await wire.send(request(3))
+    (last,) = await wire.send(frames.ping(asked.payload, ack=True))
+    assert (last.payload[:4], last.code) == (b"\0\0\0\3", ErrorCode.NO_ERROR)
+    # Opened after the last word: not served, and no fault either; nor is what belongs to it.
+    assert (
+        await wire.send(request(5, end=False) + data(5, b"x", end=True) + frames.rst_stream(5, ErrorCode.CANCEL)) == []
+    )
+    assert len(wire.application.opened) == 2
+    for stream_id in (1, 3):
+        assert not wire.transport.closed
+        wire.application.streams[stream_id].answer(b"done")
+        assert frames.DATA in [frame.kind for frame in await wire.frames()]
+    assert wire.transport.closed
+    assert wire.application.connections == 0
+
+
+@on_a_loop
+async def test_a_shutdown_does_not_wait_for_a_ping_for_ever() -> None:
+    wire = Wire(limits=QUICK, hello=HELLO)
+    wire.connection.lifetime.drain()
+    found = await _until_closed(wire)
+    assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
+
+
+@on_a_loop
+async def test_a_connection_that_cannot_be_flushed_is_cut_after_a_while() -> None:
+    wire = Wire(limits=QUICK)
+    wire.transport.fill()
+    await wire.send(data(0, b"x"))
+    assert wire.transport.closed
+    assert not wire.transport.aborted
+    await asyncio.sleep(0.2)
+    assert wire.transport.aborted
+    assert wire.application.connections == 0
