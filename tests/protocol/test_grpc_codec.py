@@ -1,0 +1,277 @@
+"""Messages of gRPC inference that come in: golden bytes, and what is refused with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2 as pb
+
+from server.core.errors import BadRequest, Unsupported
+from server.frontends.grpc_codec import scan
+from tests.grpc_messages import A, B, codec, decode, request, tensor
+
+
+def changed(**fields: Any) -> pb.ModelInferRequest:
+    """The request of the client with one field of its input B changed."""
+    message = request()
+    for name, value in fields.items():
+        if name == "shape":
+            message.inputs[1].shape[:] = value
+        else:
+            setattr(message.inputs[1], name, value)
+    return message
+
+
+def told(**parameters: pb.InferParameter) -> pb.ModelInferRequest:
+    """The client's request with parameters that the client itself would not send so."""
+    message = request()
+    for name, parameter in parameters.items():
+        message.parameters[name].CopyFrom(parameter)
+    return message
+
+
+def test_a_golden_request() -> None:
+    wire = bytes.fromhex(
+        "0a016d 120133 1a026964"  # model_name m, model_version 3, id "id"
+        "2a0e 0a0141 1205494e543332 1a020202"  # inputs: A INT32 [2, 2]
+        "2a0d 0a0142 120446503332 1a020201"  # inputs: B FP32 [2, 1]
+        "3a10 01000000 02000000 03000000 04000000"
+        "3a08 0000003f 0000c03f"
+    )
+    message = pb.ModelInferRequest.FromString(wire)
+    message.model_version = ""
+    assert message == request(request_id="id")  # the bytes are what Triton's client says
+    envelope = scan(wire)
+    assert (envelope.model_name, envelope.model_version, envelope.id) == ("m", "3", "id")
+    assert envelope.header == wire[:6] + wire[10:41]
+    assert envelope.spans == [(43, 16), (61, 8)]
+    decoded, _ = codec().decode(wire, envelope, 1_000)
+    assert decoded.inputs["A"].tolist() == [[1, 2], [3, 4]]
+    assert decoded.inputs["B"].tolist() == [[0.5], [1.5]]
+    assert (decoded.inputs["A"].dtype, decoded.inputs["B"].dtype) == ("<i4", "<f4")
+    assert (decoded.rows, decoded.received_ns, decoded.id, decoded.size_bytes) == (2, 1_000, "id", len(wire))
+
+
+def test_tensors_are_views_of_the_message() -> None:
+    wire = request().SerializeToString()
+    decoded, _ = decode(wire)
+    whole = np.frombuffer(wire, np.uint8)
+    assert np.shares_memory(decoded.inputs["A"], whole)
+    assert np.shares_memory(decoded.inputs["B"], whole)
+
+
+def test_fields_may_come_in_any_order_and_unknown_ones_are_skipped() -> None:
+    message = request(request_id="7", priority=3)
+    alone = [
+        pb.ModelInferRequest(**{name: getattr(message, name)}).SerializeToString()
+        for name in ("raw_input_contents", "id", "parameters", "inputs", "model_version", "model_name")
+    ]
+    strangers = [
+        bytes.fromhex("4801"),  # field 9, varint
+        bytes.fromhex("80010a"),  # field 16, varint
+        bytes.fromhex("51") + bytes(8),  # field 10, 64 bits
+        bytes.fromhex("5d") + bytes(4),  # field 11, 32 bits
+        bytes.fromhex("8201 03 616263"),  # field 16, three bytes
+        bytes.fromhex("48 ffffffffffffffffff01"),  # field 9, the largest varint
+    ]
+    wire = b"".join(part for pair in zip(strangers, alone, strict=True) for part in pair)
+    decoded, plan = decode(wire)
+    assert decoded.inputs["A"].tolist() == A.tolist()
+    assert decoded.inputs["B"].tolist() == B.tolist()
+    assert (decoded.id, plan.priority) == ("7", 3)
+    assert scan(wire).model_name == "m"
+
+
+def test_the_last_of_repeated_single_fields_counts_as_in_protobuf() -> None:
+    wire = (
+        pb.ModelInferRequest(model_name="x", id="1").SerializeToString() + request(request_id="2").SerializeToString()
+    )
+    envelope = scan(wire)
+    assert (envelope.model_name, envelope.id) == ("m", "2")
+    assert pb.ModelInferRequest.FromString(wire).id == "2"
+
+
+def test_what_a_request_says_of_itself() -> None:
+    decoded, _ = decode(request(request_id="no 7", priority=2, timeout=5, parameters={"my own": "x", "f": 1.5}))
+    assert (decoded.id, decoded.priority, decoded.deadline_ns) == ("no 7", 2, 1_000 + 5_000)
+    plain, _ = decode(request())
+    assert (plain.id, plain.priority, plain.deadline_ns) == ("", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "transport_ns", "expected_ns"),
+    [(None, 0, 0), (None, 9_000, 9_000), (5, 0, 6_000), (5, 9_000, 6_000), (5, 2_000, 2_000), (-1, 9_000, 9_000)],
+)
+def test_the_earlier_deadline_counts(timeout_us: int | None, transport_ns: int, expected_ns: int) -> None:
+    decoded, _ = decode(request(timeout=timeout_us), deadline_ns=transport_ns)
+    assert decoded.deadline_ns == expected_ns
+
+
+def test_headers_that_repeat_are_read_once_whatever_the_id() -> None:
+    one = codec()
+    _, first = decode(request(request_id="1"), of=one)
+    other = [tensor("A", A[::-1].copy()), tensor("B", B)]
+    decoded, second = decode(request(other, request_id="2"), of=one)
+    assert second is first
+    assert decoded.id == "2"
+    assert decoded.inputs["A"].tolist() == [[3, 4], [1, 2]]
+
+
+def test_few_headers_are_remembered_and_none_with_contents() -> None:
+    one = codec()
+    decode(typed("B", "fp32_contents", [1, 2]), of=one)
+    assert len(one._plans) == 0
+    for columns in range(1, 1_000):
+        decode(request([tensor("A", A), tensor("B", np.zeros((2, columns), np.float32))]), of=one)
+    assert 0 < len(one._plans) <= 256
+
+
+def typed(name: str, field: str, values: Sequence[Any], **fields: Any) -> pb.ModelInferRequest:
+    """A and B in typed contents, one of them as given."""
+    message = pb.ModelInferRequest(model_name="m")
+    for each, kind, default, array in (("A", "INT32", "int_contents", A), ("B", "FP32", "fp32_contents", B)):
+        entry = message.inputs.add(name=each, datatype=kind, shape=array.shape)
+        if each == name:
+            getattr(entry.contents, field).extend(values)
+            for key, value in fields.items():
+                getattr(entry.contents, key).extend(value)
+        else:
+            getattr(entry.contents, default).extend(array.reshape(-1).tolist())
+    return message
+
+
+def test_typed_and_raw_contents_are_not_mixed() -> None:
+    message = typed("A", "int_contents", [1, 2, 3, 4])
+    message.raw_input_contents.append(A.tobytes())
+    with pytest.raises(BadRequest, match="input 'A' has contents, but raw_input_contents came too"):
+        decode(message)
+    message = typed("A", "int_contents", [1, 2, 3, 4])
+    message.inputs[1].ClearField("contents")
+    with pytest.raises(
+        BadRequest, match="0 raw_input_contents came, expected 1: one for each input that has no contents"
+    ):
+        decode(message)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1000])
+def test_another_number_of_raw_contents(count: int) -> None:
+    message = request()
+    del message.raw_input_contents[:]
+    message.raw_input_contents.extend([A.tobytes()] * count)
+    one = codec()
+    for _ in range(2):  # read, and remembered
+        with pytest.raises(BadRequest, match=f"{count} raw_input_contents came, expected 2"):
+            decode(message, of=one)
+
+
+REFUSED: list[tuple[pb.ModelInferRequest, str]] = [
+    (request([]), r"model 'm' needs the inputs \['A', 'B'\]"),
+    (request([tensor("A", A)]), r"model 'm' needs the inputs \['B'\]"),
+    (request([tensor("A", A), tensor("A", A)]), "input 'A' is there twice"),
+    (changed(name="C"), r"model 'm' has no input 'C'; its inputs are \['A', 'B'\]"),
+    (changed(datatype="FP64"), "input 'B' has datatype 'FP64', expected FP32"),
+    (changed(datatype="x" * 10**6), "input 'B' has datatype 'x+', expected FP32"),
+    (changed(shape=[2]), r"input 'B' of model 'm' has shape \[2\], expected \[-1, -1\]"),
+    (changed(shape=[2, 0]), "every dimension must be at least 1"),
+    (changed(shape=[2, -1]), "every dimension must be at least 1"),
+    (changed(shape=[2, 2**62]), "more elements than any memory holds"),
+    (changed(shape=[2, 2]), r"input 'B': 8 bytes came for shape \[2, 2\] of FP32, expected 16"),
+    (changed(shape=[1, 2]), r"number of rows .* \{'A': 2, 'B': 1\}"),
+    (request(outputs=[triton.InferRequestedOutput("U")]), r"model 'm' has no output 'U'; its outputs are \['S', 'T'\]"),
+    (request(outputs=[triton.InferRequestedOutput("S")] * 2), "output 'S' is asked for twice"),
+    (request(outputs=[triton.InferRequestedOutput("S", class_count=-1)]), "classification must be at least 1"),
+    (told(priority=pb.InferParameter(string_param="high")), "'priority' must be a whole number, not str"),
+    (told(timeout=pb.InferParameter(double_param=1.5)), "'timeout' must be a whole number, not float"),
+    (told(timeout=pb.InferParameter(bool_param=False)), "'timeout' must be a whole number, not bool"),
+    (request(parameters={"headrace.x": 1}), "'headrace.x' is reserved"),
+    (told(triton_x=pb.InferParameter(bool_param=True)), "'triton_x' is reserved"),
+    (told(p=pb.InferParameter()), "parameter 'p' has no value"),
+    (request(parameters={str(n): n for n in range(2_000)}), "2000 parameters came, at most 1024 are taken"),
+    (
+        told(shared_memory_region=pb.InferParameter(string_param="r")),
+        "belongs to an input or an output, not to the request",
+    ),
+    (typed("B", "fp32_contents", []), r"0 elements came in fp32_contents for shape \[2, 1\], expected 2"),
+    (typed("B", "fp32_contents", [1, 2, 3]), r"3 elements came in fp32_contents for shape \[2, 1\], expected 2"),
+    (typed("B", "fp32_contents", [1, 2], int_contents=[1]), "its contents go into fp32_contents, not int_contents"),
+]
+
+
+@pytest.mark.parametrize(("message", "words"), REFUSED, ids=[words[:40] for _, words in REFUSED])
+def test_requests_that_are_refused(message: pb.ModelInferRequest, words: str) -> None:
+    one = codec()
+    for _ in range(2):
+        with pytest.raises(BadRequest, match=words) as caught:
+            decode(message, of=one)
+        assert len(str(caught.value)) < 400
+
+
+def test_sequences_are_not_offered() -> None:
+    for sequence in (5, "five"):
+        with pytest.raises(Unsupported, match="'sequence_id': sequences are not offered"):
+            decode(request(sequence_id=sequence))
+
+
+NO_MESSAGE: list[tuple[str, str]] = [
+    ("0a", "ends in the middle of a field"),
+    ("0a05 6d", "ends in the middle of a field"),
+    ("3a80", "ends in the middle of a field"),
+    ("3aff7f 00", "ends in the middle of a field"),
+    ("3affffffff0f 00", "ends in the middle of a field"),
+    ("48", "ends in the middle of a field"),
+    ("48 80", "ends in the middle of a field"),
+    ("51 00", "ends in the middle of a field"),
+    ("8201 05 00", "ends in the middle of a field"),
+    ("08 01", "field 1 is there with wire type 0"),
+    ("3d 00000000", "field 7 is there with wire type 5"),
+    ("2b 2c", "field 5 is there with wire type 3"),
+    ("ba00 00", "field 7 is there with wire type 2, or its tag is longer than it needs to be"),
+    ("8a808000 01 6d", "field 1 is there"),
+    ("02 00", "field 0 is there"),
+    ("00 00", "field 0 is there"),
+    ("4b 4c", "field 9 has wire type 3"),
+    ("4f 00", "field 9 has wire type 7"),
+    ("3a 808080808000", "a number has more than 5 bytes"),
+    ("ffffffffff7f 00", "a number has more than 5 bytes"),
+    ("48 ffffffffffffffffffff01", "a number has more than 10 bytes"),
+    ("0a 01 ff", "must be UTF-8 text"),
+    ("1a 02 c328", "must be UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize(("wire", "words"), NO_MESSAGE)
+def test_bytes_that_are_no_message(wire: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        scan(bytes.fromhex(wire))
+
+
+def test_fields_that_do_not_parse() -> None:
+    wire = bytes.fromhex("2a 03 0a 05 41")  # an input whose name ends beyond it
+    with pytest.raises(BadRequest, match="its fields do not parse"):
+        decode(wire)
+
+
+@pytest.mark.parametrize("field", ["3a00", "2a00", "2200", "1a00"])
+def test_the_number_of_fields_is_bounded(field: str) -> None:
+    assert scan(bytes.fromhex(field) * 4096)
+    with pytest.raises(BadRequest, match="more than 4096 fields"):
+        scan(bytes.fromhex(field) * 4097)
+
+
+def test_a_model_without_a_batch_dimension() -> None:
+    one = codec(batch=0)
+    message = request([tensor("A", A[0]), tensor("B", np.zeros(4, np.float32))])
+    decoded, _ = decode(message, of=one)
+    assert decoded.rows == 1
+
+
+def test_an_optional_input_may_be_left_out_and_such_requests_queue_apart() -> None:
+    one = codec(optional=True)
+    alone, _ = decode(request([tensor("A", A)]), of=one)
+    both, _ = decode(request(), of=one)
+    assert set(alone.inputs) == {"A"}
+    assert alone.shape_key != both.shape_key
