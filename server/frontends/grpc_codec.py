@@ -243,6 +243,8 @@ class GrpcCodec:
         except DecodeError:
             raise BadRequest("the request is not a ModelInferRequest: its fields do not parse") from None
         parameters = _parameters(message.parameters)
+        # Triton's client asks with it for an empty last answer of models that answer several times: ours answer once.
+        parameters.pop("triton_enable_empty_final_response", None)
         request_parameters(parameters)
         draft = Draft(self._maker)
         for tensor in message.inputs:
