@@ -67,7 +67,7 @@ def _no_number(word: str) -> Any:
 
 def _short(error: Exception) -> str:
     """The parser's sentence; it quotes what was sent, so it is bounded and freed of what cannot be sent back."""
-    return str(error).encode("ascii", "backslashreplace").decode("ascii")[:400]
+    return ascii(str(error))[1:-1][:400]
 
 
 def _note(data: dict[str, Any], descriptor: Descriptor, loc: Location, written: dict[Location, int]) -> None:

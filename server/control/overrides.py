@@ -47,7 +47,7 @@ def check_files(files: Mapping[str, bytes], config: Document) -> None:
 
 
 def _check_path(path: str, labels: set[str]) -> None:
-    shown = f"'file:{path[:80].encode('ascii', 'backslashreplace').decode('ascii')}'"
+    shown = ascii("file:" + path[:80])  # it reaches logs and terminals
     problem = filename_problem(path)
     if problem is not None:
         raise BadRequest(f"parameter {shown} leads out of the model's folder ({problem[1]})")
