@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-Text = Annotated[str, Meta(max_length=65536)]
 _Bytes = Annotated[int, Meta(ge=1, le=2**62)]
 _Count = Annotated[int, Meta(ge=0)]
-BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 
 
 # Requests: every field is named here, anything else is refused.
@@ -36,9 +35,8 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
         Meta(
             description="`config`: a configuration in Triton's JSON, as text; `file:<path>`: a file's content in base64",
             extra_json_schema={
-                "properties": {"config": {"type": "string"}},
-                "patternProperties": {"^file:": {"type": "string", "pattern": BASE64}},
-                "additionalProperties": False,
+                "propertyNames": {"pattern": "^(?:config$|file:)"},
+                "patternProperties": {"^file:": {"type": "string", "pattern": _BASE64}},
             },
         ),
     ] = {}
@@ -67,7 +65,7 @@ class SystemRegionRequest(Struct, forbid_unknown_fields=True):
 class RawHandle(Struct, forbid_unknown_fields=True):
     """cudaIpcMemHandle_t."""
 
-    b64: Annotated[str, Meta(max_length=4096, pattern=BASE64, description="its bytes in base64")]
+    b64: Annotated[str, Meta(max_length=4096, pattern=_BASE64, description="its bytes in base64")]
 
 
 class CudaRegionRequest(Struct, forbid_unknown_fields=True):

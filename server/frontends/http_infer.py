@@ -146,7 +146,7 @@ class InferEndpoint:
     def _codec(self, spec: ModelSpec) -> ModelCodec:
         codec = self._codecs.get(spec)
         if codec is None:
-            codec = self._codecs[spec] = ModelCodec(spec)
+            codec = self._codecs[spec] = ModelCodec(spec, self._regions)
         return codec
 
     async def _read(

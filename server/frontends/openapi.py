@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ def page(table: Sequence[Route], version: str) -> dict[str, Any]:
     """
     types = [kind for route in table for kind in (route.body, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components([*types, http_bodies.Error], ref_template=_REFERENCE)
+    for component in components.values():
+        component["description"] = inspect.cleandoc(component["description"])
     by_type = {repr(kind): schema for kind, schema in zip(types, schemas, strict=False)}
     paths: dict[str, dict[str, Any]] = {path: {"post": _infer(path)} for path in openapi_infer.PATHS}
     for route in table:

@@ -107,10 +107,13 @@ INFER_CASES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     ),
     "triton_ parameters": (with_inputs(A, B, parameters={"triton_final_response": True}), ("triton_final", "reserved")),
     "headrace. parameters": (with_inputs(A, B, parameters={"headrace.trace": 1}), ("headrace.trace", "reserved")),
-    "shared memory in": (with_inputs(B, {**BINARY_A, "parameters": {"shared_memory_region": "r"}}), ("shared memory",)),
+    "shared memory in": (
+        with_inputs(B, {**BINARY_A, "parameters": {"shared_memory_region": "r"}}),
+        ("shared_memory_byte_size",),
+    ),
     "shared memory out": (
         with_inputs(A, B, outputs=[{"name": "SUM", "parameters": {"shared_memory_region": "r"}}]),
-        ("shared memory",),
+        ("shared_memory_byte_size",),
     ),
     "a sequence": (with_inputs(A, B, parameters={"sequence_id": 7}), ("sequence",)),
     "a timeout that is no number": (with_inputs(A, B, parameters={"timeout": "1s"}), ("timeout", "str")),

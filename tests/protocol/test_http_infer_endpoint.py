@@ -105,6 +105,7 @@ def call(
     headers: Sequence[tuple[bytes, bytes]] = (),
     then: Sequence[dict[str, Any]] = (),
     model: str = "twice",
+    traces: Traces | None = None,
 ) -> Answer | None:
     """One request in as many parts as there are bodies; None if nothing was answered."""
     incoming: list[dict[str, Any]] = [
@@ -123,7 +124,7 @@ def call(
         sent.append(dict(message))
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle), LIMIT)
+        endpoint = InferEndpoint(services(handle, traces), LIMIT)
         await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
 
     asyncio.run(run())
@@ -257,6 +258,23 @@ def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
     assert call(handle, request(), then=[{"type": "http.disconnect"}]) is None
     assert handle.completions[0].done
     assert isinstance(handle.failures[0], Cancelled)
+
+
+def test_traces_get_every_answered_request_while_they_are_active() -> None:
+    traces, handle = Traces(active=True), Handle()
+    assert call(handle, request(), traces=traces) is not None
+    ((spec, asked, answered, queued_ns, done_ns),) = traces.records
+    assert (spec, asked) == (SPEC, handle.requests[0])
+    assert answered.outputs["Y"].tolist() == [[1.0, 1.0]]
+    assert 0 < asked.received_ns <= queued_ns <= done_ns
+    assert call(Handle(ModelFailed("no")), request(), traces=traces) is not None
+    assert len(traces.records) == 1, "an error was traced as an answer"
+
+
+def test_traces_get_nothing_while_they_are_not_active() -> None:
+    traces = Traces()
+    assert call(Handle(), request(), traces=traces) is not None
+    assert traces.records == []
 
 
 def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
