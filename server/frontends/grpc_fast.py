@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from server.core.clock import NS_PER_S, monotonic_ns
+from server.core.errors import Unavailable
 from server.frontends.grpc_fast_calls import FastCall, StreamingCall, UnaryCall
 from server.frontends.grpc_fast_deadlines import Deadlines
-from server.frontends.grpc_fast_wire import PREFIX_BYTES, RequestHead, Status, understand
+from server.frontends.grpc_fast_wire import PREFIX_BYTES, RequestHead, understand
 from server.frontends.grpc_methods import Methods
 from server.frontends.http2.connection import Http2Connection
 from server.frontends.http2.flow import Limits
@@ -82,10 +83,11 @@ class FastGrpcServer:
                     stream.tell_stopping()
             connection.lifetime.drain()
         await self._wait_until_empty((end_ns - monotonic_ns()) / NS_PER_S)
+        late = Unavailable("the server is shutting down and could not wait for this request")
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
                 if isinstance(stream, FastCall):
-                    stream.fail(Status("UNAVAILABLE", "the server is stopping"))
+                    stream.fail(late)
             connection.shut()
         await self._wait_until_empty(self._limits.linger_s + 0.5)
         self._deadlines.close()

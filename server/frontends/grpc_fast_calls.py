@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
 
 from server.core.clock import monotonic_ns
 from server.core.completion import LoopCompletion
@@ -25,8 +23,6 @@ from server.frontends.grpc_methods import Message
 from server.frontends.http2.connection import Http2Connection
 from server.frontends.http2.frames import DATA, FRAME_HEAD, ErrorCode
 from server.frontends.http2.stream import Stream
-
-logger = logging.getLogger(__name__)
 
 # Smaller messages are joined to one piece; larger ones go out part by part.
 _JOIN_BELOW_BYTES = 16384
@@ -68,18 +64,17 @@ class FastCall(Stream):
 
     def too_slow(self) -> None:
         """The client takes too long to send its message."""
-        self.fail(Status("DEADLINE_EXCEEDED", "the request did not arrive in time"))
+        self.fail(DeadlineExceeded("the request did not arrive in time"))
 
     def expire(self) -> None:
         """The deadline has passed."""
         if not self.gone:
-            self.fail(Status("DEADLINE_EXCEEDED", "the call's deadline has passed"))
+            self.fail(DeadlineExceeded("the call's deadline has passed"))
 
-    def fail(self, status: Status) -> None:
+    def fail(self, error: HeadraceError) -> None:
         """End the call from outside of its method, and the method with it."""
-        self._end(status)
-        late = status.code == "DEADLINE_EXCEEDED"
-        self._abandon(DeadlineExceeded(status.message) if late else Cancelled(status.message))
+        self._end(Status.of(error))
+        self._abandon(error)
 
     def _end(self, status: Status) -> None:
         if not self.gone:
@@ -96,20 +91,12 @@ class FastCall(Stream):
             self.connection.lingering += 1
             task.add_done_callback(self._ended)
             if self.caller is not None:
-                self.caller.settle(error)
-            task.cancel()
+                self.caller.settle(error)  # which resumes the method, with a better error than a cancellation
+            else:
+                task.cancel()
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         self.connection.lingering -= 1
-
-    def _end_by(self, error: Exception) -> None:
-        """The method raised."""
-        if isinstance(error, HeadraceError):
-            self._end(Status.of(error))
-            return
-        reference = uuid.uuid4().hex[:12]
-        logger.error("a gRPC method failed (reference %s)", reference, exc_info=error)
-        self._end(Status("INTERNAL", f"the server failed on this request; its log has the cause ({reference})"))
 
     def _wrong_length(self, size_bytes: int, end: bool) -> bool:
         """Count a part of the body; True, and the stream is reset, if it is at odds with content-length."""
@@ -200,7 +187,7 @@ class UnaryCall(FastCall):
             self._end(Status("CANCELLED", "the server has cancelled the call"))
             raise
         except Exception as error:
-            self._end_by(error)
+            self._end(Status.of(error))
 
     def _answer(self, message: Message) -> None:
         if self.gone:
@@ -247,7 +234,7 @@ class StreamingCall(FastCall):
             if end and reader.partial:
                 raise BadRequest("the client closed the stream in the middle of a message")
         except HeadraceError as error:
-            self.fail(Status.of(error))
+            self.fail(error)
             return
         if reader.partial:
             if not self.receiving:
@@ -268,7 +255,7 @@ class StreamingCall(FastCall):
             if self.gone:
                 raise Cancelled("the client has left")
             if self.stopping:
-                raise Unavailable("the server is stopping")
+                raise Unavailable("the server is shutting down")
             if self._reader.waiting:
                 message = self._reader.take()
                 if not self._reader.waiting:
@@ -338,7 +325,7 @@ class StreamingCall(FastCall):
             self._end(Status("CANCELLED", "the server has cancelled the call"))
             raise
         except Exception as error:
-            self._end_by(error)
+            self._end(Status.of(error))
 
     def _finish(self) -> None:
         if not self.gone:

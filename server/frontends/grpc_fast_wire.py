@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from struct import Struct
 
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from server.core.errors import BadRequest, HeadraceError, TooLarge, Unavailable
+from server.core.errors import BadRequest, HeadraceError, TooLarge
 from server.frontends.compression import decompress
 from server.frontends.grpc_methods import Methods, Stream, Unary
+from server.frontends.grpc_status import failure
 from server.frontends.http2.connection import MalformedHeadersError
 from server.frontends.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEAD, HEADERS
 from server.frontends.http2.headers import Field, encode
-from server.frontends.status import grpc_code, retry_after_s
 
 CODES = {
     "OK": 0,
@@ -51,8 +51,6 @@ _UNIT_NS = {
 }
 # A longer time-out is none.
 _LONGEST_NS = 365 * 24 * 3600 * NS_PER_S
-# Of a status text; clients refuse trailers of more than 8 KiB.
-_MESSAGE_BYTES = 2048
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _FORBIDDEN_IN_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]$")
@@ -110,10 +108,10 @@ class Status:
     metadata: tuple[Field, ...] = ()
 
     @classmethod
-    def of(cls, error: HeadraceError) -> Status:
-        """The status of one of our errors; with Unavailable goes `retry-after`, in seconds."""
-        seconds = retry_after_s(error) if isinstance(error, Unavailable) else None
-        return cls(grpc_code(error), str(error), () if seconds is None else ((b"retry-after", b"%d" % seconds),))
+    def of(cls, error: Exception) -> Status:
+        """The status of an error, to be called while it is handled; see `grpc_status.failure`."""
+        end = failure(error)
+        return cls(end.code, end.text, tuple((name.encode(), value.encode()) for name, value in end.metadata))
 
     def frame(self, stream_id: int, opened: bool) -> bytes:
         """The HEADERS frame that ends the call; `opened` if `opening` was sent before."""
@@ -125,12 +123,9 @@ class Status:
 
 
 def percent_encode(text: str) -> bytes:
-    """A grpc-message: printable ASCII but for "%" as it is, every other byte of the UTF-8 form as %XX; cut if it is long."""
+    """A grpc-message: printable ASCII but for "%" as it is, every other byte of the UTF-8 form as %XX."""
     coded = bytearray()
     for byte in text.encode("utf-8", "replace"):
-        if len(coded) >= _MESSAGE_BYTES:
-            coded += b"..."
-            break
         coded += b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
     return bytes(coded)
 
