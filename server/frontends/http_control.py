@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, NotFound, TooLarge
 from server.frontends.http_infer import error_answer
-from server.frontends.http_routes import JSON, PATTERNS, Call, Route, routes
+from server.frontends.http_routes import JSON, REGION_PATTERN, Call, Route, routes
 from server.frontends.models import Services
 from server.frontends.openapi import page
 
@@ -91,20 +91,13 @@ async def _answer(route: Route, request: Request) -> Response:
 
 async def _call(route: Route, request: Request) -> Call:
     names: Mapping[str, str] = request.path_params
-    for kind, name in names.items():
-        if re.fullmatch(PATTERNS[kind], name) is None:
-            raise _no_name(kind, name[:64])
+    if re.fullmatch(REGION_PATTERN, names.get("region", "_")) is None:
+        raise BadRequest(f"{names['region'][:64]!r} cannot be the name of a region: it must match {REGION_PATTERN}")
     body = None
     if route.body is not None:
         _check_media_type(request)
         body = _decode(await _read(request, route.max_body_bytes), route)
     return Call(names.get("model", ""), names.get("version", ""), names.get("region", ""), body)
-
-
-def _no_name(kind: str, name: str) -> HeadraceError:
-    if kind == "region":  # clients give them
-        return BadRequest(f"{name!r} cannot be the name of a region: it must match {PATTERNS[kind]}")
-    return NotFound(f"no such path: {name!r} is no name of a {kind}")
 
 
 def _check_media_type(request: Request) -> None:
@@ -140,19 +133,33 @@ def _decode(content: bytes, route: Route) -> Any:
     if not content and not route.body_required:
         content = b"{}"
     try:
-        decoded = msgspec.json.decode(content, type=route.body)
-        # msgspec takes the last of two equal keys; another reader on the way may have taken the first.
-        json.loads(content, object_pairs_hook=_unique)
+        parsed = json.loads(
+            content.decode(), object_pairs_hook=_object, parse_float=_number, parse_constant=_no_constant
+        )
+        if b"\\u" in content:  # halves of surrogate pairs: no text in UTF-8 has them
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return msgspec.convert(parsed, route.body)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body is not what is expected here: {_shown(error)}") from None
-    except (ValueError, RecursionError) as error:  # msgspec's and the codec's errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # the codec's errors are ValueErrors too
         raise BadRequest(f"the body is not valid JSON: {_shown(error)}") from None
-    return decoded
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) != len(pairs):
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # one reader takes the first, another the last
         raise BadRequest("the body has a key twice in one object")
+    return found
+
+
+def _number(text: str) -> float | int:
+    # To JSON Schema, which the page is written in, 1.0 is an integer.
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
 
 
 def _shown(error: Exception) -> str:

@@ -16,10 +16,13 @@ from server.frontends.models import Services
 # Of a request to the control plane that carries no model.
 MAX_CONTROL_BYTES = 65536
 JSON = "application/json"
-# One segment of a path. Models are folders, and folders that begin with a dot are none.
-MODEL_PATTERN = r"^[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]{0,254}$"
+# Names as they stand in paths. Those of models are checked where models are looked up; clients give the regions'.
 REGION_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9_.:@+=, -]{0,127}$"
-PATTERNS = {"model": MODEL_PATTERN, "version": MODEL_PATTERN, "region": REGION_PATTERN}
+PATTERNS = {
+    "model": r"^[A-Za-z0-9_](?:\.?[A-Za-z0-9_-]){0,63}$",
+    "version": "^[A-Za-z0-9_-]{1,64}$",
+    "region": REGION_PATTERN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Call:
     """What a route is asked.
 
     Attributes:
-        model, version, region: out of the path, checked; "" where the route has none.
+        model, version, region: out of the path; "" where the route has none.
         body: decoded, None where the route takes none.
     """
 

@@ -1,0 +1,116 @@
+"""The API page is what the server does: schemathesis asks every route for what the page allows, and for what it forbids."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from schemathesis.specs.openapi.definitions import OPENAPI_31
+
+from tests import models
+from tests.serving import Server, serving
+
+# A schema tells the form of a request, not what the client has allocated or what the model takes: for these it is no fault to
+# refuse what the page allows, with 400. Everything else about them is checked as everywhere.
+FORM_IS_NOT_ENOUGH = """
+[[operations]]
+include-path-regex = "/infer$|sharedmemory/region/.*/register$"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "403", "404", "409", "503"]
+"""
+# 503 is what the page promises for a model that is being unloaded.
+CONFIG = """
+seed = 4
+continue-on-failure = true
+[generation]
+max-examples = 10
+[checks]
+not_a_server_error.expected-statuses = ["2xx", "4xx", "503"]
+"""
+REAL_NAMES = """
+[parameters]
+"path.model" = "row_sums"
+"path.version" = "1"
+"path.region" = "registered"
+"""
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of its own, with everything on that the page knows: models are unloaded and settings changed."""
+    folder = tmp_path_factory.mktemp("openapi")
+    models.add_model(folder / "repository", "row_sums", models.row_sums())
+    options = ("--model-control", "explicit", "--load-model", "row_sums", "--allow-client-shm")
+    traces = ("--trace-file", str(folder / "traces.json"))
+    with serving(folder / "repository", folder, *options, *traces) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def page(described: Server) -> Any:
+    status, headers, content = described.request("GET", "/openapi.json")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    return json.loads(content)
+
+
+@pytest.fixture
+def registered(described: Server) -> Iterator[None]:
+    memory = SharedMemory(create=True, size=4096)
+    try:
+        register = json.dumps({"key": memory.name, "byte_size": 4096}).encode()
+        path = "/v2/systemsharedmemory/region/registered/register"
+        assert described.request("POST", path, register)[0] == 200
+        yield
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_the_page_is_openapi(page: Any) -> None:
+    jsonschema_rs.Draft202012Validator(OPENAPI_31).validate(page)
+    for schema in page["components"]["schemas"].values():
+        jsonschema_rs.meta.validate({"$schema": "https://json-schema.org/draft/2020-12/schema", **schema})
+    names = [operation["operationId"] for path in page["paths"].values() for operation in path.values()]
+    assert len(names) == len(set(names))
+    infer = page["paths"]["/v2/models/{model}/infer"]["post"]
+    assert set(infer["requestBody"]["content"]) == {"application/json", "application/octet-stream"}
+    assert {"200", "400", "403", "404", "413", "503", "504"} <= set(infer["responses"])
+    assert infer["responses"]["503"]["headers"]["Retry-After"]["required"]
+
+
+def test_what_is_not_described_is_not_served(described: Server, page: Any) -> None:
+    for path, methods in page["paths"].items():
+        concrete = path.format(model="row_sums", version="1", region="registered")
+        status, headers, _ = described.request("PATCH", concrete)
+        assert status == 405, path
+        assert headers["allow"] == ", ".join(sorted(name.upper() for name in methods)), path
+    for path in ("/redoc", "/docs/oauth2-redirect", "/v2/", "/v2/models", "/v2/repository", "/openapi.yaml"):
+        assert described.request("GET", path)[0] == 404, path
+
+
+@pytest.mark.parametrize("names", ["", REAL_NAMES], ids=["any names", "real names"])
+def test_the_server_does_what_its_page_says(
+    described: Server, page: Any, registered: None, tmp_path: Path, names: str
+) -> None:
+    described.request("POST", "/v2/repository/models/row_sums/load")
+    (tmp_path / "schemathesis.toml").write_text(CONFIG + names + FORM_IS_NOT_ENOUGH)
+    options = ["--config-file", "schemathesis.toml", "--no-color"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "schemathesis.cli", *options, "run", "--checks", "all", f"{described.url}/openapi.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stdout[-20_000:] + ran.stderr[-2_000:]
+    # All but the page itself, which it has read.
+    operations = sum(len(methods) for path, methods in page["paths"].items() if path != "/openapi.json")
+    assert f"Tested: {operations}" in ran.stdout, ran.stdout
+    assert described.request("GET", "/v2/health/live")[0] == 200
+    assert "Traceback" not in described.text
