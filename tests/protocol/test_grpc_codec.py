@@ -218,7 +218,9 @@ def test_sequences_are_not_offered() -> None:
 
 NO_MESSAGE: list[tuple[str, str]] = [
     ("0a", "ends in the middle of a field"),
-    ("0a05 6d", "ends in the middle of a field"),
+    ("0a02 6d", "ends in the middle of a field"),
+    ("3a01", "ends in the middle of a field"),
+    ("8201 01", "ends in the middle of a field"),
     ("3a80", "ends in the middle of a field"),
     ("3aff7f 00", "ends in the middle of a field"),
     ("3affffffff0f 00", "ends in the middle of a field"),
