@@ -71,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cores=cores,
             scratch=Path(scratch),
             progress=lambda step, seconds: None,
-            asked_for=frozenset(options.only or ()),
         )
         results = _run_all(cases, bench, progress)
     report = Report(

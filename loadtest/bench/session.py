@@ -43,7 +43,6 @@ class Bench:
         quick: short samples, to see that all works; the figures mean little.
         cores: where servers and clients run.
         scratch: a folder for logs, scripts and bodies.
-        asked_for: the cases that `--only` names.
         progress: told the step that begins and how many seconds it takes.
     """
 
@@ -54,7 +53,6 @@ class Bench:
     cores: Cores
     scratch: Path
     progress: Callable[[str, float], None]
-    asked_for: frozenset[str] = frozenset()
 
     def seconds(self, full: int) -> int:
         """The length of a sample that takes `full` seconds in an unhurried run; wrk wants whole seconds."""

@@ -1,4 +1,4 @@
-"""Servers to compare with. Each listens on 127.0.0.1, answers GET / with 200 once ready, and exits 0 on SIGTERM."""
+"""Servers to compare with. Each listens on 127.0.0.1 and exits 0 on SIGTERM; those of HTTP answer GET / with 200 once ready."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ CASES: tuple[Case, ...] = (
     Memory("memory", connections=64, warm_up_requests=20_000, requests=200_000, growth=at_most(1.05)),
     GrpcFrontEnd("grpc-tiny-64", connections=4, in_flight=16, grpcio_to_echo=at_least(0.8), fast_to_echo=at_least(4.0)),
     GrpcStream("grpc-stream-64", connections=4, in_flight=16, to_unary=at_least(1.5)),
-    GrpcMillion("grpc-million", in_flight=64, calls=1_000_000, default_calls=100_000),
+    GrpcMillion("grpc-million", in_flight=64, calls=1_000_000),
     SharedMemoryInputs("shm", copies=at_most(1.5)),
     ModelThroughput("resnet50", connections=16, ratio=at_least(0.95)),
     ModelThroughput("efficientnet_lite0", connections=16, ratio=at_least(0.95)),

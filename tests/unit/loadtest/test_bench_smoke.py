@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from loadtest import servers
-from loadtest.bench import wrk
+from loadtest.bench import h2load, wrk
 from loadtest.bench.cases.idle_connections import idle_connections
 from loadtest.protocol import HttpRequest, send
 from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
 
 TINY = ROOT / "model_repository" / "tiny"
+needs_models = pytest.mark.skipif(not TINY.is_dir(), reason="the demo models are not built: `make models`")
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the bench needs two cores")
+needs_h2load = pytest.mark.skipif(not h2load.is_installed(), reason=h2load.HOW_TO_INSTALL)
 needs_wrk = pytest.mark.skipif(not wrk.is_installed(), reason=wrk.HOW_TO_INSTALL)
 
 
@@ -69,8 +73,8 @@ def test_a_server_that_exits_badly_is_no_success(tmp_path: Path) -> None:
 
 
 @needs_wrk
-@pytest.mark.skipif(not TINY.is_dir(), reason="the demo models are not built: `make models`")
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the bench needs two cores")
+@needs_models
+@needs_two_cores
 def test_quick_bench_measures_headrace_and_its_peers(tmp_path: Path) -> None:
     page, results = tmp_path / "page.md", tmp_path / "results.json"
     page.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
@@ -82,6 +86,43 @@ def test_quick_bench_measures_headrace_and_its_peers(tmp_path: Path) -> None:
     assert {figure["contender"] for figure in result["figures"]} >= {"headrace", "bare ASGI", "naive FastAPI"}
     assert all(figure["spread"]["median"] > 0 for figure in result["figures"])
     assert "| headrace | requests/s |" in page.read_text()
+
+
+@needs_wrk
+@needs_h2load
+@needs_models
+@needs_two_cores
+def test_quick_bench_measures_streams_beside_unary_calls(tmp_path: Path) -> None:
+    (result,) = quick_results("grpc-stream-64", folder=tmp_path)
+    servers_and_ways = {figure["contender"] for figure in result["figures"]}
+    assert {name.split(", ")[-1] for name in servers_and_ways} == {"unary", "stream"}
+    assert {name.rsplit(", ", 1)[0] for name in servers_and_ways} == {
+        "headrace, fast engine",
+        "headrace, grpcio engine",
+        "bare grpc.aio echo",
+    }
+    assert all(figure["spread"]["median"] > 0 for figure in result["figures"])
+    assert [comparison["target"]["bound"] for comparison in result["comparisons"] if comparison["target"]] == [1.5, 1.5]
+
+
+@needs_wrk
+@needs_two_cores
+def test_quick_bench_measures_shared_memory_in_copies(tmp_path: Path) -> None:
+    (result,) = quick_results("shm", folder=tmp_path)
+    assert all(figure["spread"]["median"] > 0 for figure in result["figures"])
+    (judged,) = (comparison for comparison in result["comparisons"] if comparison["target"])
+    assert judged["target"]["bound"] == 1.5
+    assert "one copy by the kernel" in judged["label"]
+
+
+def quick_results(*cases: str, folder: Path) -> list[dict[str, Any]]:
+    """What `--quick` finds for these cases; a case that fails makes the exit status 2."""
+    results = folder / "results.json"
+    command = [sys.executable, "-m", "loadtest.bench", "--quick", "--json", str(results), "--only", *cases]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found: list[dict[str, Any]] = json.loads(results.read_text())["results"]
+    return found
 
 
 def write_sum(path: Path) -> None:
