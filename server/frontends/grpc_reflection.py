@@ -71,7 +71,7 @@ def _look_up(pool: Any, question: str, request: Any, response: Any) -> None:
     if question == "file_by_filename":
         file = pool.FindFileByName(request.file_by_filename)
     elif question == "file_containing_symbol":
-        file = pool.FindFileContainingSymbol(request.file_containing_symbol)
+        file = _file_of(pool, request.file_containing_symbol)
     else:
         wanted = request.file_containing_extension
         kind = pool.FindMessageTypeByName(wanted.containing_type)
@@ -79,6 +79,14 @@ def _look_up(pool: Any, question: str, request: Any, response: Any) -> None:
     files: dict[str, bytes] = {}
     _collect(file, files)
     response.file_descriptor_response.file_descriptor_proto.extend(files.values())
+
+
+def _file_of(pool: Any, symbol: str) -> Any:
+    try:
+        return pool.FindFileContainingSymbol(symbol)
+    except KeyError:  # the pool knows no methods by their full names, the protocol does
+        service, _, method = symbol.rpartition(".")
+        return pool.FindServiceByName(service).methods_by_name[method].containing_service.file
 
 
 def _collect(file: Any, files: dict[str, bytes]) -> None:

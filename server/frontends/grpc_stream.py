@@ -132,7 +132,8 @@ class _Stream:
         try:
             envelope = scan(message)
             request_id = envelope.id
-            pending = self._infer.begin(message, envelope, received_ns, self._call.deadline_ns)
+            # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
+            pending = self._infer.begin(message, envelope, received_ns, 0)
         except HeadraceError as error:
             self._settled(_error(error, request_id), len(message))
             return

@@ -1,0 +1,140 @@
+"""HTTP and gRPC at once: everyone gets the answer to the own question, and requests of both protocols share batches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.http as triton_http
+import tritonclient.http.aio as triton_http_aio
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.conftest import Reference
+from tests.serving import Server
+
+CLIENTS = 64
+REQUESTS = 8
+
+
+def over_grpc(array: np.ndarray, name: str = "X") -> triton.InferInput:
+    return triton.InferInput(name, list(array.shape), "FP32").set_data_from_numpy(array)
+
+
+def over_http(array: np.ndarray, name: str = "X") -> triton_http.InferInput:
+    return triton_http.InferInput(name, list(array.shape), "FP32").set_data_from_numpy(array)
+
+
+def sizes(server: Server, model: str) -> dict[int, int]:
+    _, _, body = server.request("GET", f"/v2/models/{model}/stats")
+    (stats,) = json.loads(body)["model_stats"]
+    return {size["batch_size"]: size["compute_infer"]["count"] for size in stats["batch_stats"]}
+
+
+def test_64_clients_over_both_protocols(grpc_server: Server, reference: Reference) -> None:
+    """Distinct random inputs; every answer is held against ONNX Runtime."""
+    before = sizes(grpc_server, "batched")
+
+    async def one(client: Any, as_input: Any, number: int) -> int:
+        rng, sent = np.random.default_rng(number), 0
+        for turn in range(REQUESTS):
+            x = rng.standard_normal((int(rng.integers(1, 4)), 16), np.float32)
+            request_id = f"{number}.{turn}"
+            result = await client.infer("batched", [as_input(x)], request_id=request_id)
+            response = result.get_response()
+            assert (response["id"] if isinstance(response, dict) else response.id) == request_id
+            assert np.allclose(result.as_numpy("Y"), reference.affine(x), atol=1e-5)
+            sent += len(x)
+        return sent
+
+    async def everyone() -> int:
+        grpcs = [triton_aio.InferenceServerClient(grpc_server.grpc_address) for _ in range(4)]
+        http = triton_http_aio.InferenceServerClient(grpc_server.address, conn_limit=CLIENTS)
+        try:
+            return sum(
+                await asyncio.gather(
+                    *(one(grpcs[n % 4], over_grpc, n) if n % 2 else one(http, over_http, n) for n in range(CLIENTS))
+                )
+            )
+        finally:
+            await asyncio.gather(http.close(), *(client.close() for client in grpcs))
+
+    sent = asyncio.run(everyone())
+    grown = {rows: count - before.get(rows, 0) for rows, count in sizes(grpc_server, "batched").items()}
+    assert sum(rows * count for rows, count in grown.items()) == sent
+    assert sent / sum(grown.values()) > 4  # two rows a request on average: not one by one
+
+
+def test_one_batch_of_both_protocols(grpc_server: Server, reference: Reference) -> None:
+    """Two requests within the 2 s for which a batch of two waits: they are one execution."""
+    x = np.random.default_rng(0).standard_normal((2, 16), np.float32)
+    before = sizes(grpc_server, "patient")
+
+    def ask(client: Any, given: Any) -> Any:
+        with client:
+            return client.infer("patient", [given]).as_numpy("Y")
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [
+            pool.submit(lambda: ask(triton.InferenceServerClient(grpc_server.grpc_address), over_grpc(x[:1]))),
+            pool.submit(lambda: ask(triton_http.InferenceServerClient(grpc_server.address), over_http(x[1:]))),
+        ]
+        for answer, row in zip(answers, (x[:1], x[1:]), strict=True):
+            assert np.allclose(answer.result(20), reference.affine(row), atol=1e-5)
+    after = sizes(grpc_server, "patient")
+    assert {rows: count - before.get(rows, 0) for rows, count in after.items()} == {2: 1}
+
+
+def test_good_and_bad_requests_at_once(grpc_server: Server) -> None:
+    """In one batch, the requests that the model refuses fail alone."""
+
+    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
+        given = triton.InferInput("X", [1, 1], "INT64").set_data_from_numpy(np.array([[number % 5]], np.int64))
+        if number % 5 == 4:  # outside of the table
+            with pytest.raises(InferenceServerException, match="refused the values") as caught:
+                await client.infer("table_lookup", [given])
+            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+        else:
+            assert (await client.infer("table_lookup", [given])).as_numpy("Y").tolist() == [[10 * (number % 5)]]
+
+    async def everyone() -> None:
+        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+            await asyncio.gather(*(one(client, number) for number in range(200)))
+
+    asyncio.run(everyone())
+
+
+def test_clients_on_threads(grpc_server: Server, reference: Reference) -> None:
+    def one_client(number: int) -> None:
+        rng = np.random.default_rng(1_000 + number)
+        with triton.InferenceServerClient(grpc_server.grpc_address) as client:
+            for _ in range(5):
+                x = rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32)
+                version = str(rng.choice([1, 3, 20]))
+                result = client.infer("versioned", [over_grpc(x)], model_version=version)
+                assert result.get_response().model_version == version
+                assert np.allclose(result.as_numpy("Y"), reference.affine(x, seed=int(version)), atol=1e-5)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one_client, range(16)))
+
+
+def test_sizes_of_all_kinds_at_once(grpc_server: Server) -> None:
+    """Small answers overtake large ones on one connection; nobody's bytes are mixed up."""
+
+    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
+        rng = np.random.default_rng(number)
+        x = rng.standard_normal((1, int(rng.choice([1, 100, 20_000, 300_000]))), np.float32)
+        answer = (await client.infer("identity_fp32", [over_grpc(x)])).as_numpy("Y")
+        assert answer.tobytes() == x.tobytes()
+
+    async def everyone() -> None:
+        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+            await asyncio.gather(*(one(client, number) for number in range(100)))
+
+    asyncio.run(everyone())

@@ -1,0 +1,163 @@
+"""Deadlines, cancellation and the drain reach the request in the queue; seen in the metrics. On both engines."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.test_grpc_stream import STEPS_PER_S, depth, fail_count, gauge, message, steps, until
+from tests.models import add_model, busy, row_sums
+from tests.serving import HOST, Server, serving, start
+
+pb: Any = service_pb2
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+def steps_tensor(count: int) -> triton.InferInput:
+    return triton.InferInput("STEPS", [1], "INT64").set_data_from_numpy(np.array([count], np.int64))
+
+
+def executions(server: Server, channel: grpc.Channel) -> int:
+    """Of `busy`, without what runs now for nobody; asking takes an execution of its own."""
+    channel.unary_unary(INFER)(steps("", 0))
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        (stats,) = client.get_inference_statistics("busy").model_stats
+        return int(stats.execution_count)
+
+
+def hold(server: Server, channel: grpc.Channel, count: int = 3 * STEPS_PER_S) -> grpc.Future:
+    """A request that occupies the only instance of `busy`."""
+    before = gauge(server, "headrace_in_flight", "busy")
+    call = channel.unary_unary(INFER).future(steps("", count))
+    until(lambda: gauge(server, "headrace_in_flight", "busy") == before + 1)
+    return call
+
+
+def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+    before = executions(grpc_server, grpc_channel)
+    first = hold(grpc_server, grpc_channel)
+    with pytest.raises(grpc.RpcError) as caught:
+        grpc_channel.unary_unary(INFER)(steps("", 1), timeout=0.05)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: depth(grpc_server, "busy") == 0, 2)
+    first.result(20)
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+    assert executions(grpc_server, grpc_channel) - before == 2
+
+
+def test_the_timeout_of_the_request_itself(grpc_client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match="deadline") as caught:
+        grpc_client.infer("busy", [steps_tensor(STEPS_PER_S)], timeout=2_000)
+    assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+
+
+def test_cancelling_takes_the_request_out_of_the_queue(
+    grpc_server: Server, grpc_channel: grpc.Channel, grpc_client: triton.InferenceServerClient
+) -> None:
+    before, failed = executions(grpc_server, grpc_channel), fail_count(grpc_server, "busy")
+    first = hold(grpc_server, grpc_channel)
+    told: list[Any] = []
+    call = grpc_client.async_infer("busy", [steps_tensor(1)], lambda result, error: told.append(error))
+    until(lambda: depth(grpc_server, "busy") == 1)
+    call.cancel()
+    until(lambda: depth(grpc_server, "busy") == 0, 2)
+    first.result(20)
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+    assert executions(grpc_server, grpc_channel) - before == 2
+    assert fail_count(grpc_server, "busy") - failed == 1
+    until(lambda: told)
+    assert "cancelled" in str(told[0]).lower()
+
+
+def test_a_connection_that_breaks_takes_its_requests_along(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+    first = hold(grpc_server, grpc_channel)
+    private = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(grpc_server.grpc_address, options=private) as other:
+        calls = [other.unary_unary(INFER).future(steps("", 1)) for _ in range(3)]
+        until(lambda: depth(grpc_server, "busy") == 3)
+    until(lambda: depth(grpc_server, "busy") == 0, 2)
+    assert [call.code() for call in calls] == [grpc.StatusCode.CANCELLED] * 3
+    first.result(20)
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+
+
+def test_cancelling_at_any_moment_leaves_nothing_behind(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        call = grpc_channel.unary_unary(INFER).future(message("affine", "", np.zeros((1, 16), np.float32)))
+        time.sleep(float(rng.uniform(0, 0.006)))
+        call.cancel()
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "affine") == 0)
+    answer = grpc_channel.unary_unary(INFER)(message("affine", "x", np.zeros((1, 16), np.float32)))
+    assert pb.ModelInferResponse.FromString(answer).id == "x"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    add_model(tmp_path / "models", "busy", busy())
+    add_model(tmp_path / "models", "row_sums", row_sums())
+    return tmp_path / "models"
+
+
+def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: Path, tmp_path: Path) -> None:
+    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "20") as server:
+        ended: list[Any] = []
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            hold_open = threading.Event()
+
+            def asked() -> Any:
+                yield message("row_sums", "s", np.ones((1, 2), np.float32))
+                hold_open.wait(30)
+
+            stream = channel.stream_stream(STREAM)(asked())
+            assert pb.ModelStreamInferResponse.FromString(next(stream)).infer_response.id == "s"
+            stream.add_callback(lambda: ended.append(stream.code()))
+            running = hold(server, channel)
+            queued = channel.unary_unary(INFER).future(steps("q", 1))
+            until(lambda: depth(server, "busy") == 1)
+            began = time.monotonic()
+            server.signal()
+            assert pb.ModelInferResponse.FromString(running.result(20)).outputs
+            assert pb.ModelInferResponse.FromString(queued.result(20)).id == "q"
+            assert server.wait() == 0
+            hold_open.set()
+            assert time.monotonic() - began < 15
+            until(lambda: ended)
+            assert ended == [grpc.StatusCode.UNAVAILABLE]
+
+
+def test_whom_the_drain_leaves_behind(engine: str, small: Path, tmp_path: Path) -> None:
+    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "1") as server:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            running = hold(server, channel, 60 * STEPS_PER_S)
+            queued = channel.unary_unary(INFER).future(steps("q", 1))
+            until(lambda: depth(server, "busy") == 1)
+            server.signal()
+            for call in (running, queued):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call.result(20)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        server.process.kill()  # its instance still computes; how it ends then is the process's test
+        server.process.wait()
+        server.process.returncode = 0
+
+
+def test_a_port_in_use_is_told(engine: str, small: Path, tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start(small, tmp_path / "log", "--grpc-engine", engine, "--grpc-port", str(port))
+        assert server.wait() == 1
+        assert "in use" in server.text
+        assert str(port) in server.text
+        assert "Traceback" not in server.text

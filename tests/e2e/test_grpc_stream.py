@@ -1,0 +1,216 @@
+"""ModelStreamInfer: many requests in flight on one stream; every answer with its id, errors end a request and not the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+from tritonclient.grpc import service_pb2
+
+from tests.e2e.conftest import Reference
+from tests.serving import Server
+
+pb: Any = service_pb2
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+STEPS_PER_S = 5_000  # of `busy`, at the least
+
+
+def tensor(name: str, array: np.ndarray, datatype: str = "FP32") -> triton.InferInput:
+    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
+
+
+def message(model: str, request_id: str, array: np.ndarray, datatype: str = "FP32", name: str = "X") -> bytes:
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+    request.raw_input_contents.append(array.tobytes())
+    return bytes(request.SerializeToString())
+
+
+def steps(request_id: str, count: int) -> bytes:
+    return message("busy", request_id, np.array([count], np.int64), "INT64", "STEPS")
+
+
+def fail_count(server: Server, model: str) -> int:
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        (stats,) = client.get_inference_statistics(model).model_stats
+        return int(stats.inference_stats.fail.count)
+
+
+def until(what: Any, timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
+
+
+class Collector:
+    """The callback of Triton's client."""
+
+    def __init__(self) -> None:
+        self.answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+
+    def __call__(self, result: Any, error: Any) -> None:
+        self.answers.put((result, error))
+
+    def take(self, count: int) -> list[tuple[Any, Any]]:
+        return [self.answers.get(timeout=20) for _ in range(count)]
+
+
+def test_64_in_flight_with_their_ids(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
+    collect, rng = Collector(), np.random.default_rng(1)
+    sent = {str(n): rng.standard_normal((int(rng.integers(1, 5)), 16), np.float32) for n in range(64)}
+    grpc_client.start_stream(collect)
+    for request_id, x in sent.items():
+        grpc_client.async_stream_infer("affine", [tensor("X", x)], request_id=request_id)
+    results = [result for result, error in collect.take(64) if error is None]
+    grpc_client.stop_stream()
+    answers = {result.get_response().id: result for result in results}
+    assert answers.keys() == sent.keys()
+    for request_id, x in sent.items():
+        assert np.allclose(answers[request_id].as_numpy("Y"), reference.affine(x), atol=1e-5)
+        assert answers[request_id].get_response().parameters["triton_final_response"].bool_param is True
+
+
+def test_an_error_ends_its_request_and_not_the_stream(grpc_client: triton.InferenceServerClient) -> None:
+    collect, x = Collector(), np.ones((1, 4), np.float32)
+    grpc_client.start_stream(collect)
+    grpc_client.async_stream_infer("row_sums", [tensor("X", x)], request_id="0")
+    grpc_client.async_stream_infer("nothing", [tensor("X", x)], request_id="1")
+    grpc_client.async_stream_infer("affine", [tensor("X", x)], request_id="2")  # of another shape
+    grpc_client.async_stream_infer("table_lookup", [tensor("X", np.array([[99]]), "INT64")], request_id="3")
+    grpc_client.async_stream_infer("row_sums", [tensor("X", x)], request_id="4", enable_empty_final_response=True)
+    answers = collect.take(5)
+    grpc_client.stop_stream()
+    assert sorted(result.get_response().id for result, error in answers if error is None) == ["0", "4"]
+    texts = sorted(str(error) for _, error in answers if error is not None)
+    assert ["'X'" in texts[0], "'nothing' is not found" in texts[1], "refused the values" in texts[2]] == [True] * 3
+
+
+def test_errors_carry_the_id(grpc_channel: grpc.Channel) -> None:
+    x = np.ones((1, 4), np.float32)
+    asked = [message("nothing", "a", x), b"\xff no message", message("affine", "b", x), message("row_sums", "c", x)]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    assert len(answers) == 4
+    failed = {answer.infer_response.id for answer in answers if answer.error_message}
+    assert failed == {"a", "b", ""}
+    assert [answer.infer_response.id for answer in answers if not answer.error_message] == ["c"]
+
+
+def test_answers_come_as_they_are_done(grpc_channel: grpc.Channel) -> None:
+    """The slow request comes first and is answered last; half-closing the stream waits for all."""
+    asked = [steps("slow", STEPS_PER_S // 2), *(message("row_sums", str(n), np.ones((1, 4), "f4")) for n in range(8))]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    ids = [answer.infer_response.id for answer in answers]
+    assert ids[-1] == "slow"
+    assert sorted(ids[:-1]) == [str(n) for n in range(8)]
+
+
+def test_an_empty_stream(grpc_channel: grpc.Channel) -> None:
+    assert list(grpc_channel.stream_stream(STREAM)(iter([]), timeout=10)) == []
+
+
+def test_more_requests_than_may_be_in_flight(grpc_channel: grpc.Channel) -> None:
+    """The first holds the instance, so that the others pile up beyond what one stream may have."""
+    count = 600
+    asked = [steps("slow", STEPS_PER_S // 4), *(steps(str(n), 1) for n in range(count))]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    assert [answer.error_message for answer in answers if answer.error_message] == []
+    assert sorted(answer.infer_response.id for answer in answers) == sorted(["slow", *map(str, range(count))])
+
+
+def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> None:
+    """200 MB of answers, none read at first: the server holds back, and everything arrives in the end."""
+    x = np.random.default_rng(3).standard_normal((1, 250_000), np.float32)
+    sent = 0
+
+    def asked() -> Iterator[bytes]:
+        nonlocal sent
+        for number in range(100):
+            sent += 1
+            yield message("row_sums", str(number), x)
+
+    call = grpc_channel.stream_stream(STREAM)(asked())
+    time.sleep(1.0)
+    assert sent < 60  # windows and buffers take some
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in call]
+    assert sorted(int(answer.infer_response.id) for answer in answers) == list(range(100))
+    assert {answer.infer_response.raw_output_contents[0] for answer in answers} == {(2 * x).tobytes()}
+
+
+def test_cancelling_abandons_what_waits(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+    before = fail_count(grpc_server, "busy")
+    half_open = threading.Event()
+
+    def asked() -> Iterator[bytes]:
+        yield steps("slow", 8 * STEPS_PER_S)
+        for number in range(20):
+            yield steps(str(number), STEPS_PER_S)
+        half_open.wait(20)
+
+    call = grpc_channel.stream_stream(STREAM)(asked())
+    until(lambda: depth(grpc_server, "busy") == 20)
+    call.cancel()
+    half_open.set()
+    until(lambda: depth(grpc_server, "busy") == 0, 2)  # at once: running them takes seconds
+    until(lambda: fail_count(grpc_server, "busy") - before == 21)
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+
+
+def test_a_stream_with_a_deadline(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(grpc_channel.stream_stream(STREAM)(iter([steps("slow", 4 * STEPS_PER_S)]), timeout=0.2))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
+
+
+def test_compressed_streams(grpc_client: triton.InferenceServerClient) -> None:
+    for algorithm in ("gzip", "deflate"):
+        collect, x = Collector(), np.arange(5_000, dtype=np.float32).reshape(1, -1)
+        grpc_client.start_stream(collect, compression_algorithm=algorithm)
+        for _ in range(3):
+            grpc_client.async_stream_infer("row_sums", [tensor("X", x)])
+        assert [result.as_numpy("DOUBLE").tobytes() for result, _ in collect.take(3)] == [(2 * x).tobytes()] * 3
+        grpc_client.stop_stream()
+
+
+def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
+    async def one(client: triton_aio.InferenceServerClient, number: int) -> None:
+        rng = np.random.default_rng(number)
+        sent = {f"{number}.{n}": rng.standard_normal((2, 16), np.float32) for n in range(20)}
+
+        async def asked() -> AsyncIterator[dict[str, Any]]:
+            for request_id, x in sent.items():
+                yield {"model_name": "affine", "inputs": [tensor("X", x)], "request_id": request_id}
+
+        seen = set()
+        async for result, error in client.stream_infer(asked()):
+            assert error is None
+            request_id = result.get_response().id
+            assert np.allclose(result.as_numpy("Y"), reference.affine(sent[request_id]), atol=1e-5)
+            seen.add(request_id)
+        assert seen == sent.keys()
+
+    async def everyone() -> None:
+        async with triton_aio.InferenceServerClient(grpc_server.grpc_address) as client:
+            await asyncio.gather(*(one(client, number) for number in range(10)))
+
+    asyncio.run(everyone())
+
+
+def gauge(server: Server, name: str, model: str) -> float:
+    _, _, page = server.request("GET", "/metrics")
+    prefix = f'{name}{{model="{model}"'
+    return sum(float(line.split()[-1]) for line in page.decode().splitlines() if line.startswith(prefix))
+
+
+def depth(server: Server, model: str) -> float:
+    return gauge(server, "headrace_queue_depth", model)

@@ -1,0 +1,153 @@
+"""TLS and mutual TLS on the gRPC port, with certificates made for the test; on both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import trustme
+from tritonclient.utils import InferenceServerException
+
+from tests.models import add_model, row_sums
+from tests.serving import Server, serving, start
+
+
+class Certificates:
+    """PEM files in a folder: of the server, of a client, of the authority of both, and of a stranger."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        authority, stranger = trustme.CA(), trustme.CA()
+        self.authority, self.stranger = folder / "ca.pem", folder / "stranger.pem"
+        authority.cert_pem.write_to_path(self.authority)
+        stranger.cert_pem.write_to_path(self.stranger)
+        self.certificate, self.key = self._pair(authority, folder, "127.0.0.1")
+        self.client_certificate, self.client_key = self._pair(authority, folder, "client.example")
+        self.strange_certificate, self.strange_key = self._pair(stranger, folder, "stranger.example")
+
+    @staticmethod
+    def _pair(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path]:
+        pair = authority.issue_cert(name)
+        certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+        for number, part in enumerate(pair.cert_chain_pems):
+            part.write_to_path(certificate, append=number > 0)
+        pair.private_key_pem.write_to_path(key)
+        return certificate, key
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("tls") / "files")
+
+
+@pytest.fixture(scope="session")
+def one_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("tls_models") / "models"
+    add_model(repository, "row_sums", row_sums())
+    return repository
+
+
+def options(engine: str, files: Certificates) -> list[str]:
+    return ["--grpc-engine", engine, "--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+
+
+@pytest.fixture(scope="module")
+def tls_server(
+    engine: str, one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with serving(one_model, tmp_path_factory.mktemp("log"), *options(engine, certificates)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mutual_server(
+    engine: str, one_model: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    more = ["--tls-client-ca", str(certificates.authority)]
+    with serving(one_model, tmp_path_factory.mktemp("log"), *options(engine, certificates), *more) as running:
+        yield running
+
+
+def double(client: triton.InferenceServerClient, length: int = 3) -> None:
+    x = np.arange(length, dtype=np.float32).reshape(1, -1)
+    given = triton.InferInput("X", [1, length], "FP32").set_data_from_numpy(x)
+    assert client.infer("row_sums", [given], client_timeout=20).as_numpy("DOUBLE").tobytes() == (2 * x).tobytes()
+
+
+def refused(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        client.is_server_live(client_timeout=5)
+    assert caught.value.status() in ("StatusCode.UNAVAILABLE", "StatusCode.DEADLINE_EXCEEDED")
+
+
+def test_tls(tls_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(
+        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.authority)
+    ) as client:
+        double(client)
+        double(client, 500_000)
+
+
+def test_a_server_that_the_client_does_not_trust(tls_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(
+        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.stranger)
+    ) as client:
+        refused(client)
+
+
+def test_plain_text_on_the_port_of_tls(tls_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(tls_server.grpc_address) as client:
+        refused(client)
+    test_tls(tls_server, certificates)
+
+
+def test_mutual_tls(mutual_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(
+        mutual_server.grpc_address,
+        ssl=True,
+        root_certificates=str(certificates.authority),
+        private_key=str(certificates.client_key),
+        certificate_chain=str(certificates.client_certificate),
+    ) as client:
+        double(client)
+
+
+def test_mutual_tls_without_a_certificate(mutual_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(
+        mutual_server.grpc_address, ssl=True, root_certificates=str(certificates.authority)
+    ) as client:
+        refused(client)
+
+
+def test_mutual_tls_with_a_strangers_certificate(mutual_server: Server, certificates: Certificates) -> None:
+    with triton.InferenceServerClient(
+        mutual_server.grpc_address,
+        ssl=True,
+        root_certificates=str(certificates.authority),
+        private_key=str(certificates.strange_key),
+        certificate_chain=str(certificates.strange_certificate),
+    ) as client:
+        refused(client)
+
+
+def test_reflection_over_tls(tls_server: Server, certificates: Certificates) -> None:
+    credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
+    with grpc.secure_channel(tls_server.grpc_address, credentials) as channel:
+        call = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
+        assert b"inference.GRPCInferenceService" in next(call(iter([b"\x3a\x00"]), timeout=10))
+
+
+@pytest.mark.parametrize("wrong", ["absent.pem", "ca.pem"])
+def test_files_that_are_wrong_end_the_start(
+    engine: str, one_model: Path, certificates: Certificates, tmp_path: Path, wrong: str
+) -> None:
+    key = certificates.authority.with_name(wrong)
+    words = ["--grpc-engine", engine, "--tls-cert", str(certificates.certificate), "--tls-key", str(key)]
+    server = start(one_model, tmp_path / "log", *words)
+    assert server.wait() != 0
+    assert "TLS" in server.text
+    assert "Traceback" not in server.text
