@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,3 +183,11 @@ def echo_server(
         logging.getLogger("server.frontends.http2").removeHandler(handler)
     assert not thread.is_alive(), "the server did not stop"
     assert not wrong, wrong
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Wait for what happens on the server's loop."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to that in time"
+        time.sleep(0.005)

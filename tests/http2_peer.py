@@ -1,8 +1,9 @@
-"""What the tests of the HTTP/2 server share: a transport without a socket, a plain application, frames read back."""
+"""What the tests of the HTTP/2 server share: a transport without a socket, a plain application, a peer that speaks frames."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from server.frontends.http2 import frames
 from server.frontends.http2.connection import Http2Connection, MalformedHeadersError
 from server.frontends.http2.flow import Limits
 from server.frontends.http2.frames import END_HEADERS, END_STREAM, ErrorCode
-from server.frontends.http2.headers import Field, encode
+from server.frontends.http2.headers import Decoder, Field, encode
 from server.frontends.http2.stream import Stream
 
 HELLO = frames.PREFACE + frames.settings({})
@@ -204,3 +205,73 @@ def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
 
     run.__name__ = test.__name__
     return run
+
+
+def grpc_head(path: str = "/test.Echo/Echo", *more: Field) -> list[Field]:
+    """Header fields of a call."""
+    head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b"te", b"trailers")]
+    return [*head, (b"content-type", b"application/grpc"), *more]
+
+
+def message(payload: bytes, flag: int = 0) -> bytes:
+    """A length-prefixed message."""
+    return struct.pack(">BI", flag, len(payload)) + payload
+
+
+class RawPeer:
+    """A socket that speaks frames."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket.sendall(HELLO)
+        self._decoder = Decoder(1 << 16)
+        self._data = b""
+
+    def __enter__(self) -> RawPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, *parts: bytes) -> None:
+        self.socket.sendall(b"".join(parts))
+
+    def frame(self) -> Frame | None:
+        """The next frame, None when the server has closed."""
+        while len(self._data) < 9 or len(self._data) < 9 + (struct.unpack_from(">I", self._data)[0] >> 8):
+            try:
+                more = self.socket.recv(65536)
+            except ConnectionResetError:
+                return None
+            if not more:
+                return None
+            self._data += more
+        word, flags, stream_id = frames.FRAME_HEAD.unpack_from(self._data)
+        end = 9 + (word >> 8)
+        payload, self._data = self._data[9:end], self._data[end:]
+        return Frame(word & 0xFF, flags, stream_id, payload)
+
+    def until(self, kind: int) -> Frame:
+        """The next frame of a kind."""
+        while (frame := self.frame()) is not None:
+            if frame.kind == kind:
+                return frame
+        raise AssertionError("the server has closed")
+
+    def trailers(self, stream_id: int) -> dict[str, str]:
+        """All header fields of an answer."""
+        fields: dict[str, str] = {}
+        while (frame := self.frame()) is not None:
+            if frame.kind == frames.HEADERS and frame.stream_id == stream_id:
+                fields |= {name.decode(): value.decode() for name, value in self._decoder.decode(frame.payload) or []}
+                if frame.flags & frames.END_STREAM:
+                    return fields
+        raise AssertionError("the server has closed")
+
+    def end(self) -> ErrorCode | None:
+        """Read until the server closes; the code of its last GOAWAY."""
+        code = None
+        while (frame := self.frame()) is not None:
+            if frame.kind == frames.GOAWAY:
+                code = frame.code
+        return code

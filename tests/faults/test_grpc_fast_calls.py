@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.grpc_echo import EchoServer, echo_server
+from tests.grpc_echo import EchoServer, echo_server, wait_for
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -38,13 +38,6 @@ def _refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return caught.value
 
 
-def _wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to that in time"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("size", [0, 1, 200, 16374, 16378, 16379, 16380, 16384, 65530, 70_000, 602_000, 3 << 20])
 @pytest.mark.parametrize("method", ["Echo", "Parts"])
 def test_messages_of_every_size_come_back(channel: grpc.Channel, method: str, size: int) -> None:
@@ -55,7 +48,7 @@ def test_messages_of_every_size_come_back(channel: grpc.Channel, method: str, si
 def test_fifty_megabytes_under_flow_control(channel: grpc.Channel, server: EchoServer) -> None:
     message = os.urandom(50 << 20)
     assert channel.unary_unary("/test.Echo/Echo")(message, timeout=60) == message
-    _wait_for(lambda: server.open_streams == 0)
+    wait_for(lambda: server.open_streams == 0)
 
 
 def test_many_large_messages_at_once_share_one_channel(channel: grpc.Channel) -> None:
@@ -90,12 +83,12 @@ def test_a_deadline_ends_the_call_on_time_and_the_method_with_it(channel: grpc.C
     error = _refused(channel.unary_unary("/test.Echo/Wait"), b"", timeout=0.2)
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     assert 0.15 < time.monotonic() - begin_s < 1.0
-    _wait_for(lambda: server.ended == ["cancelled"])
+    wait_for(lambda: server.ended == ["cancelled"])
     error = _refused(channel.unary_unary("/test.Echo/Abandon"), b"", timeout=0.2)
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    _wait_for(lambda: len(server.ended) == 2)
+    wait_for(lambda: len(server.ended) == 2)
     assert server.ended[1] in ("DeadlineExceeded", "Cancelled")  # the client may have left first
-    _wait_for(lambda: server.open_streams == 0)
+    wait_for(lambda: server.open_streams == 0)
 
 
 def test_the_method_sees_the_deadline(channel: grpc.Channel, server: EchoServer) -> None:
@@ -113,12 +106,12 @@ def test_a_client_that_cancels_ends_the_method(
     channel: grpc.Channel, server: EchoServer, method: str, end: str
 ) -> None:
     calls = [channel.unary_unary(f"/test.Echo/{method}").future(b"", timeout=20) for _ in range(50)]
-    _wait_for(lambda: server.running == 50)
+    wait_for(lambda: server.running == 50)
     for call in calls:
         call.cancel()
-    _wait_for(lambda: server.running == 0)
+    wait_for(lambda: server.running == 0)
     assert server.ended == [end] * 50
-    _wait_for(lambda: server.open_streams == 0)
+    wait_for(lambda: server.open_streams == 0)
 
 
 def test_ten_thousand_cancelled_calls_leave_the_channel_as_good_as_new(server: EchoServer) -> None:
@@ -137,16 +130,16 @@ def test_ten_thousand_cancelled_calls_leave_the_channel_as_good_as_new(server: E
             assert await echo(b"still there", timeout=10) == b"still there"
 
     asyncio.run(main())
-    _wait_for(lambda: server.running == 0 and server.open_streams == 0)
+    wait_for(lambda: server.running == 0 and server.open_streams == 0)
 
 
 def test_a_lost_connection_ends_its_calls(server: EchoServer) -> None:
     server.ended.clear()
     channel = grpc.insecure_channel(server.target)
     call = channel.unary_unary("/test.Echo/Abandon").future(b"")
-    _wait_for(lambda: server.running == 1)
+    wait_for(lambda: server.running == 1)
     channel.close()
-    _wait_for(lambda: server.ended == ["Cancelled"])
+    wait_for(lambda: server.ended == ["Cancelled"])
     assert call.cancelled() or call.exception() is not None
 
 
@@ -163,7 +156,7 @@ def test_a_message_beyond_the_limit_fails_alone(channel: grpc.Channel) -> None:
         echo = connected.unary_unary("/test.Echo/Echo")
         assert echo(b"x" * 10_000, timeout=10) == b"x" * 10_000
         neighbour = connected.unary_unary("/test.Echo/Wait").future(b"n", timeout=20)
-        _wait_for(lambda: small.running == 1)
+        wait_for(lambda: small.running == 1)
         for size in (10_001, 5 << 20):
             assert _refused(echo, b"x" * size).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         bomb = _refused(echo, bytes(5 << 20), compression=grpc.Compression.Gzip)
@@ -265,7 +258,7 @@ def test_a_stream_has_a_deadline(channel: grpc.Channel, server: EchoServer) -> N
         list(call)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     held.set()
-    _wait_for(lambda: server.open_streams == 0)
+    wait_for(lambda: server.open_streams == 0)
 
 
 def test_a_writer_waits_for_a_client_that_reads_slowly(channel: grpc.Channel, server: EchoServer) -> None:
@@ -279,9 +272,9 @@ def test_a_writer_waits_for_a_client_that_reads_slowly(channel: grpc.Channel, se
     assert written < 20_000
     for _ in range(written):
         next(call)
-    _wait_for(lambda: server.written > written)
+    wait_for(lambda: server.written > written)
     call.cancel()
-    _wait_for(lambda: server.ended == ["left"] and server.open_streams == 0)
+    wait_for(lambda: server.ended == ["left"] and server.open_streams == 0)
 
 
 def test_a_client_waits_for_a_method_that_reads_slowly() -> None:

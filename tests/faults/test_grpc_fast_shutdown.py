@@ -1,0 +1,108 @@
+"""The fast gRPC engine stops without a lost call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import grpc
+import pytest
+
+from server.frontends.grpc_fast import FastGrpcServer
+from server.frontends.grpc_methods import Methods
+from tests.grpc_echo import HOST, echo_server, wait_for
+
+
+def test_a_restart_under_load_fails_no_call() -> None:
+    """Whoever waits for a server that is ready notices nothing: what runs is finished, what is new comes again."""
+
+    async def echo(message: bytes, _call: object) -> list[bytes]:
+        await asyncio.sleep(0.002)
+        return [message]
+
+    async def main() -> None:
+        methods = Methods({"/test.Echo/Echo": echo}, {})
+        engine = FastGrpcServer(methods, 1 << 20, None)
+        port = await engine.start(HOST, 0)
+        options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
+        served, goal, going = 0, 100, True
+        reached = asyncio.Event()
+
+        async def caller(number: int) -> None:
+            nonlocal served
+            local = ("grpc.use_local_subchannel_pool", number % 2)
+            async with grpc.aio.insecure_channel(f"{HOST}:{port}", [*options, local]) as channel:
+                call = channel.unary_unary("/test.Echo/Echo")
+                while going:
+                    assert await call(b"x", timeout=20, wait_for_ready=True) == b"x"
+                    served += 1
+                    if served >= goal:
+                        reached.set()
+
+        callers = [asyncio.ensure_future(caller(number)) for number in range(20)]
+        for _ in range(4):
+            await asyncio.wait_for(reached.wait(), 20)
+            await engine.stop(5)
+            assert not engine._connections
+            goal = served + 100
+            reached.clear()
+            engine = FastGrpcServer(methods, 1 << 20, None)
+            await engine.start(HOST, port)
+        await asyncio.wait_for(reached.wait(), 20)
+        going = False
+        await asyncio.gather(*callers)
+        await engine.stop(1)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_runs_is_waited_for_and_what_takes_too_long_ends() -> None:
+    with echo_server() as server, grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_unary("/test.Echo/Wait").future(b"patience", timeout=20)
+        wait_for(lambda: server.running == 1)
+        stopping = threading.Thread(target=lambda: server.call(server.engine.stop(10)))
+        stopping.start()
+        time.sleep(0.2)
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/test.Echo/Echo")(b"late", timeout=5)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        server.release()
+        assert call.result(5) == b"patience"
+        stopping.join(5)
+        assert not stopping.is_alive()
+
+    with echo_server() as server, grpc.insecure_channel(server.target) as channel:
+        calls = [channel.unary_unary(f"/test.Echo/{name}").future(b"", timeout=20) for name in ("Wait", "Abandon")]
+        wait_for(lambda: server.running == 2)
+        begin_s = time.monotonic()
+        server.call(server.engine.stop(0.3))
+        assert 0.25 < time.monotonic() - begin_s < 3.0
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                call.result(5)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert sorted(server.ended) == ["Unavailable", "cancelled"]
+
+
+def test_an_open_stream_is_told_that_the_server_stops() -> None:
+    with echo_server() as server, grpc.insecure_channel(server.target) as channel:
+        held = threading.Event()
+        call = channel.stream_stream("/test.Echo/Chat")(iter(lambda: held.wait(10) or b"x", None), timeout=20)
+        wait_for(lambda: server.open_streams == 1)
+        begin_s = time.monotonic()
+        server.call(server.engine.stop(10))
+        assert time.monotonic() - begin_s < 3.0
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        held.set()
+
+
+def test_a_port_that_is_taken_is_an_oserror() -> None:
+    async def main(port: int) -> None:
+        with pytest.raises(OSError, match=r"in use"):
+            await FastGrpcServer(Methods({}, {}), 1000, None).start(HOST, port)
+
+    with echo_server() as server:
+        asyncio.run(main(server.port))
