@@ -216,10 +216,9 @@ class _FolderReader:
             self._tell([Problem(loc, message, f"add the folder, or choose from {there}")], fatal=not served)
         for label, version in config.labels.items():
             if version not in served:
-                self._tell(
-                    [Problem(("labels", label), f'label "{label}" names version {version}, which is not served')],
-                    fatal=False,
-                )
+                message = f'label "{label}" names version {version}, which is not served'
+                there = ", ".join(map(str, served)) or "none"
+                self._tell([Problem(("labels", label), message, f"served here: {there}")], fatal=False)
         return served
 
     def _check_filenames(self, config: ModelConfig) -> None:

@@ -45,7 +45,7 @@ class Drains:
             name: of the model.
             version: its number.
             handle: that nobody can lease any more.
-            after: called when it is closed.
+            after: called when it is closed, and once more if that comes too late for `wait`.
         """
         thread = threading.Thread(target=lambda: self._run(drain), name=f"drain {name}/{version}", daemon=True)
         drain = _Drain(name, version, handle, after, thread)
@@ -54,7 +54,7 @@ class Drains:
         thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all drains have ended; what has not after `timeout_s` answers its callers with an error.
+        """At the end of the process: wait for all drains; what has not ended after `timeout_s` answers with an error.
 
         Returns:
             False if something still runs.
@@ -66,6 +66,7 @@ class Drains:
             drain.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
         late = [drain for drain in drains if drain.thread.is_alive() and not drain.handle.close(0.0)]
         for drain in late:
+            drain.after()  # the process is about to end without it
             logger.error("model %s version %s did not stop within %g s", drain.name, drain.version, timeout_s)
             if self._registry.state(drain.name, drain.version) is State.UNLOADING:
                 self._registry.mark(drain.name, drain.version, State.UNAVAILABLE, "it did not stop in time")
