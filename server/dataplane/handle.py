@@ -99,7 +99,7 @@ class ModelHandle:
         self._mailbox = mailbox
         self._on_dead = on_dead
         self._clock = clock
-        self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock)
+        self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
         self._sequencer = Sequencer() if policy.preserve_ordering else None
         self._lock = threading.Lock()
         self._leases = 0
@@ -283,10 +283,12 @@ class ModelHandle:
             left = self._alive
             serves = self._started and not self._closing
         self._scheduler.set_instances(left)
-        if left == 0:
-            self._give_up(self._dead())
-        if serves:
-            self._on_dead(left)
+        try:
+            if serves:
+                self._on_dead(left)
+        finally:
+            if left == 0:
+                self._give_up(self._dead())
 
     def _give_up(self, error: HeadraceError) -> None:
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])

@@ -101,7 +101,7 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
     try:
         server.wait_until_ready()
         assert server.port == http_port
-        assert index(server) == {"row_sums": "READY"}
+        assert index(server) == {"row_sums": "READY", "busy": "UNAVAILABLE", "wrong": "UNAVAILABLE"}
         assert server.request("GET", "/metrics")[0] == 404
         apart = Server(process, server.log, metrics_port)
         status, _, page = apart.request("GET", "/metrics")
@@ -128,8 +128,12 @@ def test_options_whose_feature_comes_later_are_taken_with_a_warning(good: Path, 
 def test_only_the_models_named_are_loaded(mixed: Path, good: Path, tmp_path: Path) -> None:
     options = ["--model-repository", str(good), "--model-control", "explicit", "--load-model", "busy"]
     with serving(mixed, tmp_path, *options) as server:
-        assert index(server) == {"busy": "READY"}
-        assert server.request("GET", "/v2/models/row_sums")[0] == 404
+        # Whatever else is there is listed, for a client to load.
+        assert index(server) == {"busy": "READY", "row_sums": "UNAVAILABLE", "wrong": "UNAVAILABLE"}
+        status, _, answer = server.request("GET", "/v2/models/row_sums")
+        assert status == 503
+        assert "is not loaded" in json.loads(answer)["error"]
+        assert server.request("GET", "/v2/health/ready")[0] == 200
 
 
 def test_metrics_can_be_turned_off(good: Path, tmp_path: Path) -> None:
