@@ -10,6 +10,7 @@ settled under it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -56,6 +57,8 @@ class Scheduler:
         limits: what may wait at most.
         levels: number of priority levels (one more is kept for demoted requests).
         clock: monotonic nanoseconds.
+        defer: calls back once the caller of `enqueue` is done with what it has at hand: on an event loop `call_soon`, so that
+            requests which arrive together are woken for once and run together.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Scheduler:
         limits: QueueLimits | None = None,
         levels: int = 1,
         clock: Clock = monotonic_ns,
+        defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
     ) -> None:
         self.policy = policy
         self.limits = limits or QueueLimits()
@@ -71,6 +75,8 @@ class Scheduler:
         self._clock = clock
         self._lock = threading.Lock()
         self._queue = Queue(levels + 1)
+        self._defer = defer
+        self._waking = False  # `_wake` is about to be called
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
         self._closed = False
@@ -88,7 +94,6 @@ class Scheduler:
             Unavailable: the model is being unloaded, or all its instances have died.
         """
         size_bytes = sum(entry.size_bytes for entry in entries) if len(entries) > 1 else entries[0].size_bytes
-        wake: list[threading.Lock] = []
         with self._lock:
             if self._closed:
                 raise self._failure or Unavailable("the model is being unloaded")
@@ -102,10 +107,18 @@ class Scheduler:
                     self._drain_time_s(),
                 )
             for entry in entries:
-                lane = queue.push(entry)
-                if self._sleepers and self._worth_waking(lane):
-                    wake.append(self._sleepers.pop())
-        for sleeper in wake:
+                queue.push(entry)
+            if self._waking:
+                return
+            self._waking = True
+        self._defer(self._wake)
+
+    def _wake(self) -> None:
+        """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
+        with self._lock:
+            self._waking = False
+            sleeper = self._sleepers.pop() if self._sleepers and self._worth_waking() else None
+        if sleeper is not None:
             sleeper.release()
 
     def discard(self, entry: Entry) -> None:
@@ -152,8 +165,8 @@ class Scheduler:
             with self._lock:
                 answer = self._poll(self._clock())
                 if type(answer) is Batch:
-                    # Somebody must keep the alarm for what is left, and it is not this thread any more.
-                    if self._queue.count and self._sleepers and not self._timed_sleepers:
+                    # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
+                    if self._queue.count and self._sleepers and self._worth_waking():
                         self._sleepers.pop().release()
                     return answer
                 if self._closed:
@@ -228,9 +241,13 @@ class Scheduler:
             return wait or IDLE
         return Batch(self._queue.take(best_lane, best.count), best.reason, now_ns)
 
-    def _worth_waking(self, lane: Lane) -> bool:
-        """A sleeper can run something now, or nobody has set an alarm for the lane's delay yet."""
-        return type(decide(lane, self._clock(), self.policy)) is Take or not self._timed_sleepers
+    def _worth_waking(self) -> bool:
+        """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""
+        lanes, policy = self._queue.lanes, self.policy
+        if not self._timed_sleepers:
+            return bool(self._queue.count)
+        now_ns = self._clock()
+        return any(type(decide(lane, now_ns, policy)) is Take for lane in lanes)
 
     def _drain_time_s(self) -> float:
         batches = self._queue.total_rows / self.policy.max_rows
