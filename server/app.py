@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-from server.control.lifecycle import State
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
@@ -180,7 +179,7 @@ class HeadraceServer:
     def _instance_died(self, name: str, number: str, left: int) -> None:
         logger.error("model %s version %s: an instance died, %d left", name, number, left)
         if left == 0:
-            self._registry.mark(name, number, State.UNAVAILABLE, "all its instances have died")
+            self._registry.died(name, number)
 
 
 def extensions(settings: Settings) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import sys
 import weakref
@@ -24,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from server.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
+from server.core.names import REGION_PATTERN
 from server.core.tensor import Array
 
 SYSTEM = "system"
@@ -248,9 +250,10 @@ class SharedMemoryRegions:
 
     def _require_free(self, name: str) -> None:
         self._require_allowed()
-        # Printable rules out NUL, control characters and lone surrogates, which no answer could carry.
-        if not 1 <= len(name) <= _MAX_NAME or not name.isprintable():
-            raise BadRequest(f"a shared memory region needs a name of 1 to {_MAX_NAME} printable characters")
+        if re.fullmatch(REGION_PATTERN, name) is None:
+            raise BadRequest(
+                f"{name[:64]!r} cannot be the name of a shared memory region: it must match {REGION_PATTERN}"
+            )
         if name in self._regions:
             raise Conflict(f"shared memory region {name!r} is registered already: unregister it first")
         if len(self._regions) >= self._limit:

@@ -157,6 +157,8 @@ class ControlMethods:
 
     async def _trace_setting(self, request: Any) -> Any:
         traces = self._services.traces
+        if request.model_name:
+            self._services.models.lease(request.model_name, "").release()  # raises if there is no such model
         changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
         settings = traces.update(request.model_name, changes) if changes else traces.settings(request.model_name)
         response = pb.TraceSettingResponse()

@@ -50,10 +50,12 @@ class InferService:
 
     Args:
         services: of the server.
+        max_shared_bytes: of the inputs of one request in shared memory.
         clock: monotonic nanoseconds.
     """
 
-    def __init__(self, services: Services, clock: Clock = monotonic_ns) -> None:
+    def __init__(self, services: Services, max_shared_bytes: int, clock: Clock = monotonic_ns) -> None:
+        self._max_shared_bytes = max_shared_bytes
         self._models = services.models
         self._regions = services.regions
         self._traces = services.traces
@@ -96,7 +98,7 @@ class InferService:
             handle.admit()
             codec = self._codecs.get(handle.spec)
             if codec is None:
-                codec = self._codecs[handle.spec] = GrpcCodec(handle.spec, self._regions)
+                codec = self._codecs[handle.spec] = GrpcCodec(handle.spec, self._regions, self._max_shared_bytes)
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns)
             queued_ns = self._clock() if self._traces.active else 0
             pending = Pending(handle, codec, plan, request, handle.infer(request))

@@ -23,7 +23,7 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
         services: of the server.
         max_message_bytes: the largest request; engines hold messages to it, and a stream takes on no more at a time.
     """
-    infer = InferService(services)
+    infer = InferService(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
     names = (SERVICE, grpc_health.SERVICE, *grpc_reflection.SERVICES)
     reflection = ReflectionService(names)

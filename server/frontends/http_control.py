@@ -18,8 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, NotFound, TooLarge
+from server.core.names import REGION_PATTERN
 from server.frontends.http_infer import error_answer
-from server.frontends.http_routes import JSON, REGION_PATTERN, Call, Route, routes
+from server.frontends.http_routes import JSON, Call, Route, routes
 from server.frontends.models import Services
 from server.frontends.openapi import page
 

@@ -146,7 +146,7 @@ class InferEndpoint:
     def _codec(self, spec: ModelSpec) -> ModelCodec:
         codec = self._codecs.get(spec)
         if codec is None:
-            codec = self._codecs[spec] = ModelCodec(spec, self._regions)
+            codec = self._codecs[spec] = ModelCodec(spec, self._regions, self._max_body_bytes)
         return codec
 
     async def _read(

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from server.core.names import REGION_PATTERN
 from server.frontends import http_bodies as bodies
 from server.frontends.control_plane import ControlPlane
 from server.frontends.models import Services
@@ -17,7 +18,6 @@ from server.frontends.models import Services
 MAX_CONTROL_BYTES = 65536
 JSON = "application/json"
 # Names as they stand in paths. Those of models are checked where models are looked up; clients give the regions'.
-REGION_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9_.:@+=, -]{0,127}$"
 PATTERNS = {
     "model": r"^[A-Za-z0-9_](?:\.?[A-Za-z0-9_-]){0,63}$",
     "version": "^[A-Za-z0-9_-]{1,64}$",
