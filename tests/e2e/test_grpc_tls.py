@@ -9,39 +9,16 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import trustme
 from tritonclient.utils import InferenceServerException
 
+from tests.certificates import Certificates
 from tests.models import add_model, row_sums
 from tests.serving import Server, serving, start
 
 
-class Certificates:
-    """PEM files in a folder: of the server, of a client, of the authority of both, and of a stranger."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        authority, stranger = trustme.CA(), trustme.CA()
-        self.authority, self.stranger = folder / "ca.pem", folder / "stranger.pem"
-        authority.cert_pem.write_to_path(self.authority)
-        stranger.cert_pem.write_to_path(self.stranger)
-        self.certificate, self.key = self._pair(authority, folder, "127.0.0.1")
-        self.client_certificate, self.client_key = self._pair(authority, folder, "client.example")
-        self.strange_certificate, self.strange_key = self._pair(stranger, folder, "stranger.example")
-
-    @staticmethod
-    def _pair(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path]:
-        pair = authority.issue_cert(name)
-        certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-        for number, part in enumerate(pair.cert_chain_pems):
-            part.write_to_path(certificate, append=number > 0)
-        pair.private_key_pem.write_to_path(key)
-        return certificate, key
-
-
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return Certificates(tmp_path_factory.mktemp("tls") / "files")
+    return Certificates(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +29,7 @@ def one_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(engine: str, files: Certificates) -> list[str]:
-    return ["--grpc-engine", engine, "--tls-cert", str(files.certificate), "--tls-key", str(files.key)]
+    return ["--grpc-engine", engine, "--tls-cert", str(files.server.certificate), "--tls-key", str(files.server.key)]
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +71,7 @@ def test_tls(tls_server: Server, certificates: Certificates) -> None:
 
 def test_a_server_that_the_client_does_not_trust(tls_server: Server, certificates: Certificates) -> None:
     with triton.InferenceServerClient(
-        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.stranger)
+        tls_server.grpc_address, ssl=True, root_certificates=str(certificates.stranger.certificate)
     ) as client:
         refused(client)
 
@@ -110,8 +87,8 @@ def test_mutual_tls(mutual_server: Server, certificates: Certificates) -> None:
         mutual_server.grpc_address,
         ssl=True,
         root_certificates=str(certificates.authority),
-        private_key=str(certificates.client_key),
-        certificate_chain=str(certificates.client_certificate),
+        private_key=str(certificates.client.key),
+        certificate_chain=str(certificates.client.certificate),
     ) as client:
         double(client)
 
@@ -128,8 +105,8 @@ def test_mutual_tls_with_a_strangers_certificate(mutual_server: Server, certific
         mutual_server.grpc_address,
         ssl=True,
         root_certificates=str(certificates.authority),
-        private_key=str(certificates.strange_key),
-        certificate_chain=str(certificates.strange_certificate),
+        private_key=str(certificates.stranger.key),
+        certificate_chain=str(certificates.stranger.certificate),
     ) as client:
         refused(client)
 
@@ -146,7 +123,7 @@ def test_files_that_are_wrong_end_the_start(
     engine: str, one_model: Path, certificates: Certificates, tmp_path: Path, wrong: str
 ) -> None:
     key = certificates.authority.with_name(wrong)
-    words = ["--grpc-engine", engine, "--tls-cert", str(certificates.certificate), "--tls-key", str(key)]
+    words = ["--grpc-engine", engine, "--tls-cert", str(certificates.server.certificate), "--tls-key", str(key)]
     server = start(one_model, tmp_path / "log", *words)
     assert server.wait() != 0
     assert "TLS" in server.text

@@ -1,0 +1,325 @@
+"""The gRPC service without an engine: leases, streams that end early, faults of ours, traces, what a failed call says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from server.core.completion import LoopCompletion, Mailbox
+from server.core.errors import (
+    BadRequest,
+    Cancelled,
+    HeadraceError,
+    ModelFailed,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
+from server.core.request import InferRequest, InferResponse
+from server.core.tensor import FP32, ModelSpec, TensorSpec
+from server.frontends.grpc_infer import InferService
+from server.frontends.grpc_status import failure
+from server.frontends.grpc_stream import InferStreams
+from server.frontends.models import Services
+
+pb: Any = service_pb2
+SPEC = ModelSpec(
+    "fake", "1", "test", {"x": TensorSpec("x", FP32, (-1, 2))}, {"y": TensorSpec("y", FP32, (-1, 2))}, max_batch_size=8
+)
+
+
+def message(request_id: str = "", model: str = "fake") -> bytes:
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    request.inputs.add(name="x", datatype="FP32", shape=[1, 2])
+    request.raw_input_contents.append(np.array([1, 2], np.float32).tobytes())
+    return bytes(request.SerializeToString())
+
+
+class Model:
+    """Registry, handle and tracer in one: answers when the test says so, and counts leases and failures."""
+
+    spec = SPEC
+
+    def __init__(self, active: bool = False) -> None:
+        self.mailbox = Mailbox(asyncio.get_running_loop())
+        self.waiting: list[tuple[InferRequest, LoopCompletion]] = []
+        self.leases = 0
+        self.failures: list[HeadraceError] = []
+        self.raises: Exception | None = None
+        self.active = active
+        self.recorded: list[tuple[InferRequest, int, int]] = []
+
+    def lease(self, name: str, version: str) -> Model:
+        if name != "fake":
+            raise NotFound(f"model {name!r} is not found")
+        self.leases += 1
+        return self
+
+    def release(self) -> None:
+        self.leases -= 1
+
+    def admit(self) -> None:
+        pass
+
+    def failed(self, error: HeadraceError, received_ns: int) -> None:
+        self.failures.append(error)
+
+    def infer(self, request: InferRequest) -> LoopCompletion:
+        if self.raises is not None:
+            raise self.raises
+        completion = LoopCompletion(self.mailbox)
+        self.waiting.append((request, completion))
+        return completion
+
+    def record(self, spec: ModelSpec, request: InferRequest, response: Any, queued_ns: int, done_ns: int) -> None:
+        self.recorded.append((request, queued_ns, done_ns))
+
+    def answer(self, count: int = 1, outcome: Any = None) -> None:
+        for _ in range(count):
+            request, completion = self.waiting.pop(0)
+            completion.settle(outcome or InferResponse({"y": request.inputs["x"] * 2}))
+
+    def services(self) -> Services:
+        this: Any = self
+        return Services(this, this, this, this, this, "1", ())
+
+
+class Call:
+    received_ns = 1
+    deadline_ns = 0
+    caller: LoopCompletion | None = None
+
+
+class Streaming:
+    """A stream call of a client under the test's control."""
+
+    deadline_ns = 0
+    stopping = False
+
+    def __init__(self) -> None:
+        self.sent: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.got: list[Any] = []
+        self.reads = 0
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def read(self) -> bytes | None:
+        given = await self.sent.get()
+        self.reads += 1
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    async def write(self, parts: list[Any]) -> None:
+        await self.open.wait()
+        self.got.append(pb.ModelStreamInferResponse.FromString(b"".join(parts)))
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
+
+
+async def until(what: Callable[[], object]) -> None:
+    for _ in range(2_000):
+        if what():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it never became true")
+
+
+def test_a_request_from_message_to_message() -> None:
+    async def test() -> None:
+        model, call = Model(), Call()
+        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message("7"), call))
+        await until(lambda: model.waiting)
+        assert call.caller is model.waiting[0][1]
+        model.answer()
+        response = pb.ModelInferResponse.FromString(b"".join(await asking))
+        assert (response.id, response.model_name) == ("7", "fake")
+        assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
+        assert (model.leases, model.failures, call.caller) == (0, [], None)
+
+    run(test)
+
+
+@pytest.mark.parametrize("outcome", [ModelFailed("no"), Overloaded("full"), Cancelled("gone")], ids=type)
+def test_what_fails_is_counted_and_gives_the_lease_back(outcome: HeadraceError) -> None:
+    async def test() -> None:
+        model = Model()
+        service = InferService(model.services(), 1 << 20)
+        asking = asyncio.ensure_future(service.infer(message(), Call()))
+        await until(lambda: model.waiting)
+        model.answer(outcome=outcome)
+        with pytest.raises(type(outcome)):
+            await asking
+        model.raises = outcome
+        with pytest.raises(type(outcome)):
+            await service.infer(message(), Call())
+        assert (model.leases, model.failures) == (0, [outcome, outcome])
+
+    run(test)
+
+
+def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
+    async def test() -> None:
+        model = Model()
+        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), Call()))
+        await until(lambda: model.waiting)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert model.waiting[0][1].done
+        assert (model.leases, [type(error) for error in model.failures]) == (0, [Cancelled])
+
+    run(test)
+
+
+def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        model = Model()
+        model.raises = RuntimeError("secret path")
+        with pytest.raises(ModelFailed) as caught:
+            await InferService(model.services(), 1 << 20).infer(message(), Call())
+        assert "secret" not in str(caught.value)
+        assert caught.value.reference in caplog.text
+        assert "secret path" in caplog.text
+        assert model.leases == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_requests_are_traced_while_tracing_is_on(active: bool) -> None:
+    async def test() -> None:
+        model = Model(active)
+        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message("t"), Call()))
+        await until(lambda: model.waiting)
+        model.answer()
+        await asking
+        assert [request.id for request, _, _ in model.recorded] == (["t"] if active else [])
+        assert all(0 < queued_ns <= done_ns for _, queued_ns, done_ns in model.recorded)
+
+    run(test)
+
+
+def stream(model: Model, **more: Any) -> tuple[Streaming, asyncio.Task[None]]:
+    call = Streaming()
+    served = InferStreams(InferService(model.services(), 1 << 20), **{"max_bytes": 1 << 20, **more}).serve(call)
+    return call, asyncio.ensure_future(served)  # type: ignore[return-value]
+
+
+def test_a_stream_answers_everything_and_ends() -> None:
+    async def test() -> None:
+        model = Model()
+        call, serving = stream(model)
+        for asked in (message("a"), b"\xff", message("b", "other"), message("c"), None):
+            call.sent.put_nowait(asked)
+        await until(lambda: len(model.waiting) == 2)
+        model.answer(outcome=ModelFailed("broke"))
+        model.answer()
+        await serving
+        told = {response.infer_response.id: response.error_message for response in call.got}
+        assert told.keys() == {"a", "", "b", "c"}
+        assert (told["a"], told["c"], "not found" in told["b"]) == ("broke", "", True)
+        assert model.leases == 0
+
+    run(test)
+
+
+def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:
+    async def test() -> None:
+        model = Model()
+        for limits in ({"max_in_flight": 3}, {"max_bytes": 3 * len(message())}):
+            call, serving = stream(model, **limits)
+            for _ in range(10):
+                call.sent.put_nowait(message())
+            call.sent.put_nowait(None)
+            await until(lambda: len(model.waiting) == 3)
+            await asyncio.sleep(0.05)
+            assert call.reads == 3
+            call.open.clear()  # the client reads no answers: theirs count as in flight
+            model.answer(3)
+            await asyncio.sleep(0.05)
+            assert call.reads == 3
+            call.open.set()
+            for _ in range(7):
+                await until(lambda: model.waiting)
+                model.answer()
+            await serving
+            assert (len(call.got), model.leases) == (10, 0)
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "left while reading", "left while writing"])
+def test_a_stream_that_ends_early_abandons_all(how: str) -> None:
+    async def test() -> None:
+        model = Model()
+        call, serving = stream(model)
+        for _ in range(5):
+            call.sent.put_nowait(message())
+        await until(lambda: len(model.waiting) == 5)
+        waiting = [completion for _, completion in model.waiting]
+        if how == "cancelled":
+            serving.cancel()
+        elif how == "left while reading":
+            call.sent.put_nowait(Cancelled("the client has left"))
+        else:
+
+            async def write(parts: list[Any]) -> None:
+                raise Cancelled("the client has left")
+
+            call.write = write  # type: ignore[method-assign]
+            model.answer()
+        with pytest.raises((asyncio.CancelledError, Cancelled)):
+            await serving
+        assert all(completion.done for completion in waiting)
+        assert model.leases == 0
+        await asyncio.sleep(0.02)  # the late call-backs find nobody, and raise nothing
+        assert len([error for error in model.failures if isinstance(error, Cancelled)]) >= 4
+
+    run(test)
+
+
+def test_a_stream_is_drained() -> None:
+    async def test() -> None:
+        model = Model()
+        call, serving = stream(model)
+        call.sent.put_nowait(message("a"))
+        call.sent.put_nowait(Unavailable("the server is shutting down"))
+        await until(lambda: call.reads == 2)
+        assert not serving.done()
+        model.answer()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await serving
+        assert [response.infer_response.id for response in call.got] == ["a"]
+        assert model.leases == 0
+
+    run(test)
+
+
+def test_how_a_call_ends() -> None:
+    assert (failure(TooLarge("big")).code, failure(TooLarge("big")).text) == ("RESOURCE_EXHAUSTED", "big")
+    assert failure(Overloaded("full", 2.4)).metadata == (("retry-after", "3"),)
+    assert failure(BadRequest("bad")).metadata == ()
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "東" * 100_000, "\n" * 100_000, "\udcff" * 100_000])
+def test_texts_fit_into_trailers(text: str) -> None:
+    encoded = failure(BadRequest(text)).text.encode()
+    percent = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in encoded)
+    assert percent < 8 << 10
+
+
+def test_a_strange_exception_is_internal(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("secret")
+    except RuntimeError as error:
+        end = failure(error)
+    assert (end.code, "secret" in end.text, "secret" in caplog.text) == ("INTERNAL", False, True)
