@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import shutil
+from dataclasses import dataclass, replace
 
 from loadtest.bench import grpc_calls, h2load
 from loadtest.bench.grpc_calls import ECHO, FAST, GRPCIO, Question
@@ -11,9 +13,12 @@ from loadtest.bench.inprocess import Oracle, WrongAnswer
 from loadtest.bench.results import CaseResult, Comparison, Figure, Target
 from loadtest.bench.session import Bench, interleave
 from loadtest.bench.spread import Spread, ratios
+from loadtest.bench.wrk import LoadFailed
 from loadtest.grpc_protocol import MODEL_INFER
 
 MODEL = "tiny"
+DELAY_US = 1000
+GATHERED = f"{GRPCIO}, queue delay {DELAY_US} us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +46,8 @@ class GrpcFrontEnd:
         return f"tiny, unary gRPC, {total} in flight on {self.connections} connections, server on one core"
 
     def planned_s(self, bench: Bench) -> float:
-        """Three contenders a round."""
-        return 3.0 * bench.rounds * self._sample_s(bench)
+        """Four contenders a round."""
+        return 4.0 * bench.rounds * self._sample_s(bench)
 
     def run(self, bench: Bench) -> CaseResult:
         """Check all answers, then measure in interleaved rounds."""
@@ -50,7 +55,13 @@ class GrpcFrontEnd:
         oracle = Oracle(bench.model_path(MODEL))
         question = Question(MODEL, oracle.example(rows=1), oracle)
         message = question.message
-        with grpc_calls.both_engines(bench, MODEL) as engines:
+        with (
+            grpc_calls.both_engines(bench, MODEL) as both,
+            _gathering(bench).headrace(
+                MODEL, cpus=bench.cores.server, name=GATHERED, options=("--grpc-engine", "grpcio")
+            ) as gathering,
+        ):
+            engines = (*both, gathering)
             targets = [grpc_calls.headrace_target(server, question) for server in engines]
             sizes = [grpc_calls.answer_size(target) for target in targets]
             if sizes[0] != sizes[1]:
@@ -78,6 +89,7 @@ class GrpcFrontEnd:
             ]
         comparisons = (
             Comparison(f"{GRPCIO} / {ECHO}, calls/s", "", ratios(rates[GRPCIO], rates[ECHO]), self.grpcio_to_echo),
+            Comparison(f"{GATHERED} / {ECHO}, calls/s", "", ratios(rates[GATHERED], rates[ECHO]), self.grpcio_to_echo),
             Comparison(f"{FAST} / {ECHO}, calls/s", "", ratios(rates[FAST], rates[ECHO]), self.fast_to_echo),
         )
         busy = max(sample.client_busy for rounds in samples.values() for sample in rounds)
@@ -86,3 +98,23 @@ class GrpcFrontEnd:
             f"h2load used at most {busy:.0%} of its core",
         )
         return CaseResult(self.name, self.title, tuple(figures), comparisons, notes)
+
+
+def _gathering(bench: Bench) -> Bench:
+    """The bench on a copy of the model that lets requests wait for company.
+
+    grpcio hands over one call a turn of its loop, so that an instance which never waits runs batches of one, and the threads
+    pass the interpreter back and forth for each. What that costs is the difference to the model as it is.
+    """
+    folder = bench.scratch / "gathering" / MODEL
+    shutil.copytree(bench.repository / MODEL, folder)
+    config = folder / "config.pbtxt"
+    text, count = re.subn(
+        r"dynamic_batching \{ *\}",
+        f"dynamic_batching {{ max_queue_delay_microseconds: {DELAY_US} }}",
+        config.read_text(encoding="utf-8"),
+    )
+    if count != 1:
+        raise LoadFailed(f"{config}: expected one 'dynamic_batching {{ }}' to give a delay to, found {count}")
+    config.write_text(text, encoding="utf-8")
+    return replace(bench, repository=folder.parent)
