@@ -134,7 +134,8 @@ class ModelCodec:
                 array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
             shown: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
             if wanted.shared is not None:
-                shown["parameters"] = plan.write(wanted, tensor_codec.to_binary(array, datatype))
+                # No parameters: Triton's C++ client takes any as a sign of binary data behind the header.
+                plan.write(wanted, tensor_codec.to_binary(array, datatype))
             elif wanted.binary:
                 data = tensor_codec.to_binary(array, datatype)
                 shown["parameters"] = {"binary_data_size": len(data)}
