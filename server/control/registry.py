@@ -245,4 +245,4 @@ class Registry:
                 return Unavailable(f"{shown} is being loaded")
         if records:
             return Unavailable(f"{shown} is not loaded")
-        return NotFound(f"{shown} is not found; POST /v2/repository/index lists what there is")
+        return NotFound(f"{shown} is not found; the repository index lists what there is")
