@@ -293,7 +293,7 @@ class Reconciler:
     def _unload(self, name: str) -> None:
         self._list_again()
         if name not in self._registry.names():
-            raise NotFound(f"model '{name}' is not found; POST /v2/repository/index lists what there is")
+            raise NotFound(f"model '{name}' is not found; the repository index lists what there is")
         self._deployments.unload(name)
 
     def _list_again(self) -> None:

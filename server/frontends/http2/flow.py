@@ -55,8 +55,8 @@ class Limits:
     grant_bytes: int = 64 << 20
     held_bytes: int = 64 << 20
     control_bytes: int = 1 << 20
-    burst: int = 10_000
-    per_s: int = 1_000
+    burst: int = 50_000
+    per_s: int = 10_000
     handshake_s: float = 10.0
     frame_s: float = 20.0
     message_s: float = 300.0
