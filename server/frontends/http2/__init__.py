@@ -6,5 +6,6 @@ flow        what a peer may still send: windows, grants for large bodies, the al
 outbox      what we may still send: windows, blocked bodies, one write an iteration of the loop
 stream      one request and its answer, to be subclassed by the application
 connection  the protocol of a socket: frames in, calls to streams out
+patience    reading on later, where reading on now would refuse an honest peer
 lifetime    what ends a connection: time-outs, dead peers, a graceful shutdown
 """

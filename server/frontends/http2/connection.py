@@ -28,6 +28,7 @@ from server.frontends.http2.frames import (
 from server.frontends.http2.headers import Field, HeaderMemory
 from server.frontends.http2.lifetime import Lifetime
 from server.frontends.http2.outbox import Outbox
+from server.frontends.http2.patience import Patience
 from server.frontends.http2.stream import Stream
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,9 @@ class Http2Connection(asyncio.Protocol):
         self._application = application
         self._control = ControlFrames(self)
         self._memory: HeaderMemory[Any] = HeaderMemory(limits.header_list_bytes, application.understand)
+        self._patience = Patience(self)
         self._window = frames.DEFAULT_WINDOW
-        self._began = False
-        self._rest = b""
+        self._began, self._rest = False, b""
         # A DATA frame of which a part is still to come: its stream (None: nobody wants it), end flag, bytes, padding.
         self._body: tuple[Stream | None, bool] = (None, False)
         self._body_bytes = self._skip_bytes = 0
@@ -174,6 +175,8 @@ class Http2Connection(asyncio.Protocol):
             start = position + HEAD_BYTES
             end = start + (word >> 8)
             kind = word & 0xFF
+            if self.lingering and kind == HEADERS and self._patience.wait():
+                break
             # The two frames of nearly every call, whole and without extras; all else goes the long way.
             if plain and end <= size and word <= largest_word:
                 if kind == DATA:
@@ -315,9 +318,7 @@ class Http2Connection(asyncio.Protocol):
         self.last_id = stream_id
         if head is None:
             self.stream_fault(stream_id, ErrorCode.PROTOCOL_ERROR)
-        elif (
-            len(self.streams) + self.lingering >= self.limits.streams or self.outbox.held_bytes > self.limits.held_bytes
-        ):
+        elif len(self.streams) + self.lingering >= self.limits.streams or self.outbox.overfull:
             self.stream_fault(stream_id, ErrorCode.REFUSED_STREAM)
         else:
             stream = self._application.open(self, stream_id, head, end)
@@ -392,8 +393,7 @@ class Http2Connection(asyncio.Protocol):
         if self.transport.is_closing():
             return
         self.closing = True
-        self.outbox.flush()
-        self.outbox.close()
+        self.outbox.close(flush=True)
         self.transport.close()
         self.lifetime.linger()
         self._lose_streams()

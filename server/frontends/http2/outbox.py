@@ -58,6 +58,11 @@ class Outbox:
         self.paused = False
         self.held_bytes = 0
 
+    @property
+    def overfull(self) -> bool:
+        """True if the peer reads so little of its answers that it gets no new stream."""
+        return self.held_bytes > self._limits.held_bytes
+
     def admit(self, stream: Stream, size_bytes: int) -> bool:
         """Take one DATA frame off the windows; False, and nothing done, if it must go through `queue`."""
         if (
@@ -141,8 +146,10 @@ class Outbox:
             self._waiting_bytes = 0
             self.schedule()
 
-    def close(self) -> None:
-        """Nothing goes out any more."""
+    def close(self, flush: bool = False) -> None:
+        """Nothing goes out any more, but for what is ready if `flush`."""
+        if flush:
+            self.flush()
         self._closed = self.paused = True
         self._out.clear()
         self._ready.clear()
