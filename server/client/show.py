@@ -78,7 +78,9 @@ def tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mappin
             array = (array.astype(np.uint32) << 16).view(np.float32)
         numbers = array.astype(np.float64) if array.size and array.dtype.kind in "fiub" else None
         spread = (
-            ["", "", ""] if numbers is None else [f"{v:.6g}" for v in (numbers.min(), numbers.mean(), numbers.max())]
+            ["", "", ""]
+            if numbers is None
+            else [f"{v:.6g}" for v in (np.min(numbers), np.mean(numbers), np.max(numbers))]
         )
         first = " ".join(_value(value) for value in array.ravel()[:_FIRST_VALUES].tolist())
         more = " ..." if array.size > _FIRST_VALUES else ""
