@@ -109,14 +109,16 @@ class HeadraceServer:
 
     def _services(self, reconciler: Reconciler) -> Services:
         settings = self._settings
+        # The driver is started only where clients may register its memory.
+        cuda = _cuda_opener() if settings.allow_client_shm else None
         return Services(
             models=self._registry,
             repository=reconciler,
-            regions=SharedMemoryRegions(settings.allow_client_shm, _cuda_opener()),
+            regions=SharedMemoryRegions(settings.allow_client_shm, cuda),
             traces=self._tracer,
             logs=LogSettings(logging.getLogger("headrace")),
             version=version("headrace"),
-            extensions=extensions(settings),
+            extensions=extensions(settings, cuda is not None),
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
@@ -182,13 +184,13 @@ class HeadraceServer:
             self._registry.died(name, number)
 
 
-def extensions(settings: Settings) -> list[str]:
+def extensions(settings: Settings, cuda: bool) -> list[str]:
     """The protocol's extensions that are switched on, by the names that Triton gives them."""
     names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
     names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
     if settings.allow_client_shm:
         names += ["system_shared_memory"]
-        if _cuda_opener() is not None:
+        if cuda:
             names += ["cuda_shared_memory"]
     if settings.trace_file:
         names += ["trace"]

@@ -26,6 +26,7 @@ import numpy as np
 
 from server.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
 from server.core.names import REGION_PATTERN
+from server.core.shared_range import check_range
 from server.core.tensor import Array
 
 SYSTEM = "system"
@@ -77,10 +78,7 @@ class SystemRegion:
         Raises:
             BadRequest: it does not lie in the region.
         """
-        if offset < 0 or size_bytes < 0 or offset + size_bytes > self._size_bytes:
-            raise BadRequest(
-                f"shared memory offset {offset} and size {size_bytes} do not lie in the region of {self._size_bytes} bytes"
-            )
+        check_range(offset, size_bytes, self._size_bytes)
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """A copy as uint8[size_bytes].

@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Iterator
 
 import numpy as np
-import pycuda.driver as driver  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import pycuda.driver as driver
 
 from server.core.errors import BadRequest, Unsupported
+from server.core.shared_range import check_range
 from server.core.tensor import Array
 
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
@@ -49,10 +50,7 @@ class CudaRegion:
         Raises:
             BadRequest: it does not lie in the region.
         """
-        if offset < 0 or size_bytes < 0 or offset + size_bytes > self._size_bytes:
-            raise BadRequest(
-                f"shared memory offset {offset} and size {size_bytes} do not lie in the region of {self._size_bytes} bytes"
-            )
+        check_range(offset, size_bytes, self._size_bytes)
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """A copy in host memory, uint8[size_bytes].

@@ -95,13 +95,20 @@ class Instance:
                 execution.close()
         except BaseException as error:  # a dying instance says so, whatever it dies of
             cause = error
-            if self.opened.done():
-                logger.exception("instance %s died", self.name)
-                self.give_up(ModelFailed("the instance that ran the request died"))
         finally:
-            self._on_exit(cause)
-            if not self.opened.done() and cause is not None:
-                self.opened.set_exception(cause)
+            # First the count, then the answers: who has been told that it died finds the model no longer ready.
+            try:
+                self._on_exit(cause)
+            finally:
+                if cause is not None:
+                    self._end(cause)
+
+    def _end(self, cause: BaseException) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(cause)
+            return
+        self.give_up(ModelFailed("the instance that ran the request died"))
+        logger.error("instance %s died", self.name, exc_info=cause)
 
     def _prepare(self, execution: Execution) -> None:
         warm_up, self._warm_up = self._warm_up, None  # its arrays may be large

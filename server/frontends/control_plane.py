@@ -14,9 +14,9 @@ _FILE = "file:"
 
 
 class ControlPlane:
-    """Health, metadata, configuration, statistics, repository control.
+    """Health, metadata, configuration, statistics, repository control, trace settings.
 
-    Shared memory, traces and logs need nothing between the protocols and `services`.
+    Shared memory and logs need nothing between the protocols and `services`.
 
     Args:
         services: of the server.
@@ -68,6 +68,18 @@ class ControlPlane:
         """Every version found, its state and reason; only those that serve if `ready`."""
         rows = self.services.models.index()
         return [row for row in rows if row["state"] == "READY"] if ready else rows
+
+    def trace_settings(self, model: str, changes: Mapping[str, object] | None = None) -> Mapping[str, object]:
+        """Trace settings in force for a model, or for all if `model` is "", after the changes if there are any.
+
+        Raises:
+            NotFound, Unavailable: no such model.
+            HeadraceError: what `TraceControl.update` raises.
+        """
+        if model:
+            self.services.models.lease(model, "").release()
+        traces = self.services.traces
+        return traces.settings(model) if changes is None else traces.update(model, changes)
 
     async def load(self, model: str, parameters: Mapping[str, object]) -> None:
         """Load a model; `parameters` are those of the request: `config` and `file:<path>` (base64 text, or bytes).

@@ -156,11 +156,8 @@ class ControlMethods:
     # Traces and logs
 
     async def _trace_setting(self, request: Any) -> Any:
-        traces = self._services.traces
-        if request.model_name:
-            self._services.models.lease(request.model_name, "").release()  # raises if there is no such model
         changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
-        settings = traces.update(request.model_name, changes) if changes else traces.settings(request.model_name)
+        settings = self._plane.trace_settings(request.model_name, changes or None)
         response = pb.TraceSettingResponse()
         for name, value in settings.items():
             response.settings[name].value.extend(value if isinstance(value, list | tuple) else [str(value)])

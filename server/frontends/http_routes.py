@@ -84,7 +84,7 @@ def routes(services: Services, max_body_bytes: int) -> list[Route]:
         *_repository(control, max_body_bytes),
         *_models(control),
         *_shared_memory(services),
-        *_settings(services),
+        *_settings(control),
     ]
 
 
@@ -232,19 +232,14 @@ def _regions(
         yield Route("POST", f"{path}/unregister", tag, summary, unregister, statuses=(403,))
 
 
-def _settings(services: Services) -> Iterator[Route]:
-    models, traces, logs = services.models, services.traces, services.logs
-
-    def existing(model: str) -> str:
-        if model:
-            models.lease(model, "").release()
-        return model
+def _settings(control: ControlPlane) -> Iterator[Route]:
+    logs = control.services.logs
 
     def trace_settings(call: Call) -> object:
-        return traces.settings(existing(call.model))
+        return control.trace_settings(call.model)
 
     def trace_update(call: Call) -> object:
-        return traces.update(existing(call.model), msgspec.to_builtins(call.body))
+        return control.trace_settings(call.model, msgspec.to_builtins(call.body))
 
     model_path, update = "/v2/models/{model}/trace/setting", bodies.TraceSettingsRequest
     for path, whose, statuses in (("/v2/trace/setting", "all models", ()), (model_path, "one model", (404, 503))):

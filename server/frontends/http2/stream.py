@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from server.frontends.http2.connection import Http2Connection
 
 
-class Stream:
+class Stream(ABC):
     """To be subclassed by the application: `received`, `lost` and `too_slow` are called by the connection.
 
     Ownership: the event loop. A stream is in `connection.streams` until both sides are done or one has reset it; afterwards it
@@ -63,19 +64,19 @@ class Stream:
         self.ending = b""
         self.queued = False
 
+    @abstractmethod
     def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """Bytes `start` to `stop` of `data` came as a part of the body; `end` with the last of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self) -> None:
         """The peer has reset the stream or is gone; the stream is `gone` already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def too_slow(self) -> None:
         """The peer has not sent, or not read, what it should have in time."""
-        raise NotImplementedError
 
-    def flushed(self) -> None:
+    def flushed(self) -> None:  # noqa: B027 - to be overridden by who waits for it, not by all
         """Something pending went out."""
 
     def expect(self, size_bytes: int) -> None:
