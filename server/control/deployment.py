@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from server.control.config_reader import ModelFolder, read_model_folder, served_versions
-from server.control.document import Document, refuse
+from server.config.config_reader import ModelFolder, read_model_folder, served_versions
+from server.config.document import Document, refuse
+from server.config.triton_json import to_triton_json
 from server.control.draining import Drains
 from server.control.file_look import GONE, Look, look_at_version, look_at_versions
 from server.control.lifecycle import State
 from server.control.loader import Loader
 from server.control.overrides import PrivateFolder
 from server.control.registry import Registry, Serving
-from server.control.triton_json import to_triton_json
 from server.core.errors import ConfigError, HeadraceError
 from server.dataplane.handle import ModelHandle
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.backends.base import Backend, Execution, LoadedModel
-from server.control.config_reader import ModelFolder
+from server.config.config_reader import ModelFolder
 from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_US
 from server.core.completion import Mailbox

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from server.control.document import Document
-from server.control.model_files import filename_problem
+from server.config.document import Document
+from server.config.model_files import filename_problem
 from server.core.errors import BadRequest, TooLarge, Unavailable
 
 MAX_FILES = 1024

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from server.control.config_json import read_config_json
+from server.config.config_json import read_config_json
 from server.control.deployment import Deployments, Source
 from server.control.draining import Drains
 from server.control.file_look import GONE, look_at_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from server.control.config_reader import CONFIG_FILES, ModelFolder, read_model_folder, served_versions
+from server.config.config_reader import CONFIG_FILES, ModelFolder, read_model_folder, served_versions
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from server.config.document import Document
 from server.control import overrides
-from server.control.document import Document
 from server.control.overrides import PrivateFolder, check_files
 from server.core.errors import BadRequest, TooLarge, Unavailable
 

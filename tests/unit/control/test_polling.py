@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.control.config_reader import ModelFolder
+from server.config.config_reader import ModelFolder
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry

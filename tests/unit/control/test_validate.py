@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from server.control.validate import main, validate_repository
-from tests.unit.control.onnx_models import write_model
+from tests.unit.config.onnx_models import write_model
 
 
 def run(*paths: Path) -> tuple[int, list[str]]:

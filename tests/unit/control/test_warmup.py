@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from server.backends.base import InputRefused
-from server.control import warmup
-from server.control.config_reader import ModelFolder, read_model_folder
+from server.config import warmup_check
+from server.config.config_reader import ModelFolder, read_model_folder
 from server.control.warmup import WarmUp, Warmup, make_warmups
 from server.core.errors import ConfigError
 from server.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype
@@ -127,7 +127,7 @@ def test_an_input_that_nobody_feeds_is_told(tmp_path: Path) -> None:
 
 
 def test_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "MAX_INPUT_BYTES", 23)
+    monkeypatch.setattr(warmup_check, "MAX_INPUT_BYTES", 23)
     with pytest.raises(ConfigError, match="more than 23 bytes"):
         read(tmp_path, "zero_data: true")
 

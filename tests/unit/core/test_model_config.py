@@ -169,7 +169,7 @@ def test_one_number_serves_all_channels() -> None:
 
 
 def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    from server.control.schema import _model_in
+    from server.config.schema import _model_in
 
     seen.add(model)
     for field in model.model_fields.values():

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from server.control.config_binding import problems_of
-from server.control.onnx_signature import OnnxSignature, TensorSignature
+from server.config.config_binding import problems_of
+from server.config.onnx_signature import OnnxSignature, TensorSignature
 from server.core.model_config import (
     BACKENDS,
     DynamicBatching,

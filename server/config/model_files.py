@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePosixPath
 
-from server.control.document import refuse
+from server.config.document import refuse
 from server.core.errors import Finding
 from server.core.model_config import ModelConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from server.control.document import Document, refuse
+from server.config.document import Document, refuse
 from server.core.model_config import Location
 
 MAX_DEPTH = 32

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from server.control.config_reader import read_config_text, to_triton_json
+from server.config.config_reader import read_config_text, to_triton_json
 from server.core.model_config import ModelConfig
 
 EXAMPLES = Path(__file__).parent / "triton_examples"

@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from server.control.config_support import screen
-from server.control.document import Document, did_you_mean
-from server.control.yaml_reader import read_value
+from server.config.config_support import screen
+from server.config.document import Document, did_you_mean
+from server.config.yaml_reader import read_value
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import HEADRACE_FIELDS, Location, ModelConfig, Problem, Problems
 

@@ -1,6 +1,6 @@
 """Writes what the schema knows about itself: `docs/config.schema.json` for editors and `docs/configuration.md` for people.
 
-python -m server.control.schema docs
+python -m server.config.schema docs
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from server.control.config_completion import DEFAULT_MAX_BATCH_SIZE
-from server.control.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
+from server.config.config_completion import DEFAULT_MAX_BATCH_SIZE
+from server.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
 from server.core.model_config import HEADRACE_FIELDS, ModelConfig
 
 SCHEMA_FILE = "config.schema.json"

@@ -8,9 +8,9 @@ import onnx
 import pytest
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from server.control.onnx_signature import read_signature
+from server.config.onnx_signature import read_signature
 from server.core.errors import ConfigError
-from tests.unit.control.onnx_models import identity_model
+from tests.unit.config.onnx_models import identity_model
 
 
 def saved(folder: Path, model: onnx.ModelProto) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from server.control.yaml_reader import read_value
+from server.config.yaml_reader import read_value
 from server.core.errors import ConfigError
 from server.core.model_config import HEADRACE_FIELDS, InstanceGroup, ModelConfig, ModelWarmup
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.control.pbtxt_reader import read_pbtxt
+from server.config.pbtxt_reader import read_pbtxt
 from server.core.errors import ConfigError
 
 SPELLINGS = """# a comment with { and "

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.control.yaml_reader import read_value, read_yaml
+from server.config.yaml_reader import read_value, read_yaml
 from server.core.errors import ConfigError
 
 

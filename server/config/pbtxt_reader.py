@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from server.control.document import Document, did_you_mean, refuse
+from server.config.document import Document, did_you_mean, refuse
 from server.core.model_config import Location
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from server.control.document import refuse
+from server.config.document import refuse
 from server.core.tensor import BY_ONNX_NUMBER
 
 if TYPE_CHECKING:

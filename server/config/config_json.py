@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from server.control.document import MAX_CONFIG_BYTES, Document, refuse
-from server.control.pbtxt_reader import explain, plain_fields
+from server.config.document import MAX_CONFIG_BYTES, Document, refuse
+from server.config.pbtxt_reader import explain, plain_fields
 from server.core.model_config import Location
 
 if TYPE_CHECKING:

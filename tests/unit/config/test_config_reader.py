@@ -6,10 +6,10 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from server.control.config_reader import ModelFolder, read_model_folder, served_versions
+from server.config.config_reader import ModelFolder, read_model_folder, served_versions
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig
-from tests.unit.control.onnx_models import identity_model, write_model
+from tests.unit.config.onnx_models import identity_model, write_model
 
 FLOAT = TensorProto.FLOAT
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from server.control.config_binding import bind
-from server.control.config_reader import read_config_text
-from server.control.config_support import REFUSED
-from server.control.document import Document
-from server.control.pbtxt_reader import read_pbtxt
-from server.control.yaml_reader import read_yaml
+from server.config.config_binding import bind
+from server.config.config_reader import read_config_text
+from server.config.config_support import REFUSED
+from server.config.document import Document
+from server.config.pbtxt_reader import read_pbtxt
+from server.config.yaml_reader import read_yaml
 from server.core.errors import Finding
 from server.core.model_config import ModelConfig
 

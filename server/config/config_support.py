@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from server.control.document import Document
+from server.config.document import Document
 from server.core.errors import Finding
 from server.core.model_config import Location, Problem
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from server.control.config_binding import bind
-from server.control.config_json import read_config_json
-from server.control.pbtxt_reader import read_pbtxt
-from server.control.triton_json import to_triton_json
+from server.config.config_binding import bind
+from server.config.config_json import read_config_json
+from server.config.pbtxt_reader import read_pbtxt
+from server.config.triton_json import to_triton_json
 from server.core.errors import ConfigError
 
 TEXT = """

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from server.control.config_binding import bind, problems_of
-from server.control.config_completion import complete_from_model, complete_identity, contradictions, incomplete
-from server.control.document import MAX_CONFIG_BYTES, Document, refuse
-from server.control.model_files import (
+from server.config.config_binding import bind, problems_of
+from server.config.config_completion import complete_from_model, complete_identity, contradictions, incomplete
+from server.config.document import MAX_CONFIG_BYTES, Document, refuse
+from server.config.model_files import (
     check_model_file,
     filename_problem,
     find_model_file,
@@ -27,11 +27,11 @@ from server.control.model_files import (
     shown,
     within,
 )
-from server.control.onnx_signature import OnnxSignature, read_signature
-from server.control.pbtxt_reader import read_pbtxt
-from server.control.triton_json import to_triton_json
-from server.control.warmup import warmup_problems
-from server.control.yaml_reader import read_yaml
+from server.config.onnx_signature import OnnxSignature, read_signature
+from server.config.pbtxt_reader import read_pbtxt
+from server.config.triton_json import to_triton_json
+from server.config.warmup_check import warmup_problems
+from server.config.yaml_reader import read_yaml
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, Problem, name_problem
 
