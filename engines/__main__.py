@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from engines.demo.artefact import BuildError
 from engines.demo.build import State, build_model, choose, state_of
 from engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
+from engines.errors import BuildError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from server.core.errors import HeadraceError
-
 if TYPE_CHECKING:
     import onnx
-
-# Called with the share of the work that is done, 0..1, and a few words on what is being done.
-Report = Callable[[float, str], None]
-
-
-class BuildError(HeadraceError):
-    """A demo model cannot be built; the text says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from engines.demo.artefact import Artefact, BuildError, Report
+from engines.demo.artefact import Artefact
 from engines.demo.catalogue import CATALOGUE, DemoModel, load_recipe
 from engines.demo.weights_file import WeightsFile
+from engines.errors import BuildError
+from engines.progress import Report
 
 VERSION = "1"
 MODEL_FILE = "model.onnx"

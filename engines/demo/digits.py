@@ -14,9 +14,11 @@ import onnx
 import onnxruntime as ort
 from onnx import helper
 
-from engines.demo.artefact import Artefact, BuildError, Report
+from engines.demo.artefact import Artefact
 from engines.demo.digits_network import CLASSES, DigitsNetwork, Floats, Integers
 from engines.demo.graph import GraphBuilder, fp32
+from engines.errors import BuildError
+from engines.progress import Report
 
 SEED = 64
 EPOCHS = 25

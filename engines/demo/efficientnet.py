@@ -13,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.demo.artefact import Artefact, BuildError, Report
+from engines.demo.artefact import Artefact
 from engines.demo.graph import Floats, GraphBuilder, fold_batch_norm, fp32
 from engines.demo.torch_weights import read_state_dict
+from engines.errors import BuildError
+from engines.progress import Report
 
 SIDE = 224
 CLASSES = 1000

@@ -10,8 +10,8 @@ import onnxruntime as ort
 from google.protobuf.message import DecodeError
 from onnx import helper
 
-from engines.demo.artefact import BuildError
 from engines.demo.graph import BATCH
+from engines.errors import BuildError
 
 # An ONNX element type and a shape without the batch dimension.
 Tensor = tuple[int, tuple[int, ...]]

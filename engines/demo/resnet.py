@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engines.demo.artefact import Artefact, BuildError, Report
+from engines.demo.artefact import Artefact
 from engines.demo.graph import Floats, GraphBuilder, fold_batch_norm, fp32
 from engines.demo.weights_file import WeightsFile
+from engines.errors import BuildError
+from engines.progress import Report
 
 SIDE = 224
 CLASSES = 1000

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from engines.demo.artefact import Artefact, Report
+from engines.demo.artefact import Artefact
 from engines.demo.graph import Floats, GraphBuilder, fp32
+from engines.progress import Report
 
 WIDTH = 16
 SEED = 20

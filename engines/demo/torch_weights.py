@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from engines.demo.artefact import BuildError
+from engines.errors import BuildError
 
 Array = npt.NDArray[Any]
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from engines.demo.artefact import BuildError, Report
+from engines.errors import BuildError
+from engines.progress import Report
 
 _TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 20

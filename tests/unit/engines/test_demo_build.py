@@ -10,10 +10,10 @@ from tritonclient.grpc import model_config_pb2
 
 import engines.__main__ as command_line
 from engines.demo import build, small
-from engines.demo.artefact import BuildError
 from engines.demo.build import State, build_model, choose, state_of
 from engines.demo.catalogue import CATALOGUE
 from engines.demo.weights_file import WeightsFile
+from engines.errors import BuildError
 
 COMMITTED = Path(__file__).parents[3] / "model_repository"
 TINY = CATALOGUE["tiny"]

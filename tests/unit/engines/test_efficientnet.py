@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from engines.demo import efficientnet
-from engines.demo.artefact import BuildError
+from engines.errors import BuildError
 
 PHOTOGRAPHS = [
     ("skimage", "data/coffee.png", {"espresso"}, 0.9),

@@ -7,9 +7,9 @@ import pytest
 from onnx import numpy_helper
 
 from engines.demo import resnet
-from engines.demo.artefact import BuildError
 from engines.demo.graph import GraphBuilder, fp32
 from engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
+from engines.errors import BuildError
 
 
 def _ignore(_done: float, _note: str) -> None: ...

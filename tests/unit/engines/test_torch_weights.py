@@ -3,8 +3,8 @@ import os
 import numpy as np
 import pytest
 
-from engines.demo.artefact import BuildError
 from engines.demo.torch_weights import read_state_dict
+from engines.errors import BuildError
 
 BOTH_FORMATS = pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "zip"])
 

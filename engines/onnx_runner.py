@@ -1,0 +1,47 @@
+"""Running an ONNX model as it is on ONNX Runtime, to calibrate, to compare and to search; not to serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+
+from engines.errors import BuildError
+from engines.onnx_graph import copy_model
+
+Array = npt.NDArray[Any]
+
+
+class OnnxRunner:
+    """A session of a model that may also give what is inside of it.
+
+    Args:
+        model: is not changed.
+        tensors: names of inner tensors to give besides the model's outputs.
+        optimize: let ONNX Runtime fuse; off where inner tensors must be what the graph says.
+
+    Raises:
+        BuildError: ONNX Runtime cannot load it; names the cause.
+    """
+
+    def __init__(self, model: onnx.ModelProto, tensors: Sequence[str] = (), *, optimize: bool = True) -> None:
+        if tensors:
+            model = copy_model(model)
+            known = {value.name for value in model.graph.output}
+            model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in known)
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        levels = ort.GraphOptimizationLevel
+        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+        try:
+            self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the binding's exceptions share no other base
+            raise BuildError(f"ONNX Runtime cannot load the model: {error}") from error
+        self.outputs = [node.name for node in self._session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs, and the inner tensors asked for, by name."""
+        return dict(zip(self.outputs, self._session.run(self.outputs, dict(inputs)), strict=True))

@@ -1,0 +1,17 @@
+"""How long work tells how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# Called with the share of the work that is done, 0..1, and a few words on what is being done.
+Report = Callable[[float, str], None]
+
+
+def silent(_done: float, _note: str) -> None:
+    """A report that nobody reads."""
+
+
+def part(report: Report, start: float, end: float) -> Report:
+    """A report on a part of the work, which goes from `start` to `end` of the whole."""
+    return lambda done, note: report(start + (end - start) * min(max(done, 0.0), 1.0), note)

@@ -1,0 +1,1 @@
+"""What engines are built for: ONNX Runtime on a CPU, TensorRT on an NVIDIA GPU."""
