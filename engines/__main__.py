@@ -1,77 +1,74 @@
-"""`python -m engines`: the builders' command line."""
+"""`python -m engines`: the builders' command line, which `headrace` hands on.
+
+Each command is a module with `add_arguments(parser)` and `run(options, console) -> exit status`, imported when it is asked for.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
-from engines.demo.build import State, build_model, choose, state_of
-from engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
 from engines.errors import BuildError
+
+# Words of the command line -> its module, and what it is for.
+COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("build",): ("engines.building", "build the engine of a model for this machine, compare it, publish it"),
+    ("inspect",): ("engines.inspecting", "what a built engine consists of: layers, precisions, kernels, times"),
+    ("compare",): ("engines.comparing", "a model in several precisions side by side: accuracy, speed, size"),
+    ("engines", "ls"): ("engines.storing", "the engines in the store, and which of them are published"),
+    ("engines", "gc"): ("engines.storing", "remove engines that nothing publishes any more"),
+    ("engines", "verify"): ("engines.storing", "check stored and published engines against their stamps"),
+    ("models", "build"): ("engines.demo.command", "build the demo models that are missing or out of date"),
+}
+_GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 1 if a model could not be built, 2 if the call was wrong."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        return _build(options)
-    except BuildError as error:
-        parser.error(str(error))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engines", description="Headrace's model builders.")
-    models = parser.add_subparsers(dest="command", required=True).add_parser("models", help="the demo models")
-    build = models.add_subparsers(dest="action", required=True).add_parser(
-        "build", help="build the demo models that are missing or out of date"
-    )
-    build.add_argument("--output", type=Path, default=Path("model_repository"), help="the model repository")
-    build.add_argument("--only", nargs="+", action="extend", default=[], metavar="NAME", help="only these models")
-    build.add_argument("--force", action="store_true", help="build also what is up to date or was not built here")
-    build.add_argument(
-        "--pretrained", action="store_true", help="fetch published weights for resnet50 (needs a network)"
-    )
-    build.add_argument(
-        "--weights-url", metavar="URL", help="take resnet50's weights from here (.pth or .onnx; a path will do)"
-    )
-    build.add_argument("--weights-sha256", metavar="HEX", help="the checksum those weights must have")
-    return parser
-
-
-def _fetched(options: argparse.Namespace) -> WeightsFile | None:
-    if bool(options.weights_url) != bool(options.weights_sha256):
-        raise BuildError("--weights-url and --weights-sha256 belong together: weights are not used unchecked")
-    if options.weights_url:
-        return WeightsFile(options.weights_url, options.weights_sha256.lower())
-    return RESNET50_IMAGENET if options.pretrained else None
-
-
-def _build(options: argparse.Namespace) -> int:
-    fetched = _fetched(options)
-    models = choose(options.only, fetched)
+    """Run one command and return the exit status: 0, 1 if something could not be built, 2 if the call was wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser, command = _parser(given)
+    options = parser.parse_args(given)
     signal.signal(signal.SIGTERM, _stop)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    # Only now: finding out that nothing is to be done should not cost the time to import what draws bars.
     from rich.console import Console
 
-    from engines.demo.terminal import BuildDisplay, show_outcomes
+    run: Any = command.run
+    try:
+        status: int = run(options, Console())
+    except BuildError as error:
+        Console(stderr=True, soft_wrap=True).print(
+            f"{parser.prog}: {error}", style="red", highlight=False, markup=False
+        )
+        return 2 if options.words[0] == "models" else 1
+    return status
 
-    console = Console()
-    waiting = [m for m in models if options.force or state_of(m, options.output, fetched) is not State.UP_TO_DATE]
-    with BuildDisplay(console, [model.name for model in waiting]) as display:
-        outcomes = []
-        for model in models:
-            outcome = build_model(model, options.output, fetched, options.force, display.update)
-            outcomes.append(outcome)
-            if model in waiting:
-                display.finish(outcome)
-    show_outcomes(console, outcomes, options.output)
-    return 1 if any(outcome.error for outcome in outcomes) else 0
+
+def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and the module of the command that is called; only that one is imported."""
+    parser = argparse.ArgumentParser(prog="headrace", description="Headrace's model and engine builders.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    groups = {
+        name: commands.add_parser(name, help=text).add_subparsers(dest="action", required=True, metavar="COMMAND")
+        for name, text in _GROUPS.items()
+    }
+    called = None
+    for words, (module_name, text) in COMMANDS.items():
+        place = groups[words[0]] if len(words) > 1 else commands
+        child = place.add_parser(words[-1], help=text, description=text)
+        child.set_defaults(words=words)
+        if tuple(given[: len(words)]) == words:
+            module: Any = import_module(module_name)
+            # One module has three commands, which differ in their options.
+            arguments = (child, words[-1]) if module_name == "engines.storing" else (child,)
+            module.add_arguments(*arguments)
+            called = module
+    return parser, called
 
 
 def _stop(_number: int, _frame: object) -> NoReturn:

@@ -1,10 +1,10 @@
-"""The command line: `headrace serve | validate | infer | models build`."""
+"""The command line: `headrace serve | validate | infer`, and `build | inspect | compare | engines | models` of the builders."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -17,13 +17,23 @@ from rich.text import Text
 from server import settings
 from server.observability.logs import JsonFormatter, TextFormatter
 
+# Answered by `python -m engines`.
+ENGINES_COMMANDS = {
+    "build": "build the engine of a model for this machine",
+    "inspect": "what a built engine consists of, layer by layer",
+    "compare": "a model in several precisions side by side",
+    "engines": "engines ls | gc | verify: the store of built engines",
+    "models": "models build: build the demo models",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    # `models` belongs to engines, which the server never imports: it gets the rest of the line as it is.
+    # What builds belongs to engines, which the server never imports: it gets the line as it is.
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["models"]:
-        return subprocess.call([sys.executable, "-m", "engines", *given])
+    if given[:1] and given[0] in ENGINES_COMMANDS:
+        # One process, so that signals and the exit status need no handing on.
+        os.execv(sys.executable, [sys.executable, "-m", "engines", *given])
     try:
         args = _parser().parse_args(given)
     except ValueError as error:
@@ -53,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     infer_command.add_arguments(infer)
     infer.set_defaults(run=infer_command.main)
 
-    commands.add_parser("models", help="models build: build the demo models")
+    for name, text in ENGINES_COMMANDS.items():
+        commands.add_parser(name, help=text)
     return parser
 
 

@@ -90,11 +90,15 @@ class Layer:
     share: float
 
 
-class Engine(Protocol):
-    """An artefact that is loaded."""
+class Runner(Protocol):
+    """Whatever answers."""
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name; inputs have their batch dimension."""
+
+
+class Engine(Runner, Protocol):
+    """An artefact that is loaded."""
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
         """Time executions of this batch for about so long; on a GPU as a CUDA graph, inputs on the device."""
