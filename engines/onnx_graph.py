@@ -6,7 +6,6 @@ Subgraphs (If, Loop, Scan) are carried but not looked into: what they read of th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.errors import BuildError
+from server.config.digests import onnx_digest
+from server.core.errors import ConfigError
 
 Array = npt.NDArray[Any]
 
@@ -284,11 +285,12 @@ def write_onnx(model: onnx.ModelProto, path: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256, in hex, of a file and of the external data that it names, if it is an ONNX file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    if path.suffix == ".onnx" and path.with_name(path.name + ".data").is_file():
-        digest.update(file_digest(path.with_name(path.name + ".data")).encode())
-    return digest.hexdigest()
+    """SHA-256, in hex, of a file and of the external data that it names, if it is an ONNX file.
+
+    Raises:
+        BuildError: a file cannot be read, or its data lead out of the folder.
+    """
+    try:
+        return onnx_digest(path)
+    except ConfigError as error:
+        raise BuildError(str(error)) from error

@@ -14,6 +14,10 @@ from server.core.tensor import BY_ONNX_NUMBER
 if TYPE_CHECKING:
     import onnx
 
+_EXPORT = "export the model again, or copy it again if the copy was cut short"
+# TensorProto.EXTERNAL; a file may list locations without using them.
+_EXTERNAL = 1
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
@@ -54,6 +58,25 @@ class OnnxSignature:
         return tuple(tensor for tensor in self.inputs if not tensor.has_default)
 
 
+def external_files(path: Path, shown: str) -> tuple[str, ...]:
+    """The files beside an ONNX file that hold tensors of it: their places in its folder, sorted, each once.
+
+    Args:
+        path: the ONNX file; tensors are not loaded.
+        shown: its name for findings.
+
+    Raises:
+        ConfigError: unreadable, no ONNX model, or tensors stored outside of the file's folder.
+    """
+    model = _load(path, shown)
+    places = set()
+    for tensor in _tensors(model):
+        _check_external(tensor, path.parent, shown)
+        if tensor.data_location == _EXTERNAL:
+            places.add(_location(tensor))
+    return tuple(sorted(places))
+
+
 def read_signature(path: Path, shown: str) -> OnnxSignature:
     """Reads what the model in `path` takes and gives; remembers it while the file stays the same.
 
@@ -73,20 +96,9 @@ def read_signature(path: Path, shown: str) -> OnnxSignature:
 
 @lru_cache(maxsize=256)
 def _read_signature(path: Path, shown: str, mtime_ns: int, size_bytes: int, inode: int) -> OnnxSignature:
-    # onnx costs a tenth of a second to import, which `headrace infer` and other commands need not spend.
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    export = "export the model again, or copy it again if the copy was cut short"
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (DecodeError, ValueError) as error:
-        # The decoder's own words ("Error parsing message") tell nobody anything.
-        raise refuse(shown, None, "is no ONNX model, or a truncated one", export) from error
-    except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
+    model = _load(path, shown)
     if not model.graph.output:
-        raise refuse(shown, None, "holds no graph with outputs", export)
+        raise refuse(shown, None, "holds no graph with outputs", _EXPORT)
     for tensor in _tensors(model):
         _check_external(tensor, path.parent, shown)
     graph = model.graph
@@ -99,6 +111,20 @@ def _read_signature(path: Path, shown: str, mtime_ns: int, size_bytes: int, inod
         inputs=tuple(_signature(info, info.name in constants) for info in graph.input),
         outputs=tuple(_signature(info, False) for info in graph.output),
     )
+
+
+def _load(path: Path, shown: str) -> onnx.ModelProto:
+    # onnx costs a tenth of a second to import, which `headrace infer` and other commands need not spend.
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        return onnx.load(path, load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        # The decoder's own words ("Error parsing message") tell nobody anything.
+        raise refuse(shown, None, "is no ONNX model, or a truncated one", _EXPORT) from error
+    except OSError as error:
+        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
 
 
 def _signature(info: onnx.ValueInfoProto, has_default: bool) -> TensorSignature:
@@ -146,16 +172,19 @@ def _node_tensors(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
             yield from _graph_tensors(graph)
 
 
+def _location(tensor: onnx.TensorProto) -> str:
+    return next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+
+
 def _check_external(tensor: onnx.TensorProto, folder: Path, shown: str) -> None:
     """Refuses weights stored where the model's file has no business, or nowhere.
 
     Raises:
         ConfigError: the location is missing, leads out of `folder`, or no file is there.
     """
-    # 1 is TensorProto.EXTERNAL; a file may list locations without using them.
-    if tensor.data_location != 1:
+    if tensor.data_location != _EXTERNAL:
         return
-    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    location = _location(tensor)
     what = f'the weights of "{tensor.name}" are stored in "{location}"'
     inside = PurePosixPath(location)
     cure = "save the model with its external data in the same folder"

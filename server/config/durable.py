@@ -1,0 +1,130 @@
+"""Files that appear whole or not at all, and locks that the system takes back from whoever dies.
+
+Locks are flock(2)'s: between processes and between threads, gone with the descriptor.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# What a file system answers that cannot lock a folder: NFS wants a descriptor that can be written.
+_NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
+_FOLDER_LOCK = ".build.lock"
+
+
+@contextmanager
+def locked(path: Path, waits: Callable[[], None] | None = None, *, block: bool = True) -> Iterator[int]:
+    """Hold the lock of a file, which is made if it is missing; its descriptor.
+
+    The holder may unlink the file: who waited for it then locks the new one.
+
+    Args:
+        path: the file, used for nothing but this.
+        waits: called once if somebody else holds it.
+        block: wait for it.
+
+    Raises:
+        BlockingIOError: somebody else holds it, and `block` is off.
+        OSError: the file cannot be made or locked.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            _flock(descriptor, waits, block)
+            waits = None
+            if _is(descriptor, path):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, without a trace in it where its file system can.
+
+    Raises:
+        OSError: it is no folder, or cannot be locked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_LOCKS:
+                raise
+            with locked(folder / _FOLDER_LOCK):
+                yield
+            return
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def temporary_name(path: Path) -> Path:
+    """A new hidden name beside `path`; see `is_temporary`."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """True for the names that `temporary_name` gives."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace a file by another one, on the disk when this returns; readers see the old one or the new one.
+
+    Raises:
+        OSError: it could not be written; the old one is still there.
+    """
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's list of names is on the disk.
+
+    Raises:
+        OSError: it is not, e.g. because the disk is full.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems do not let a folder be synced, and need it not.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, waits: Callable[[], None] | None, block: bool) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not block:
+            raise
+        if waits is not None:
+            waits()
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _is(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
