@@ -10,7 +10,7 @@ from server.config.config_support import screen
 from server.config.document import Document, did_you_mean
 from server.config.yaml_reader import read_value
 from server.core.errors import ConfigError, Finding
-from server.core.model_config import HEADRACE_FIELDS, Location, ModelConfig, Problem, Problems
+from server.core.model_config import OWN_FIELDS, Location, ModelConfig, Optimization, Problem, Problems, is_own
 
 PREFIX = "headrace."
 
@@ -52,12 +52,8 @@ def _lift(document: Document, key: str, text: object) -> Problem | None:
     """Moves one entry; the value is read as YAML (so JSON will do) and checked later by the schema like any other."""
     loc: Location = ("parameters", key)
     own = tuple(key.removeprefix(PREFIX).split("."))
-    if own[0] in ModelConfig.model_fields and own[0] not in HEADRACE_FIELDS:
-        return Problem(loc, f'unknown parameter "{key}"', f"{own[0]} is a field of its own, write it as one")
-    if own[0] not in HEADRACE_FIELDS:
-        return Problem(
-            loc, f'unknown parameter "{key}"', did_you_mean(key, [PREFIX + name for name in HEADRACE_FIELDS])
-        )
+    if not is_own(own):
+        return Problem(loc, f'unknown parameter "{key}"', _cure_of(key, own))
     if isinstance(text, dict):
         text = text.get("string_value")
     if not isinstance(text, str):
@@ -67,6 +63,14 @@ def _lift(document: Document, key: str, text: object) -> Problem | None:
     except ConfigError as error:
         return Problem(loc, f'"{key}": {error.findings[0].message}', error.findings[0].cure)
     return _put(document, own, value, document.lines.get(loc))
+
+
+def _cure_of(key: str, own: tuple[str, ...]) -> str:
+    """What to do about a parameter that is none of ours: it may be a field of Triton's message, or a misspelt one of ours."""
+    inside = own[0] == "optimization" and len(own) > 1
+    if own[0] in ModelConfig.model_fields and (not inside or own[1] in Optimization.model_fields):
+        return f"{'.'.join(own[:2] if inside else own[:1])} is a field of its own, write it as one"
+    return did_you_mean(key, [PREFIX + ".".join(map(str, place)) for place in OWN_FIELDS])
 
 
 def _put(document: Document, own: tuple[str, ...], value: object, line: int | None) -> Problem | None:
@@ -135,7 +139,7 @@ def _problem(detail: Any, loc: Location, own_prefix: str) -> Problem:
 
 def _shown(loc: Location, own_prefix: str) -> str:
     dotted = ".".join(str(part) for part in loc)
-    return own_prefix + dotted if loc and loc[0] in HEADRACE_FIELDS else dotted
+    return own_prefix + dotted if is_own(loc) else dotted
 
 
 def _known_at(loc: Location) -> list[str]:

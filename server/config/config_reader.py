@@ -24,6 +24,8 @@ from server.config.model_files import (
     find_versions,
     label_remarks,
     read_labels,
+    sample_folders,
+    sample_remarks,
     shown,
     within,
 )
@@ -37,6 +39,8 @@ from server.core.model_config import ModelConfig, Problem, name_problem
 
 __all__ = ["CONFIG_FILES", "ModelFolder", "read_config_text", "read_model_folder", "served_versions", "to_triton_json"]
 
+# What an engine is built from, where the model's own file is the engine.
+SOURCE = "model.onnx"
 CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml}
 
 
@@ -63,6 +67,12 @@ class ModelFolder:
     def model_file(self, version: int) -> Path:
         """Where the model of one version is."""
         return find_model_file(self.path, version, self.config.default_model_filename)
+
+    def source_file(self, version: int) -> Path:
+        """The ONNX file of one version: the model itself, or what its engine is built from."""
+        if self.config.backend == "onnxruntime":
+            return self.model_file(version)
+        return self.path / str(version) / SOURCE
 
 
 def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, ...]:
@@ -134,7 +144,7 @@ class _FolderReader:
     def read(self) -> ModelFolder:
         self._check_folder()
         config = self._read_config()
-        versions, findings = find_versions(self._path, self._repository)
+        versions, findings = find_versions(self._path, self._repository, sample_folders(config))
         self.findings += findings
         if not versions and not any(finding.fatal for finding in findings):
             self._fail("has no version folder", f"put the model in {self._path.name}/1/model.onnx")
@@ -145,6 +155,7 @@ class _FolderReader:
         self._stop_if_fatal()
         config = self._complete(config, served)
         self._tell(warmup_problems(config, self._path, self._repository))
+        self._tell(sample_remarks(config, self._path), fatal=False)
         labels = self._read_labels(config)
         self.findings += label_remarks(config, labels, self._path, self._repository)
         self._stop_if_fatal()
@@ -274,10 +285,10 @@ class _FolderReader:
                 signatures += self._signature(file)
                 continue
             # An engine file tells nothing without its runtime; the ONNX file it was built from, if there, tells everything.
-            source = self._path / str(version) / "model.onnx"
+            source = self._path / str(version) / SOURCE
             if source.is_file():
                 signatures += self._signature(source)
-            if not (source.is_file() and config.build_on_load):
+            if not (source.is_file() and (config.build_on_load or config.fallback)):
                 self.findings += check_model_file(file, self._repository)
         return signatures
 

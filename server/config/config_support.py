@@ -54,11 +54,15 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
     "optimization.priority": "all models are equal",
     "optimization.cuda": "there is no CUDA backend yet",
-    "optimization.execution_accelerators": "the model runs without an accelerator",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*": "the model runs without this accelerator",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
+    "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
     "slo": "nothing is promised yet",
-    "build_on_load": "engines are not built yet",
 }
+# ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
+TENSORRT_ACCELERATORS = ("tensorrt", "auto")
+TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
 # What these say is what happens anyway.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
@@ -120,10 +124,20 @@ def screen(document: Document) -> list[Finding]:
                 findings.append(document.finding(problem, fatal=False))
     for pattern, instead in WITHOUT_EFFECT.items():
         for loc in _places(document.data, tuple(pattern.split("."))):
-            if not _says_nothing(_parent(document.data, loc)[loc[-1]]):
+            value = _parent(document.data, loc)[loc[-1]]
+            if not _says_nothing(value) and not _read_by_build(document.data, loc):
                 problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
                 findings.append(document.finding(problem, fatal=False))
     return findings
+
+
+def _read_by_build(data: dict[str, object], loc: Location) -> bool:
+    """True for a TensorRT accelerator and its parameters that count, and for parameters of one that is told of as a whole."""
+    if loc[2:3] != ("gpu_execution_accelerator",):
+        return False
+    accelerator: Any = _parent(data, (*loc[:4], ""))
+    ours = isinstance(accelerator, dict) and str(accelerator.get("name")).lower() in TENSORRT_ACCELERATORS
+    return ours if len(loc) == 4 else not ours or loc[-1] in TENSORRT_PARAMETERS
 
 
 def _dotted(loc: Location) -> str:

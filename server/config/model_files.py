@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from server.config.document import refuse
 from server.core.errors import Finding
-from server.core.model_config import ModelConfig
+from server.core.model_config import ModelConfig, Problem
 
 # ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
 MAX_LABELS_BYTES = 16 * 1024 * 1024
@@ -28,15 +29,18 @@ def shown(path: Path, repository: Path) -> str:
     return path.relative_to(repository).as_posix()
 
 
-def find_versions(folder: Path, repository: Path) -> tuple[tuple[int, ...], list[Finding]]:
+def find_versions(
+    folder: Path, repository: Path, others: Collection[str] = ()
+) -> tuple[tuple[int, ...], list[Finding]]:
     """The version numbers on disk, ascending, and remarks on folders that look like a version and are none.
 
-    Files beside them (labels, notes), hidden folders and `warmup` are passed over in silence.
+    Files beside them (labels, notes), hidden folders, `warmup` and those among `others` are passed over in silence.
     """
+    passed = {*others, "warmup", "__pycache__"}
     versions = []
     findings = []
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or not entry.is_dir() or entry.name == "warmup":
+        if entry.name.startswith(".") or not entry.is_dir() or entry.name in passed:
             continue
         if not _VERSION.fullmatch(entry.name):
             cure = "name a version's folder by a positive number without leading zeros"
@@ -119,3 +123,36 @@ def label_remarks(
             name = shown(folder / output.label_filename, repository)
             findings.append(Finding(name, None, message, "add the missing names, one a line", fatal=False))
     return findings
+
+
+def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
+    """Warns of samples that a build will not find: a model serves without them."""
+    remarks = []
+    for block, data in _samples(config).items():
+        file = _file_of(data)
+        loc = ("optimization", block, "data")
+        if filename_problem(file) is not None or not within(folder / file, folder):
+            message = f"{block}.data {data!r:.120} leads out of the model's folder, so nothing is built from it"
+            remarks.append(
+                Problem(loc, message, "copy the samples into the model's folder, and write the path from there")
+            )
+        elif not (folder / file).exists():
+            remarks.append(Problem(loc, f"{block}.data {data!r:.120} is not there", "add it to the model's folder"))
+    return remarks
+
+
+def sample_folders(config: ModelConfig) -> set[str]:
+    """The folders of a model's folder that are told of as samples."""
+    parts = [PurePosixPath(_file_of(data)).parts for data in _samples(config).values()]
+    return {part[0] for part in parts if part}
+
+
+def _samples(config: ModelConfig) -> dict[str, str]:
+    told = config.optimization
+    found = {"calibration": told.calibration.data, "accuracy": told.accuracy.data}
+    return {block: data for block, data in found.items() if data}
+
+
+def _file_of(data: str) -> str:
+    """The file or folder of samples; "samples.py:held_out" is a function in a file."""
+    return data.rpartition(":")[0] if ".py:" in data else data

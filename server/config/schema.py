@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from server.config.config_completion import DEFAULT_MAX_BATCH_SIZE
 from server.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
-from server.core.model_config import HEADRACE_FIELDS, ModelConfig
+from server.core.model_config import HEADRACE_FIELDS, ModelConfig, is_own
 
 SCHEMA_FILE = "config.schema.json"
 PAGE_FILE = "configuration.md"
@@ -28,6 +28,10 @@ _INFORMATIVE = {
     "optimization.input_pinned_memory": "on GPUs only",
     "optimization.output_pinned_memory": "on GPUs only",
     "optimization.gather_kernel_buffer_threshold": "on GPUs only",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters": "`precision_mode` and "
+    "`max_workspace_size_bytes`, when an engine is built; of any other: `headrace build` does not know it",
+    "optimization.execution_accelerators.gpu_execution_accelerator": "`tensorrt`, when an engine is built; with any other: "
+    "the model runs without this accelerator",
 }
 
 _INTRODUCTION = f"""# Model configuration
@@ -55,6 +59,9 @@ max_batch_size: 8
 dynamic_batching: {{max_queue_delay_microseconds: 500}}
 oversize: reject
 slo: {{p99_ms: 50}}
+optimization:
+  precision: int8
+  calibration: {{data: calibration, samples: 100}}
 ```
 
 ```
@@ -63,6 +70,8 @@ max_batch_size: 8
 dynamic_batching {{ max_queue_delay_microseconds: 500 }}
 parameters {{ key: "headrace.oversize" value {{ string_value: "reject" }} }}
 parameters {{ key: "headrace.slo.p99_ms" value {{ string_value: "50" }} }}
+parameters {{ key: "headrace.optimization.precision" value {{ string_value: "int8" }} }}
+parameters {{ key: "headrace.optimization.calibration" value {{ string_value: "{{data: calibration, samples: 100}}" }} }}
 ```
 
 The value of such a parameter is read as YAML: `50`, `[224, 224]`, `{{stable: 3}}`, or text.
@@ -78,6 +87,11 @@ file, line, what is wrong and the cure. For completion in an editor, put this li
 ```yaml
 # yaml-language-server: $schema=../../docs/{SCHEMA_FILE}
 ```
+
+**Engines.** `headrace build` makes what `optimization` asks for, beside `model.onnx`, and the server takes it where it was made
+for this machine, this model and this configuration; else it serves `model.onnx` and says why. In place of `precision` and
+`workspace_mb` there may be Triton's own `execution_accelerators` with `tensorrt`. `build_on_load: true` builds what is missing
+in a process of its own while `model.onnx` serves, and then swaps.
 
 "has no effect yet" means: accepted, shown with the configuration, and reported as a warning, because the part of the server
 that acts on it comes with a later release.
@@ -116,8 +130,10 @@ def _matches(pattern: str, path: tuple[str, ...]) -> bool:
 def _status(path: tuple[str, ...]) -> str:
     if path == ("instance_group", "*", "kind"):
         return "`KIND_CPU` and `KIND_AUTO`; every instance runs on the CPU"
+    if path[0] == "optimization" and is_own(path):
+        return "when an engine is built"
     for pattern, instead in WITHOUT_EFFECT.items():
-        if _matches(pattern, path):
+        if _matches(pattern, path) and not any(_matches(informed, path) for informed in _INFORMATIVE):
             return f"no effect yet: {instead}"
     return next((word for pattern, word in _INFORMATIVE.items() if _matches(pattern, path)), "yes")
 
@@ -138,15 +154,15 @@ def _type_name(annotation: Any, name: str = "") -> str:
         return ", ".join(f"`{word}`" for word in arguments)
     if origin is tuple:
         inner = _type_name(arguments[0])
-        return (
-            f"list of {len(arguments)} {inner}s"
-            if len(arguments) > 1
-            else f"list of {inner}{'' if inner == 'text' else 's'}"
-        )
+        return f"list of {len(arguments)} {_plural(inner)}" if len(arguments) > 1 else f"list of {_plural(inner)}"
     if origin is dict:
-        inner = _type_name(arguments[1])
-        return f"map of {inner}{'' if inner == 'text' else 's'}"
+        return f"map of {_plural(_type_name(arguments[1]))}"
     return _type_name(arguments[0]) if arguments else str(annotation)
+
+
+def _plural(name: str) -> str:
+    word, of, rest = name.partition(" of ")
+    return name if word == "text" else f"{word}s{of}{rest}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -165,7 +181,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _table(path: tuple[str, ...], model: type[BaseModel], names: list[str]) -> list[str]:
-    own = (*path, *names)[0] in HEADRACE_FIELDS
+    own = any(is_own((*path, name)) for name in names)
     head = ["field", "type", "default", "meaning", "served", *(["in `config.pbtxt`"] if own else [])]
     lines = [_row(head), _row(["---"] * len(head))]
     for name in names:
@@ -178,9 +194,17 @@ def _table(path: tuple[str, ...], model: type[BaseModel], names: list[str]) -> l
             field.description or "",
             _status(here),
         ]
-        key = "headrace." + ".".join(here)
-        lines.append(_row(cells + ([f'parameter `"{key}"`'] if own else [])))
+        lines.append(_row(cells + ([_parameter(here)] if own else [])))
     return lines
+
+
+def _parameter(path: tuple[str, ...]) -> str:
+    """How `config.pbtxt` writes a field: what is in a list goes with the list."""
+    if not is_own(path):
+        return "the same"
+    listed = path.index("*") if "*" in path else None
+    key = "headrace." + ".".join(path[:listed])
+    return f'parameter `"{key}"`' if listed is None else f'in parameter `"{key}"`'
 
 
 def _refused_table() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,14 @@ from pydantic import BaseModel
 
 from server.config.yaml_reader import read_value
 from server.core.errors import ConfigError
-from server.core.model_config import HEADRACE_FIELDS, InstanceGroup, ModelConfig, ModelWarmup
+from server.core.model_config import OWN_FIELDS, InstanceGroup, ModelConfig, ModelWarmup
+from server.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
 
 # Fields of the published message that are refused here; a reader of Triton's JSON expects them with their defaults.
 _INPUT_DEFAULTS = {"is_shape_tensor": False, "allow_ragged_batch": False}
 _OUTPUT_DEFAULTS = {"is_shape_tensor": False}
+# What YAML does not take, or takes for the end of a line.
+_UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _GROUP_DEFAULTS: dict[str, object] = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
 
 
@@ -34,7 +38,11 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.output],
         "batch_input": [],
         "batch_output": [],
-        "optimization": _plain(config.optimization),
+        "optimization": {
+            name: value
+            for name, value in _plain(config.optimization).items()
+            if name not in HEADRACE_OPTIMIZATION_FIELDS
+        },
     }
     if config.dynamic_batching is not None:
         shown["dynamic_batching"] = _plain(config.dynamic_batching)
@@ -54,17 +62,21 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
 def own_parameters(config: ModelConfig) -> dict[str, str]:
     """Headrace's own fields where they are not at their defaults, by the names they have in `config.pbtxt`."""
     found: dict[str, str] = {}
-    for name in HEADRACE_FIELDS:
-        value = getattr(config, name)
-        if value != ModelConfig.model_fields[name].default:
-            for key, leaf in _leaves("headrace." + name, value):
+    shown = _plain(config)
+    for place in OWN_FIELDS:
+        part: Any = config
+        value: Any = shown
+        for name in map(str, place):
+            default = type(part).model_fields[name].default
+            part = getattr(part, name)
+            value = value.get(name)
+        if part != default:
+            for key, leaf in _leaves(".".join(("headrace", *map(str, place))), value):
                 found[key] = _text(leaf)
     return found
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
@@ -80,7 +92,8 @@ def _text(value: object) -> str:
                 return value
         except ConfigError:
             pass
-    return json.dumps(value)
+    # JSON is YAML but for characters beyond 16 bits, which it escapes in halves; as they are, YAML takes them.
+    return _UNPRINTED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
 def _plain(part: BaseModel) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A model's configuration: one schema for `config.pbtxt` and `config.yaml`.
 
 The field names are those of Triton's published `ModelConfig` message. What that message has no field for is ours
-(`HEADRACE_FIELDS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
+(`OWN_FIELDS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
 dotted name behind "headrace.". The object is frozen and checked at birth; a problem is raised as pydantic's
 `ValidationError` that carries `Problems`.
 
@@ -27,7 +27,12 @@ from server.core.config_base import (
     Version,
     one_of,
 )
-from server.core.optimization_config import Accelerator, ExecutionAccelerators, Optimization
+from server.core.optimization_config import (
+    HEADRACE_OPTIMIZATION_FIELDS,
+    Accelerator,
+    ExecutionAccelerators,
+    Optimization,
+)
 from server.core.scheduling_config import (
     LATEST_VERSION,
     AllVersions,
@@ -44,6 +49,7 @@ __all__ = [
     "BACKENDS",
     "HEADRACE_FIELDS",
     "LATEST_VERSION",
+    "OWN_FIELDS",
     "Accelerator",
     "AllVersions",
     "Backend",
@@ -66,6 +72,7 @@ __all__ = [
     "SpecificVersions",
     "VersionPolicy",
     "WarmupInput",
+    "is_own",
     "name_problem",
 ]
 
@@ -177,7 +184,9 @@ class ModelConfig(ConfigPart):
         default=None, description="What runs the model where its own backend cannot."
     )
     build_on_load: Flag = Field(
-        default=False, description="Build the TensorRT engine from the ONNX file when the model is loaded."
+        default=False,
+        description="Build the engine that `optimization` asks for where there is none for this machine, in a process of its own "
+        "while the ONNX file serves; then swap.",
     )
 
     @model_validator(mode="after")
@@ -244,3 +253,13 @@ class ModelConfig(ConfigPart):
 
 
 HEADRACE_FIELDS: tuple[str, ...] = ("oversize", "preprocess", "labels", "slo", "fallback", "build_on_load")
+# Every place that is ours: whole fields, and those inside of Triton's `optimization`.
+OWN_FIELDS: tuple[Location, ...] = (
+    *((name,) for name in HEADRACE_FIELDS),
+    *(("optimization", name) for name in HEADRACE_OPTIMIZATION_FIELDS),
+)
+
+
+def is_own(loc: Location) -> bool:
+    """True for a place that Triton's message does not have, and for all that is inside of one."""
+    return any(loc[: len(own)] == own for own in OWN_FIELDS)

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from server.core.model_config import ModelConfig
+from server.core.optimization_config import METHODS, PRECISIONS
 from server.core.tensor import BY_CONFIG_NAME
 
 # What YAML and protobuf both can carry; surrogates are no characters.
@@ -67,7 +68,36 @@ def batchings(draw: st.DrawFn, max_batch_size: int) -> dict[str, Any]:
 
 
 accelerators = st.lists(st.fixed_dictionaries({"name": names}, optional={"parameters": text_maps}), max_size=2)
+shares = st.floats(0, 1)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> dict[str, Any]:
+    """A range of shapes; sizes ascend from the smallest to the largest."""
+    steps = st.lists(st.tuples(*[st.integers(1, 2**20)] * 3).map(sorted), max_size=3)
+    shapes = draw(
+        st.dictionaries(names, steps.map(lambda sizes: [list(t) for t in zip(*sizes, strict=True)] or [[], [], []]))
+    )
+    batch = draw(st.none() | st.lists(counts, min_size=3, max_size=3).map(sorted))
+    return {"shapes": shapes} | ({} if batch is None else {"batch": batch})
+
+
+# What Triton's message has no field for.
+own_optimizations = {
+    "precision": st.sampled_from(PRECISIONS),
+    "profiles": st.lists(profiles(), max_size=2),
+    "workspace_mb": counts,
+    "calibration": some(
+        method=st.sampled_from(METHODS),
+        data=texts,
+        samples=counts,
+        percentile=st.floats(50, 100, exclude_min=True),
+        keep=st.lists(texts, max_size=2),
+    ),
+    "accuracy": some(data=texts, samples=counts, min_top1_agreement=shares, max_drop=shares, min_cosine=shares),
+}
 optimizations = some(
+    **own_optimizations,
     graph=some(level=st.integers(-1, 2)),
     priority=st.sampled_from(["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]),
     cuda=some(graphs=st.booleans(), busy_wait_events=st.booleans(), output_copy_stream=st.booleans()),

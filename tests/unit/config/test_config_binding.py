@@ -182,6 +182,12 @@ def parameter(key: str, value: str) -> str:
         ("headrace.max_batch_size", "5", "max_batch_size is a field of its own"),
         ("headrace.", "5", 'unknown parameter "headrace."'),
         ("headrace.oversize.deep", "x", "oversize"),
+        ("headrace.optimization.precison", "int8", "did you mean headrace.optimization.precision?"),
+        ("headrace.optimization.precision", "int4", 'headrace.optimization.precision: "int4" is not known here'),
+        ("headrace.optimization.calibration.sample", "9", 'unknown field "headrace.optimization.calibration.sample"'),
+        ("headrace.optimization.priority", "1", "optimization.priority is a field of its own"),
+        ("headrace.optimization", "{precision: int8}", "optimization is a field of its own"),
+        ("headrace.optimization.profiles.0.batch", "[1, 2, 3]", "optimization.profiles must be a list"),
     ],
 )
 def test_wrong_parameters_of_ours_are_errors(key: str, value: str, message: str) -> None:
@@ -194,6 +200,82 @@ def test_wrong_parameters_of_ours_are_errors(key: str, value: str, message: str)
 def test_a_field_said_in_two_ways_is_an_error() -> None:
     found = findings_of("oversize: split\nparameters: {headrace.oversize: reject}")
     assert found == ['f:2: error: "headrace.oversize" is written twice (keep one of them)']
+
+
+OPTIMIZED_YAML = """
+max_batch_size: 32
+input: [{name: ids, data_type: int64, dims: [-1]}]
+optimization:
+  precision: INT8
+  priority: max
+  workspace_mb: 512
+  profiles: [{batch: [1, 8, 32], shapes: {ids: [[1], [64], [512]]}}]
+  calibration: {method: percentile, data: calibration, percentile: 99.9, keep: ["head*"]}
+  accuracy: {max_drop: 0.005, min_top1_agreement: 0.98}
+build_on_load: true
+"""
+OPTIMIZED_PBTXT = """
+max_batch_size: 32
+input [ { name: "ids" data_type: TYPE_INT64 dims: [ -1 ] } ]
+optimization { priority: PRIORITY_MAX }
+parameters { key: "headrace.optimization.precision" value { string_value: "int8" } }
+parameters { key: "headrace.optimization.workspace_mb" value { string_value: "512" } }
+parameters {
+  key: "headrace.optimization.profiles"
+  value { string_value: "[{batch: [1, 8, 32], shapes: {ids: [[1], [64], [512]]}}]" }
+}
+parameters { key: "headrace.optimization.calibration.method" value { string_value: "percentile" } }
+parameters { key: "headrace.optimization.calibration.data" value { string_value: "calibration" } }
+parameters { key: "headrace.optimization.calibration.percentile" value { string_value: "99.9" } }
+parameters { key: "headrace.optimization.calibration.keep" value { string_value: "['head*']" } }
+parameters { key: "headrace.optimization.accuracy" value { string_value: "{max_drop: 0.005, min_top1_agreement: 0.98}" } }
+parameters { key: "headrace.build_on_load" value { string_value: "true" } }
+"""
+
+
+def test_what_is_to_be_built_is_said_alike_in_both_formats() -> None:
+    from_yaml, yaml_findings = bind(read_yaml(OPTIMIZED_YAML, "f"))
+    from_pbtxt, pbtxt_findings = bind(read_pbtxt(OPTIMIZED_PBTXT, "f"))
+    assert [f for f in (*yaml_findings, *pbtxt_findings) if "priority" not in f.message] == []
+    assert from_yaml is not None
+    assert from_yaml == from_pbtxt
+    told = from_yaml.optimization
+    assert (told.precision, told.priority, told.workspace_mb) == ("int8", "PRIORITY_MAX", 512)
+    assert told.profiles[0].shapes["ids"] == ((1,), (64,), (512,))
+    assert told.calibration.keep == ("head*",)
+    assert from_yaml.build_on_load
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("{batch: [8, 4, 16]}", "batch [8, 4, 16] does not ascend"),
+        ("{shapes: {x: [[1], [2]]}}", "optimization.profiles.0.shapes.x"),
+        ("{shapes: {x: [[1], [2], [-1]]}}", 'the shapes of "x" do not ascend'),
+        ("{shapes: {x: [[1], [2, 3], [4]]}}", 'the shapes of "x" do not ascend'),
+    ],
+)
+def test_a_profile_must_be_a_range(profile: str, message: str) -> None:
+    (found,) = findings_of(f"optimization:\n  profiles:\n  - {profile}")
+    assert found.startswith("f:3: error: ")
+    assert message in found
+
+
+def test_of_the_accelerators_the_builder_reads_tensorrt() -> None:
+    text = """
+optimization:
+  execution_accelerators:
+    gpu_execution_accelerator:
+    - {name: tensorrt, parameters: {precision_mode: INT8, max_workspace_size_bytes: 1, trt_engine_cache_enable: x}}
+    - {name: cuda_graphs, parameters: {deep: x}}
+    cpu_execution_accelerator: [{name: openvino}]
+"""
+    where = "optimization.execution_accelerators."
+    assert [text.split('"')[1].removeprefix(where) for text in findings_of(text)] == [
+        "gpu_execution_accelerator.0.parameters.trt_engine_cache_enable",
+        "gpu_execution_accelerator.1",
+        "cpu_execution_accelerator",
+    ]
 
 
 def test_parts_of_one_block_may_come_in_several_parameters() -> None:

@@ -167,7 +167,18 @@ def test_known_fields_with_any_values_give_findings_and_nothing_else(fields: dic
 @quick
 @given(
     key=st.sampled_from(
-        ["slo", "slo.p99_ms", "labels", "labels.a", "preprocess", "preprocess.mean", "oversize", "x", ""]
+        [
+            *("slo", "slo.p99_ms", "labels", "labels.a", "preprocess", "preprocess.mean", "oversize", "x", ""),
+            *(
+                "optimization",
+                "optimization.",
+                "optimization.precision",
+                "optimization.precision.x",
+                "optimization.profiles",
+            ),
+            *("optimization.profiles.0.batch", "optimization.calibration", "optimization.calibration.keep"),
+            *("optimization.accuracy.max_drop", "optimization.priority"),
+        ]
     ),
     value=st.one_of(st.text(max_size=20), json_values.map(json.dumps)),
 )

@@ -342,8 +342,31 @@ def test_an_engine_needs_a_full_configuration_or_the_onnx_file_beside_it(tmp_pat
     assert read(tmp_path).config.input[0].dims == (16,)
     (folder / "1" / "model.plan").unlink()
     assert errors(tmp_path)[0].path == "m/1/model.plan"
+    write_model(folder, config="backend: tensorrt\nfallback: onnxruntime\n")
+    assert read(tmp_path).source_file(1) == tmp_path / "m" / "1" / "model.onnx"
     write_model(folder, config="backend: tensorrt\nbuild_on_load: true\n")
     assert read(tmp_path).config.output[0].name == "y"
+
+
+def test_samples_that_are_not_there_or_lie_elsewhere_are_warned_of(tmp_path: Path) -> None:
+    def remarks(calibration: str, accuracy: str) -> list[str]:
+        told = f"optimization:\n  calibration: {{data: '{calibration}'}}\n  accuracy: {{data: '{accuracy}'}}\n"
+        write_model(tmp_path / "m", config=told)
+        findings = read(tmp_path).findings
+        assert not any(finding.fatal for finding in findings)
+        return [f"{finding.line}: {finding.message}" for finding in findings]
+
+    assert remarks("pictures", "samples.py:held_out") == [
+        "2: calibration.data 'pictures' is not there",
+        "3: accuracy.data 'samples.py:held_out' is not there",
+    ]
+    (tmp_path / "m" / "samples.py").write_text("")
+    (tmp_path / "m" / "pictures" / "held_out").mkdir(parents=True)
+    assert remarks("samples.py:calibration", "pictures/held_out") == [], "and the folder is no odd one"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "m" / "link").symlink_to(tmp_path / "elsewhere")
+    for out in ("../elsewhere", str(tmp_path / "elsewhere"), "link", "link/x"):
+        assert sum(" leads out of the model's folder" in line for line in remarks(out, out)) == 2
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

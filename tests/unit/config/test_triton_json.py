@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from server.config.config_reader import read_config_text, to_triton_json
@@ -38,8 +39,17 @@ def test_our_own_fields_are_parameters() -> None:
             "labels": {"stable": 3},
             "preprocess": {"input": "no", "crop": [3, 4]},
             "parameters": {"a": "b"},
+            "optimization": {
+                "priority": "max",
+                "precision": "int8",
+                "profiles": [{"batch": [1, 2, 3]}],
+                "calibration": {"data": "no"},
+            },
         }
     )
+    assert set(to_triton_json(config)["optimization"]) == {  # type: ignore[call-overload]
+        *("priority", "input_pinned_memory", "output_pinned_memory", "gather_kernel_buffer_threshold", "eager_batching")
+    }
     parameters = to_triton_json(config)["parameters"]
     assert isinstance(parameters, dict)
     texts = {key: value["string_value"] for key, value in parameters.items()}
@@ -50,3 +60,8 @@ def test_our_own_fields_are_parameters() -> None:
     assert texts["headrace.preprocess.input"] == '"no"'
     assert texts["headrace.preprocess.crop"] == "[3, 4]"
     assert "headrace.build_on_load" not in texts
+    assert texts["headrace.optimization.precision"] == "int8"
+    assert json.loads(texts["headrace.optimization.profiles"]) == [{"batch": [1, 2, 3], "shapes": {}}]
+    assert texts["headrace.optimization.calibration.data"] == '"no"'
+    assert texts["headrace.optimization.calibration.samples"] == "256"
+    assert not any(key.startswith("headrace.optimization.accuracy") for key in texts)
