@@ -1,0 +1,53 @@
+"""By how much a process grows that loads an ONNX file and runs it: run as a process of its own, as a file.
+
+Only a fresh process tells: in one that has run something before, freed memory is used again and the growth is too small. What is
+told holds the weights (also a second copy where ONNX Runtime packs them for its kernels), the arena of the activations of the
+batch that was run, and what the libraries allocate. The standard input is {"path", "threads", "shapes": {input: [..]}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+_RUNS = 3
+_NUMPY = {"float": "f4", "float16": "f2", "double": "f8", "bool": "?"}
+
+
+def main() -> None:
+    """Print the growth in bytes."""
+    asked = json.load(sys.stdin)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = asked["threads"]
+    options.log_severity_level = 4
+    before_bytes = _resident_bytes()
+    session = ort.InferenceSession(asked["path"], options, providers=["CPUExecutionProvider"])
+    inputs = {}
+    for node in session.get_inputs():
+        element = node.type.removeprefix("tensor(").removesuffix(")")
+        dtype = np.dtype(object) if element == "string" else np.dtype(_NUMPY.get(element, element))
+        inputs[node.name] = np.full(asked["shapes"][node.name], "" if element == "string" else 0, dtype)
+    inputs_bytes = sum(array.nbytes for array in inputs.values())
+    for _ in range(_RUNS):
+        session.run(None, inputs)
+    sys.stdout.write(str(max(0, _resident_bytes() - before_bytes - inputs_bytes)))
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    # The most it ever was: all that systems without /proc tell; in KiB except on macOS.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+if __name__ == "__main__":
+    main()
