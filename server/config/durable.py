@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 # What a file system answers that cannot lock a folder: NFS wants a descriptor that can be written.
 _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
 _FOLDER_LOCK = ".build.lock"
+_TEMPORARY = re.compile(r"\..+\.[0-9]+\.[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def temporary_name(path: Path) -> Path:
 
 def is_temporary(name: str) -> bool:
     """True for the names that `temporary_name` gives."""
-    return name.startswith(".") and name.endswith(".tmp")
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_durably(path: Path, content: bytes) -> None:
