@@ -1,0 +1,313 @@
+"""Which nodes of a model FP16 or BF16 would harm, by rule and by measurement.
+
+By rule, because the harm is inside of the operator where no tensor shows it:
+
+    norms without `stash_type`, LRN, ReduceL2, ...      they square their input: FP16 overflows from 256 on
+    LayerNormalization, GroupNormalization, RMSNormalization        only where `stash_type` is not FP32, its default: with it the
+        operator reads and writes 16 bits and computes in FP32, and so does TensorRT's INormalizationLayer
+    norms written out (Pow(2) or Mul -> ReduceMean -> Add -> Sqrt -> Div or Reciprocal)     every node of them
+    CumSum, Softmax along more than 4,096 values        long sums
+    Sin, Cos, Tan with what computes their angle        an angle of 1,000 rad is known to a quarter of a radian in FP16
+    GridSample, RoiAlign, MaxRoiPool        coordinates: FP16 has 11 bits, a picture has more than a thousand pixels
+
+By measurement, in a few samples' activations and in the weights, for a node that reads or makes a tensor
+
+    with values beyond a quarter of the format's largest    the few samples have not seen the largest there will be
+    that loses more than eight times what rounding costs    its values are so small that they become subnormal or zero
+    by whose nonzero values that become zero it divides, or takes the logarithm
+    that is the mean of so many values that their sum would overflow
+    that was made of integers which the format does not have
+
+A mask's huge negative values, which only go into Softmax, do not count: `cast` saturates them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto
+
+from engines.casting_types import BOUNDING, HEAVY, MOVEMENT, Format, format_of, schema_of, signature, upstream
+from engines.errors import BuildError
+from engines.onnx_graph import Graph, copy_model
+from engines.onnx_runner import OnnxRunner
+from engines.progress import Report
+
+if TYPE_CHECKING:
+    from engines.quantization.samples import Samples
+
+Array = npt.NDArray[Any]
+
+# So many samples are measured; a few show the order of magnitude, which is all that is asked for.
+SAMPLES = 16
+# Share of the largest value that activations may reach on them.
+_MARGIN = 0.25
+# Of a tensor's energy (as a root), in units of the format's epsilon; rounding costs up to 0.3 of it.
+_LOSS = 8.0
+_LONG_SOFTMAX = 4096
+
+_SQUARES = {"InstanceNormalization", "MeanVarianceNormalization", "LpNormalization", "LRN", "LpPool", "GlobalLpPool"}
+_SUMS = {
+    "ReduceL2",
+    "ReduceSumSquare",
+    "ReduceLogSumExp",
+    "ReduceLogSum",
+    "CumSum",
+    "CumProd",
+    "ReduceProd",
+    "DFT",
+    "STFT",
+}
+_COORDINATES = {"GridSample", "RoiAlign", "MaxRoiPool", "AffineGrid", "NonMaxSuppression"}
+_BY_RULE = _SQUARES | _SUMS | _COORDINATES
+_STASHING = {"LayerNormalization", "GroupNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+_ANGLES = {"Sin", "Cos", "Tan"}
+_MEANS = {"ReduceMean", "GlobalAveragePool"}
+# By operator, the input where zero is a catastrophe.
+_NOT_ZERO = {"Div": 1, "Reciprocal": 0, "Log": 0}
+_INTEGERS = {
+    TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+    TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+}  # fmt: skip
+_BEFORE_SOFTMAX = MOVEMENT | {"Add", "Where", "Mul", "Div", "Min", "Max", "And", "Not"}
+_BETWEEN_MEAN_AND_ROOT = {"Add", "Max", "Clip", "Cast", "Identity"}
+
+
+def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: str, report: Report) -> set[str]:
+    """Names of the nodes that should not be cast.
+
+    Args:
+        model: FP32, without Q/DQ, its nodes named (as after `simplify`).
+        samples: the first 16 are run; None: only rules and weights count.
+        precision: "fp16" or "bf16".
+        report: told after every sample.
+
+    Raises:
+        BuildError: a node has no name, or ONNX Runtime cannot run the model.
+    """
+    numbers = format_of(precision)
+    graph = Graph(copy_model(model))
+    unnamed = next((node for node in graph.nodes if not node.name), None)
+    if unnamed is not None:
+        raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")
+    keep = {node.name for node in graph.nodes if _by_rule(graph, node)}
+    keep |= _written_out_norms(graph) | _angles(graph) | _by_weights(graph, numbers)
+    if samples is not None and len(samples):
+        keep |= _by_activations(graph, numbers, samples.head(SAMPLES), report)
+    return keep
+
+
+# By rule
+
+
+def _by_rule(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type in _STASHING:
+        schema = schema_of(graph, node)
+        stashes = schema is not None and "stash_type" in schema.attributes
+        return not stashes or graph.attribute(node, "stash_type", TensorProto.FLOAT) != TensorProto.FLOAT
+    if node.op_type in ("Softmax", "LogSoftmax"):
+        shape = graph.shape(node.input[0])
+        axis = graph.attribute(node, "axis", -1 if graph.opset >= 13 else 1)
+        return shape is not None and _long(shape[axis:] if graph.opset < 13 else (shape[axis],))
+    return node.op_type in _BY_RULE
+
+
+def _long(sizes: tuple[int, ...]) -> bool:
+    return min(sizes, default=1) > 0 and math.prod(sizes) > _LONG_SOFTMAX
+
+
+def _written_out_norms(graph: Graph) -> set[str]:
+    """Means of squares whose root divides, with all that belongs to them."""
+    found: set[str] = set()
+    for mean in (node for node in graph.nodes if node.op_type in ("ReduceMean", "ReduceSum")):
+        square = graph.producer(mean.input[0])
+        if square is None or not _squares(graph, square):
+            continue
+        behind = _behind(graph, mean)
+        if behind:
+            found |= {square.name, mean.name, *behind}
+            # The mean that was taken off before, and the difference.
+            centred = graph.producer(square.input[0])
+            if centred is not None and centred.op_type == "Sub":
+                means = [graph.producer(name) for name in centred.input]
+                found |= {centred.name, *(m.name for m in means if m is not None and m.op_type == "ReduceMean")}
+    return found
+
+
+def _squares(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type == "Mul":
+        return node.input[0] == node.input[1]
+    exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
+    return exponent is not None and bool(np.all(exponent == 2))
+
+
+def _behind(graph: Graph, mean: onnx.NodeProto) -> set[str]:
+    """From a mean of squares to the division by its root, by name; nothing if there is no root."""
+    found: set[str] = set()
+    waiting = graph.consumers(mean.output[0])
+    while waiting:
+        node = waiting.pop()
+        if node.op_type in _BETWEEN_MEAN_AND_ROOT:
+            below = _behind(graph, node)
+            found |= {node.name, *below} if below else set()
+        elif node.op_type == "Sqrt" or (node.op_type == "Pow" and graph.is_constant(node.input[1])):
+            divisions = [r for r in graph.consumers(node.output[0]) if r.op_type in ("Div", "Reciprocal", "Mul")]
+            products = [m for r in divisions if r.op_type == "Reciprocal" for m in graph.consumers(r.output[0])]
+            found |= {node.name, *(r.name for r in divisions), *(m.name for m in products if m.op_type == "Mul")}
+    return found
+
+
+def _angles(graph: Graph) -> set[str]:
+    """Trigonometry and what computes its angles, as far back as the last layer with weights."""
+
+    def computes(node: onnx.NodeProto) -> bool:
+        # The frequencies of rotary positions are a vector, and may be multiplied by MatMul.
+        return node.op_type not in HEAVY or not any(_is_matrix(graph.constant(name)) for name in node.input)
+
+    found = set()
+    for node in graph.nodes:
+        if node.op_type in _ANGLES:
+            found |= {node.name, *(other.name for other in upstream(graph, node, computes))}
+    return found
+
+
+def _is_matrix(values: Array | None) -> bool:
+    return values is not None and sum(size > 1 for size in values.shape) > 1
+
+
+# By measurement
+
+
+@dataclass(slots=True)
+class _Extent:
+    """What the format would do to a tensor, over all that was measured."""
+
+    highest: float = 0.0
+    lowest: float = 0.0
+    energy: float = 0.0
+    lost: float = 0.0
+    vanishing: bool = False
+    exact: bool = True
+    sum_share: int = 1
+
+    def add(self, values: Array, numbers: Format, masked: bool) -> None:
+        """Count in an array; of a masked tensor what is hugely negative is left out."""
+        values = values[np.isfinite(values)]
+        if masked:
+            values = values[values > -_MARGIN * numbers.largest]
+        if not values.size:
+            return
+        self.highest = max(self.highest, float(values.max()))
+        self.lowest = min(self.lowest, float(values.min()))
+        inside = values[np.abs(values) <= numbers.largest]
+        rounded = numbers.round(inside)
+        self.energy += float(np.square(inside, dtype=np.float64).sum())
+        self.lost += float(np.square(inside - rounded, dtype=np.float64).sum())
+        self.vanishing = self.vanishing or bool(np.any((rounded == 0) & (inside != 0)))
+        self.exact = self.exact and inside.size == values.size and bool(np.array_equal(inside, rounded))
+
+    def magnitude(self) -> float:
+        return max(self.highest, -self.lowest)
+
+    def loses(self, numbers: Format) -> bool:
+        return self.lost > self.energy * (_LOSS * numbers.epsilon) ** 2
+
+
+def _by_weights(graph: Graph, numbers: Format) -> set[str]:
+    """Nodes with a constant that overflows, or is lost."""
+    found: set[str] = set()
+    measured: dict[str, _Extent] = {}
+    for node, changes in _castable(graph, numbers):
+        for i in changes:
+            name = node.input[i]
+            values = graph.constant(name) if name not in measured and graph.is_constant(name) else None
+            if values is not None:
+                measured[name] = _Extent()
+                measured[name].add(values, numbers, masked=False)
+            if name not in measured:
+                continue
+            extent = measured[name]
+            high, low = extent.highest > numbers.largest, extent.lowest < -numbers.largest
+            if low and not high and _only_into_softmax(graph, node.output[0]):
+                low = False
+            bounds = node.op_type in BOUNDING
+            if (not bounds and (high or low)) or extent.loses(numbers) or _divides_by_zero(node, i, extent):
+                found.add(node.name)
+    return found
+
+
+def _castable(graph: Graph, numbers: Format) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
+    """The nodes that could be cast, with the inputs that would change."""
+    for node in graph.nodes:
+        found = signature(graph, node, numbers.element_type)
+        if found is not None:
+            yield node, found.inputs
+
+
+def _divides_by_zero(node: onnx.NodeProto, index: int, extent: _Extent) -> bool:
+    return extent.vanishing and _NOT_ZERO.get(node.op_type) == index
+
+
+def _only_into_softmax(graph: Graph, tensor: str) -> bool:
+    """Whether everything that is made of a tensor ends in a Softmax."""
+    if tensor in graph.outputs:
+        return False
+    readers = graph.consumers(tensor)
+    return bool(readers) and all(
+        reader.op_type in ("Softmax", "LogSoftmax")
+        or (reader.op_type in _BEFORE_SOFTMAX and all(_only_into_softmax(graph, name) for name in reader.output))
+        for reader in readers
+    )
+
+
+def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Report) -> set[str]:
+    """Nodes that read or make a tensor which the format cannot hold."""
+    castable = list(_castable(graph, numbers))
+    names: dict[str, None] = {}
+    for node, changes in castable:
+        read = [node.input[i] for i in changes]
+        made = [name for name in node.output if graph.element_type(name) == TensorProto.FLOAT]
+        names |= dict.fromkeys(name for name in (*read, *made) if name and not graph.is_constant(name))
+    extents = _measure(graph, numbers, list(names), samples, report)
+    found: set[str] = set()
+    for name, extent in extents.items():
+        producer, readers = graph.producer(name), graph.consumers(name)
+        divides = [
+            r for r in readers for i, read in enumerate(r.input) if read == name and _divides_by_zero(r, i, extent)
+        ]
+        mean = producer is not None and producer.op_type in _MEANS
+        integers = (
+            producer is not None and producer.op_type == "Cast" and graph.element_type(producer.input[0]) in _INTEGERS
+        )
+        limit = _MARGIN * numbers.largest
+        if extent.magnitude() > limit or extent.loses(numbers) or (integers and not extent.exact):
+            found |= {reader.name for reader in readers}
+        elif not divides and not (mean and extent.magnitude() * extent.sum_share > limit):
+            continue
+        found |= {reader.name for reader in divides}
+        if producer is not None:
+            found.add(producer.name)
+    return found & {node.name for node, _ in castable}
+
+
+def _measure(graph: Graph, numbers: Format, names: list[str], samples: Samples, report: Report) -> dict[str, _Extent]:
+    """The extents of FP32 tensors over samples."""
+    inputs = set(graph.inputs)
+    runner = OnnxRunner(graph.model, [name for name in names if name not in inputs], optimize=False)
+    masked = {name for name in names if _only_into_softmax(graph, name)}
+    extents = {name: _Extent() for name in names}
+    for i, rows in enumerate(samples.batches(1)):
+        found = {**runner.run(rows), **rows}
+        for name, extent in extents.items():
+            extent.add(found[name], numbers, name in masked)
+            producer = graph.producer(name)
+            if producer is not None and producer.op_type in _MEANS and producer.input[0] in found:
+                extent.sum_share = max(extent.sum_share, found[producer.input[0]].size // max(found[name].size, 1))
+        report((i + 1) / len(samples), "measuring activations")
+    return extents
