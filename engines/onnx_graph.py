@@ -112,7 +112,7 @@ class Graph:
     def add_constant(self, name: str, values: Array | TensorProto) -> str:
         """Add an initializer (under a fresh name) and return its name."""
         name = self.fresh(name)
-        tensor = values if isinstance(values, TensorProto) else numpy_helper.from_array(np.ascontiguousarray(values))
+        tensor = values if isinstance(values, TensorProto) else numpy_helper.from_array(np.asarray(values, order="C"))
         tensor.name = name
         self.model.graph.initializer.append(tensor)
         self._constants[name] = self.model.graph.initializer[-1]

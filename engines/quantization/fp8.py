@@ -1,0 +1,51 @@
+"""FP8, E4M3 without infinities, as TensorRT runs it on GPUs of Ada, Hopper and later.
+
+The format: Micikevicius et al., "FP8 Formats for Deep Learning" (2022). What TensorRT makes of it: its documentation, "Working
+with Quantized Types", and its release notes for convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+from onnx import TensorProto, helper
+
+from engines.onnx_graph import Array, Graph
+from engines.quantization.operators import Weighted
+
+# The largest finite number.
+LARGEST = 448.0
+# The first opset with FP8 in QuantizeLinear.
+OPSET = 19
+# TensorRT has FP8 convolutions for no larger filters and no fewer channels; others fall back to slow kernels.
+_MOST_FILTER_ELEMENTS = 32
+_FEWEST_CHANNELS = 16
+
+
+def fitting(graph: Graph, found: dict[str, Weighted]) -> dict[str, Weighted]:
+    """Those that TensorRT has fast FP8 kernels for: products, and convolutions of many channels with small filters."""
+    nodes = {node.name: node for node in graph.nodes}
+    return {name: one for name, one in found.items() if _fits(graph, nodes[name].input[1], one)}
+
+
+def _fits(graph: Graph, weight: str, one: Weighted) -> bool:
+    if one.operator in ("Gemm", "MatMul"):
+        return True
+    # By group: a depthwise convolution has one channel a group.
+    channels_out, channels_in, *kernel = graph.shape(weight) or (0, 0)
+    enough = min(channels_out, channels_in) >= _FEWEST_CHANNELS
+    return one.operator == "Conv" and enough and math.prod(kernel) <= _MOST_FILTER_ELEMENTS
+
+
+def scale_of(largest: float) -> np.float32:
+    """The scale that brings values up to `largest`, in size, into the format."""
+    return np.float32(largest / LARGEST) if largest > 0 else np.float32(1)
+
+
+def encode(values: Array, scale: np.float32) -> TensorProto:
+    """FP32 values divided by the scale, rounded to the nearest FP8 number, saturated; any shape, no name."""
+    scaled = np.clip(values.astype(np.float32) / scale, -LARGEST, LARGEST)
+    bits = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return helper.make_tensor("fp8", TensorProto.FLOAT8E4M3FN, values.shape, bits.tobytes(), raw=True)
