@@ -1,0 +1,323 @@
+"""`headrace engines ls | gc | verify`: what is in the store and published, what can go, what is not as it was built."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engines.store import DEFAULT_ROOT, Store
+from engines.store_errors import disk_error, megabytes
+from engines.store_survey import DAMAGED, FOREIGN, STALE, USED, Published, Stored, survey_repositories, survey_store
+
+_DEFAULT_REPOSITORY = Path("model_repository")
+_DAY_S = 86_400
+_STYLES = {USED: "green", FOREIGN: "dim", STALE: "yellow", DAMAGED: "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    """The options of one of the commands.
+
+    Args:
+        parser: of that command.
+        action: "ls", "gc" or "verify".
+    """
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="whose models count; may be given again (default: model_repository, if there)",
+    )
+    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if action == "gc":
+        parser.add_argument(
+            "--keep-days", type=_days, default=30.0, metavar="N", help="keep what was used in the last N days (30)"
+        )
+        parser.add_argument("--all", action="store_true", help="remove everything; what is published stays there")
+        parser.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+    parser.set_defaults(store_action=action)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run one of the commands; 1 if `verify` finds something wrong, else 0.
+
+    Raises:
+        BuildError: a repository is not there, or the store cannot be written.
+    """
+    given: list[Path] | None = options.model_repository
+    repositories = given or [path for path in (_DEFAULT_REPOSITORY,) if path.is_dir()]
+    store = Store(options.cache)
+    if options.store_action == "gc":
+        return _gc(store, repositories, options, console)
+    check = options.store_action == "verify"
+    published = survey_repositories(repositories, check)
+    stored = survey_store(store, published, check)
+    if check:
+        return _verify(stored, published, options.json, console)
+    _ls(store, stored, published, options.json, console)
+    return 0
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 <= days < 1e6:
+        raise ValueError
+    return days
+
+
+# ls
+
+
+def _ls(
+    store: Store, stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console
+) -> None:
+    if as_json:
+        told = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
+        console.print_json(data={"store": told, "published": [_published_json(one) for one in published]})
+        return
+    if stored:
+        console.print(_store_table(store, stored))
+    else:
+        console.print(f"Nothing is in the store {store.root}.", highlight=False, markup=False, soft_wrap=True)
+    if published:
+        console.print(_published_table(published))
+    else:
+        console.print("No engine is published: `headrace build MODEL` builds one.", highlight=False, soft_wrap=True)
+
+
+def _store_table(store: Store, stored: Sequence[Stored]) -> Table:
+    table = Table(title=Text(f"Store {store.root}"), title_justify="left")
+    for heading in ("key", "model", "precision", "target", "device"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("size", "accuracy", "last used"):
+        table.add_column(heading, justify="right")
+    table.add_column("published by", overflow="fold")
+    for one in stored:
+        if one.entry is None:
+            table.add_row(one.key[:12], *[""] * 7, Text(one.problem, "red"))
+            continue
+        facts = one.entry.facts
+        machine = facts.get("machine")
+        machine = machine if isinstance(machine, dict) else {}
+        state = Text(one.problem, "red") if one.problem else Text(", ".join(one.published) or "nobody")
+        table.add_row(
+            one.key[:12],
+            _text(facts.get("model")),
+            _text(facts.get("precision")),
+            _text(" ".join(str(machine.get(name, "")) for name in ("target", "version"))),
+            _text(" ".join(str(machine.get(name, "")) for name in ("device", "capability"))),
+            megabytes(one.entry.size_bytes),
+            _accuracy(facts.get("accuracy")),
+            _age(one.entry.used_s),
+            state,
+        )
+    total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
+    table.caption = Text(f"{len(stored)} in all, {megabytes(total_bytes)}")
+    return table
+
+
+def _published_table(published: Sequence[Published]) -> Table:
+    table = Table(title="Published", title_justify="left")
+    for heading in ("model", "version", "precision", "target", "device"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("size", "accuracy", "age"):
+        table.add_column(heading, justify="right")
+    table.add_column("state", overflow="fold")
+    for one in published:
+        state = Text.assemble((one.state, _STYLES[one.state]), f": {one.problem}" if one.problem else "")
+        stamp = one.stamp
+        if stamp is None:
+            table.add_row(_text(one.model), str(one.version), *[""] * 6, state)
+            continue
+        if stamp.forced:
+            state.append(" (forced)", "yellow")
+        overridden = " (command line)" if stamp.overridden else ""
+        table.add_row(
+            _text(one.model),
+            str(one.version),
+            _text(f"{stamp.precision}{overridden}"),
+            _text(f"{stamp.machine.target} {stamp.machine.version}"),
+            _text(f"{stamp.machine.device} {stamp.machine.capability}"),
+            megabytes(stamp.size_bytes),
+            _accuracy(stamp.accuracy),
+            _age(_changed_s(one.folder / stamp.artefact)),
+            state,
+        )
+    return table
+
+
+def _text(value: object) -> Text:
+    return Text("" if value is None else str(value))
+
+
+def _accuracy(told: Any) -> Text:
+    """The measure that says most: true accuracy, else agreement on the largest output, else the cosine."""
+    told = told if hasattr(told, "get") else {}
+    for name, unit in (("accuracy", ""), ("top1_agreement", " agree")):
+        if isinstance(told.get(name), float | int):
+            return Text(f"{100 * told[name]:.2f} %{unit}")
+    return Text(f"cosine {told['cosine']:.5f}" if isinstance(told.get("cosine"), float | int) else "")
+
+
+def _changed_s(path: Path) -> float | None:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
+def _age(moment_s: float | None) -> str:
+    if moment_s is None:
+        return ""
+    age_s = max(time.time() - moment_s, 0.0)
+    for unit, size_s in (("d", _DAY_S), ("h", 3600), ("min", 60)):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.0f} {unit}"
+    return "now"
+
+
+def _stored_json(one: Stored) -> dict[str, Any]:
+    told: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
+    if one.entry is not None:
+        # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
+        told |= {"path": str(one.entry.path), "size_bytes": one.entry.size_bytes, "used_s": one.entry.used_s}
+        told["facts"] = _plain(one.entry.facts)
+    return told
+
+
+def _published_json(one: Published) -> dict[str, Any]:
+    stamp = None if one.stamp is None else one.stamp.to_json()
+    place = {"model": one.model, "version": one.version, "path": str(one.folder)}
+    return {**place, "state": one.state, "problem": one.problem or None, "stamp": stamp}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+# gc
+
+
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    key: str
+    model: str
+    freed_bytes: int
+
+
+def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace, console: Console) -> int:
+    stored = survey_store(store, survey_repositories(repositories))
+    oldest_s = time.time() - options.keep_days * _DAY_S
+    removed: list[_Removed] = []
+    busy: list[str] = []
+    for one in stored:
+        unused = not one.published and one.entry is not None and one.entry.used_s <= oldest_s
+        if not (options.all or unused or one.problem):
+            continue
+        freed_bytes = store.remove(one.key, options.dry_run)
+        if freed_bytes is None:
+            busy.append(one.key)
+        else:
+            removed.append(_Removed(one.key, _model(one), freed_bytes))
+    if not options.dry_run:
+        store.sweep()
+    files = _old_files(store, oldest_s, options.all)
+    freed_bytes = sum(one.freed_bytes for one in removed) + _remove_files(files, options.dry_run)
+    if options.json:
+        told = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": [asdict(one) for one in removed]}
+        console.print_json(data={**told, "busy": busy, "files": [str(path) for path in files]})
+        return 0
+    word = "would remove" if options.dry_run else "removed"
+    lines = [f"{word} {one.key[:12]} {one.model}: {megabytes(one.freed_bytes)}" for one in removed]
+    lines += [f"{word} {path.relative_to(store.root)}" for path in files]
+    lines += [f"kept {key[:12]}: it is being built" for key in busy]
+    for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
+    would = "would be " if dry_run else ""
+    return f"{removed} of {stored} engines {would}removed, {megabytes(freed_bytes)} {would}freed"
+
+
+def _model(one: Stored) -> str:
+    return "(damaged)" if one.entry is None else str(one.entry.facts.get("model", ""))
+
+
+def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:
+    """Calibration tables and timing caches; both are made anew where they are missing."""
+    found = []
+    for folder in ("tables", "timing"):
+        for path in sorted((store.root / folder).glob("*")):
+            changed_s = _changed_s(path)
+            if changed_s is not None and (everything or changed_s <= oldest_s) and path.is_file():
+                found.append(path)
+    return found
+
+
+def _remove_files(files: Sequence[Path], dry_run: bool) -> int:
+    freed_bytes = 0
+    for path in files:
+        try:
+            freed_bytes += path.lstat().st_size
+            if not dry_run:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise disk_error(error, path) from error
+    return freed_bytes
+
+
+# verify
+
+
+def _verify(stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console) -> int:
+    wrong = [
+        {"where": f"store {one.key[:12]}", "problem": one.problem, "cure": _store_cure(one)}
+        for one in stored
+        if one.problem
+    ]
+    wrong += [
+        {"where": f"{one.model}/{one.version}", "problem": one.problem, "cure": _cure(one)}
+        for one in published
+        if one.state in (STALE, DAMAGED)
+    ]
+    checked = len(stored) + len(published)
+    if as_json:
+        console.print_json(data={"checked": checked, "wrong": wrong})
+        return 1 if wrong else 0
+    for one in wrong:
+        line = Text.assemble((one["where"], "bold"), ": ", (one["problem"], "red"), f" ({one['cure']})")
+        console.print(line, soft_wrap=True)
+    sound = checked - len(wrong)
+    console.print(
+        f"{checked} checked, {sound} as built, {len(wrong)} wrong", style="bold red" if wrong else "bold green"
+    )
+    return 1 if wrong else 0
+
+
+def _store_cure(one: Stored) -> str:
+    if one.entry is None:
+        return "`headrace engines gc` removes it"
+    model = one.entry.facts.get("model", "MODEL")
+    return f"`headrace build {model}` builds it again, `headrace engines gc --all` empties the store"
+
+
+def _cure(one: Published) -> str:
+    where = "" if one.stamp is None else f" on {one.stamp.machine.device} {one.stamp.machine.capability}"
+    return f"`headrace build {one.model} --version {one.version}`{where}"
