@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pycuda.driver as driver
@@ -17,11 +16,9 @@ import pycuda.driver as driver
 from server.core.errors import BadRequest, Unsupported
 from server.core.shared_range import check_range
 from server.core.tensor import Array
+from server.cuda.driver import load, primary_context, pushed
 
 HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
-
-# One primary context a device, kept for the life of the process; shared with everything that uses the CUDA runtime.
-_contexts: dict[int, driver.Context] = {}
 
 
 class CudaRegion:
@@ -62,7 +59,7 @@ class CudaRegion:
         array = np.empty(size_bytes, dtype=np.uint8)
         if size_bytes:
             try:
-                with _current(self._context):
+                with pushed(self._context):
                     driver.memcpy_dtoh(array, self._address + offset)
             except driver.Error:
                 raise BadRequest("the CUDA shared memory cannot be read: its owner must keep it allocated") from None
@@ -78,7 +75,7 @@ class CudaRegion:
         self.check(offset, source.nbytes)
         if source.nbytes:
             try:
-                with _current(self._context):
+                with pushed(self._context):
                     driver.memcpy_htod(self._address + offset, source)
             except driver.Error:
                 raise BadRequest("the CUDA shared memory cannot be written: its owner must keep it allocated") from None
@@ -111,7 +108,7 @@ def open_ipc(handle: bytes, device: int, size_bytes: int) -> CudaRegion:
         raise BadRequest(f"a region needs a byte_size of at least 1, not {size_bytes}")
     context = _context(device)
     try:
-        with _current(context):
+        with pushed(context):
             memory = driver.IPCMemoryHandle(bytearray(handle))
             base, allocated_bytes = driver.mem_get_address_range(int(memory))
     except driver.Error:
@@ -125,34 +122,17 @@ def open_ipc(handle: bytes, device: int, size_bytes: int) -> CudaRegion:
 
 
 def _context(device: int) -> driver.Context:
-    context = _contexts.get(device)
-    if context is not None:
-        return context
     try:
-        driver.init()
-        count = driver.Device.count()
-    except driver.Error:
-        raise Unsupported("the CUDA driver of this machine does not work: send the tensor in the request") from None
-    if not 0 <= device < count:
-        raise BadRequest(f"device_id {device} is not there: this machine has devices 0 to {count - 1}")
-    try:
-        context = _contexts[device] = driver.Device(device).retain_primary_context()
-    except driver.Error:
-        raise Unsupported(f"CUDA device {device} cannot be used: send the tensor in the request") from None
-    return context
-
-
-@contextlib.contextmanager
-def _current(context: driver.Context) -> Iterator[None]:
-    context.push()
-    try:
-        yield
-    finally:
-        driver.Context.pop()
+        count = load().Device.count()
+        if not 0 <= device < count:
+            raise BadRequest(f"device_id {device} is not there: this machine has devices 0 to {count - 1}")
+        return primary_context(device)
+    except Unsupported as error:
+        raise Unsupported(f"{error}; or send the tensor in the request") from None
 
 
 def _close(context: driver.Context, memory: driver.IPCMemoryHandle, thread: int) -> None:
     # PyCUDA cannot enter a context of another thread; the mapping then lives until the process ends.
     if thread == threading.get_ident():
-        with contextlib.suppress(driver.Error), _current(context):
+        with contextlib.suppress(driver.Error), pushed(context):
             memory.close()

@@ -1,0 +1,191 @@
+"""TensorRT as it is installed: 10.x or 11.x, and all that differs between them; and its log.
+
+TensorRT 11 knows strongly typed networks alone: precisions stand in the model, the flags that allowed FP16 and INT8 and the INT8
+calibrators are gone (TensorRT documentation, "Migrating from TensorRT 10.x to 11.x"). No other file asks for the version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from engines.errors import BuildError
+from server.core.errors import HeadraceError
+
+logger = logging.getLogger("headrace.tensorrt")
+
+_OLDEST = 10
+_ERRORS_KEPT = 20
+
+
+class Log:
+    """TensorRT's messages, on their way to our log; errors are collected while somebody tells them himself.
+
+    Attributes:
+        raised: an interrupt that struck while a message was taken; no exception can pass through TensorRT.
+    """
+
+    def __init__(self) -> None:
+        self._collecting: deque[str] | None = None
+        self.raised: BaseException | None = None
+
+    def take(self, severity: int, text: str) -> None:
+        """One message; `severity` is 0 (internal error) to 4 (verbose), as in `ILogger.Severity`."""
+        if severity >= 3:
+            # Hundreds of thousands while an engine is built.
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", text)
+        elif severity == 2:
+            logger.info("%s", text)
+        elif self._collecting is None:
+            logger.error("%s", text)
+        else:
+            logger.info("%s", text)
+            self._collecting.append(text)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[deque[str]]:
+        """The errors logged from here on, oldest first, the last few if there are many. May be nested."""
+        outer, self._collecting = self._collecting, deque(maxlen=_ERRORS_KEPT)
+        try:
+            yield self._collecting
+        finally:
+            self._collecting = outer
+
+
+class TensorRt:
+    """One installed TensorRT.
+
+    Attributes:
+        trt: the module `tensorrt`.
+        version: e.g. "10.6.0".
+        log: its messages.
+        logger: what TensorRT's objects are made with; TensorRT keeps the first one of a process, so there is only this one.
+    """
+
+    def __init__(self, trt: Any) -> None:
+        self.trt = trt
+        self.version = ".".join(str(trt.__version__).split(".")[:3])
+        self.log = Log()
+        self.logger = _make_logger(trt, self.log)
+
+    @property
+    def calibrates(self) -> bool:
+        """True if it can make a model INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
+        return hasattr(self.trt, "IInt8EntropyCalibrator2") and hasattr(self.trt.BuilderFlag, "INT8")
+
+    def builder(self, errors: Collection[str]) -> Any:
+        """An IBuilder; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        return self._made(self.trt.Builder, errors)
+
+    def runtime(self, errors: Collection[str]) -> Any:
+        """An IRuntime; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        return self._made(self.trt.Runtime, errors)
+
+    def _made(self, kind: Any, errors: Collection[str]) -> Any:
+        try:
+            return kind(self.logger)
+        except TypeError as error:
+            # The binding says no more than that it was given nothing.
+            told = "; ".join(errors) or str(error)
+            raise BuildError(f"TensorRT {self.version} does not start: {told}: check driver and free memory") from error
+
+    def network(self, builder: Any, *, strongly_typed: bool) -> Any:
+        """An empty network; in TensorRT 11 every network is strongly typed and nothing is asked for."""
+        if strongly_typed and self.calibrates:
+            return builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        return builder.create_network(0)
+
+    def allow_int8(self, config: Any, calibrator: Any, profile: Any) -> None:
+        """Let TensorRT choose INT8 and FP16 where they are fast (weak typing).
+
+        Args:
+            config: IBuilderConfig.
+            calibrator: IInt8EntropyCalibrator2.
+            profile: IOptimizationProfile with the shapes of the calibrator's batches, None where all shapes are fixed.
+
+        Raises:
+            BuildError: this TensorRT cannot.
+        """
+        if not self.calibrates:
+            raise BuildError(
+                f"TensorRT {self.version} has no calibrator of its own: write optimization.calibration.method: entropy"
+            )
+        config.set_flag(self.trt.BuilderFlag.INT8)
+        config.set_flag(self.trt.BuilderFlag.FP16)
+        config.int8_calibrator = calibrator
+        if profile is not None and not config.set_calibration_profile(profile):
+            raise BuildError(
+                "TensorRT does not take the shapes of the calibration samples: check optimization.profiles"
+            )
+
+    def scratch_bytes(self, engine: Any) -> int:
+        """GPU memory for activations that each execution context takes."""
+        return int(engine.device_memory_size_v2)
+
+    def weights_bytes(self, engine: Any) -> int | None:
+        """GPU memory for weights, None where this TensorRT does not tell."""
+        if not hasattr(engine, "get_engine_stat"):
+            return None
+        return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
+
+    def load_plugins(self) -> None:
+        """Make TensorRT's own plug-ins known; without their library networks that use none still work."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self.trt.init_libnvinfer_plugins(self.logger, "")
+
+
+def load() -> TensorRt:
+    """The TensorRT of this machine, loaded on first use.
+
+    Raises:
+        BuildError: there is none, or it is too old.
+    """
+    try:
+        trt = importlib.import_module("tensorrt")
+    except (ImportError, OSError) as error:
+        cure = "install it by NVIDIA's instructions, or use NVIDIA's container"
+        raise BuildError(f"TensorRT cannot be imported ({error}): {cure}") from error
+    major = str(getattr(trt, "__version__", "0")).partition(".")[0]
+    if not major.isdecimal() or int(major) < _OLDEST:
+        raise BuildError(f"TensorRT {trt.__version__} is too old: install {_OLDEST}.x or newer")
+    return _loaded(trt)
+
+
+@functools.cache
+def _loaded(trt: Any) -> TensorRt:
+    return TensorRt(trt)
+
+
+@contextlib.contextmanager
+def as_build_error(what: str) -> Iterator[None]:
+    """Turn what the server's rooms raise (no GPU, no memory) into the builders' error.
+
+    Args:
+        what: what is being worked on, for the message.
+    """
+    try:
+        yield
+    except BuildError:
+        raise
+    except HeadraceError as error:
+        raise BuildError(f"{what}: {error}") from error
+
+
+def _make_logger(trt: Any, log: Log) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            try:
+                log.take(int(severity), msg)
+            except BaseException as error:
+                log.raised = error
+
+    return Logger()

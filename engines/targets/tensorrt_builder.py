@@ -1,0 +1,196 @@
+"""From an ONNX model to a plan: parse, profiles, timing cache, build, write. Runs with the device current."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from engines.errors import BuildError
+from engines.onnx_graph import write_onnx
+from engines.progress import Report, part
+from engines.targets.base import Order
+from engines.targets.tensorrt_api import TensorRt
+from engines.targets.tensorrt_calibrator import CalibrationFeed, entropy_calibrator, even_batches
+from engines.targets.tensorrt_errors import ParserFault, explain_build, explain_parser, node_label
+from engines.targets.tensorrt_files import TimingCache, write_whole
+from engines.targets.tensorrt_profiles import add_profiles, check_profiles, set_shape
+from engines.targets.tensorrt_progress import Progress, progress_monitor
+from server.cuda.device import Gpu
+
+# A serialized protobuf cannot be larger; such models go through files.
+_PROTOBUF_LIMIT_BYTES = 2**31 - 1
+_PARSED, _CALIBRATED = 0.02, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How hard the builder tries.
+
+    Attributes:
+        optimization_level: 0 (fast to build) to 5; None: TensorRT's default.
+    """
+
+    optimization_level: int | None = None
+
+
+def build_plan(
+    api: TensorRt, model: onnx.ModelProto, order: Order, path: Path, report: Report, options: Options, gpu: Gpu
+) -> None:
+    """Build a plan and write it.
+
+    Raises:
+        BuildError: the model or the order cannot be built, memory ran out, or the disk is full.
+    """
+    if order.calibrate is not None and not api.calibrates:
+        raise BuildError(
+            f"TensorRT {api.version} has no calibrator of its own: write optimization.calibration.method: entropy"
+        )
+    report = _rising(report)
+    report(0.0, "reading the ONNX model")
+    with api.log.collect() as errors:
+        api.load_plugins()
+        builder = api.builder(errors)
+        network = _parse(api, builder, model, order, path.parent)
+        config = _configure(api, builder, network, order, options, gpu)
+        cache = TimingCache(api, order.timing_cache)
+        cache.attach(config)
+        report(_PARSED, "building")
+        plan = _build(api, builder, network, config, order, report)
+        if plan is None:
+            raise BuildError(explain_build(errors, model, api.version, order.workspace_bytes, gpu.name))
+        cache.save(config)
+        write_whole(path, memoryview(plan))
+    report(1.0, "done")
+
+
+def _parse(api: TensorRt, builder: Any, model: onnx.ModelProto, order: Order, folder: Path) -> Any:
+    with _serialized(model, folder) as (data, file):
+        network = api.network(builder, strongly_typed=order.calibrate is None)
+        parser = api.trt.OnnxParser(network, api.logger)
+        if parser.parse(data) if data is not None else parser.parse_from_file(str(file)):
+            return network
+        faults = _faults(api, parser, model)
+        if data is not None and any(fault.unsupported for fault in faults):
+            # The parser may have stopped at the first; this one goes over the whole model.
+            again = api.trt.OnnxParser(api.network(builder, strongly_typed=order.calibrate is None), api.logger)
+            again.supports_model_v2(data)
+            faults += _faults(api, again, model) + _unsupported(again, model, faults)
+    raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
+
+
+@contextlib.contextmanager
+def _serialized(model: onnx.ModelProto, folder: Path) -> Iterator[tuple[bytes | None, Path | None]]:
+    """A model as bytes, or as a file where it is too large for that."""
+    if model.ByteSize() <= _PROTOBUF_LIMIT_BYTES:
+        yield model.SerializeToString(), None
+        return
+    with tempfile.TemporaryDirectory(prefix=".parse.", dir=folder) as temporary:
+        file = Path(temporary, "model.onnx")
+        write_onnx(model, file)
+        try:
+            yield None, file
+        finally:
+            # Writing moved the weights out of the model, which is the caller's.
+            onnx.load_external_data_for_model(model, temporary)
+
+
+def _faults(api: TensorRt, parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
+    faults = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        code = str(getattr(error.code(), "name", error.code()))
+        text = " ".join(str(error.desc()).split())
+        node = int(error.node())
+        operator = str(error.node_operator() or "")
+        name = node_label(model, node, str(error.node_name() or "")) if operator or error.node_name() else ""
+        unsupported = code.startswith("UNSUPPORTED") or "No importer registered" in text or "Plugin not found" in text
+        faults.append(ParserFault(name, operator, text, unsupported))
+    return faults
+
+
+def _unsupported(parser: Any, model: onnx.ModelProto, known: list[ParserFault]) -> list[ParserFault]:
+    """Nodes in the parts that TensorRT does not support, of which it has given no error."""
+    found = []
+    told = {fault.node for fault in known}
+    for subgraph in range(parser.num_subgraphs):
+        if not parser.is_subgraph_supported(subgraph):
+            for index in parser.get_subgraph_nodes(subgraph):
+                label = node_label(model, index)
+                if label not in told:
+                    found.append(ParserFault(label, model.graph.node[index].op_type, "", True))
+    return found
+
+
+def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options: Options, gpu: Gpu) -> Any:
+    trt = api.trt
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    values = [tensor.name for tensor in tensors if tensor.is_shape_tensor]
+    if values:
+        cure = "make them constants of the ONNX model"
+        raise BuildError(f"the values of the inputs {', '.join(values)} decide on shapes inside of the model: {cure}")
+    shapes = {tensor.name: (tuple(tensor.shape), int(tensor.dtype.itemsize)) for tensor in tensors}
+    check_profiles(shapes, order.profiles, gpu.memory_bytes)
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if order.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    add_profiles(builder, config, {name: s for name, (s, _) in shapes.items() if -1 in s}, order.profiles)
+    return config
+
+
+def _build(api: TensorRt, builder: Any, network: Any, config: Any, order: Order, report: Report) -> Any:
+    """The plan (IHostMemory), None if the builder gives up; what it was interrupted by is raised."""
+    feed = None
+    progress = Progress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
+    api.log.raised = None
+    # Both must outlive the build: TensorRT does not hold them.
+    monitor = progress_monitor(api.trt, progress)
+    config.progress_monitor = monitor
+    try:
+        if order.calibrate is not None:
+            batches = even_batches(order.calibrate)
+            feed = CalibrationFeed(batches, order.calibration_table, part(report, _PARSED, _CALIBRATED))
+            calibrator = entropy_calibrator(api.trt, feed)
+            api.allow_int8(config, calibrator, _calibration_profile(builder, network, batches[0]))
+        plan = builder.build_serialized_network(network, config)
+    finally:
+        if feed is not None:
+            feed.close()
+    for raised in (progress.raised, api.log.raised, feed.raised if feed is not None else None):
+        if raised is not None:
+            raise raised
+    return plan
+
+
+def _calibration_profile(builder: Any, network: Any, batch: dict[str, Any]) -> Any:
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    missing = [tensor.name for tensor in tensors if tensor.name not in batch]
+    if missing:
+        raise BuildError(f"the calibration samples lack the inputs {', '.join(missing)}")
+    if all(-1 not in tuple(tensor.shape) for tensor in tensors):
+        return None
+    profile = builder.create_optimization_profile()
+    for tensor in tensors:
+        shape = tuple(batch[tensor.name].shape)
+        set_shape(profile, tensor.name, (shape, shape, shape))
+    return profile
+
+
+def _rising(report: Report) -> Report:
+    """A report whose share never falls: the calibrator and the builder report by turns."""
+    best = 0.0
+
+    def rising(done: float, note: str) -> None:
+        nonlocal best
+        best = max(best, done)
+        report(best, note)
+
+    return rising

@@ -1,0 +1,86 @@
+"""Which GPUs there are, and what an artefact for one of them depends on."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from server.core.errors import Unsupported
+from server.cuda import driver
+
+_VERSION_FILE = Path("/proc/driver/nvidia/version")
+_NVML_VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+
+
+class Gpu(NamedTuple):
+    """One GPU.
+
+    Attributes:
+        name: e.g. "NVIDIA H200".
+        capability: compute capability, e.g. "9.0".
+        driver: major version of NVIDIA's driver, e.g. 580; of its CUDA version where the driver's own is not told.
+        memory_bytes: all of its memory.
+    """
+
+    name: str
+    capability: str
+    driver: int
+    memory_bytes: int
+
+
+def count() -> int:
+    """How many GPUs the driver finds, 0 where there is no PyCUDA or no driver."""
+    try:
+        return int(driver.load().Device.count())
+    except Unsupported:
+        return 0
+
+
+def describe(ordinal: int = 0) -> Gpu:
+    """One GPU.
+
+    Raises:
+        Unsupported: there is no PyCUDA, no driver or no such GPU; says what to install.
+    """
+    cuda = driver.load()
+    found = cuda.Device.count()
+    if not 0 <= ordinal < found:
+        raise Unsupported(f"CUDA device {ordinal} is not there: this machine has devices 0 to {found - 1}")
+    with driver.check("asking what the GPU is"):
+        device = cuda.Device(ordinal)
+        major, minor = device.compute_capability()
+        version = driver_major() or cuda.get_driver_version() // 1000
+        return Gpu(str(device.name()), f"{major}.{minor}", int(version), int(device.total_memory()))
+
+
+@functools.cache
+def driver_major() -> int:
+    """Major version of NVIDIA's driver, 0 where it cannot be found out."""
+    text = _version_of_nvml()
+    if not text:
+        try:
+            found = re.search(r"Module\D*?(\d+)\.\d+", _VERSION_FILE.read_text())
+        except OSError:
+            found = None
+        text = found[1] if found else ""
+    major = text.partition(".")[0]
+    return int(major) if major.isdecimal() else 0
+
+
+def _version_of_nvml() -> str:
+    """The driver's version by NVML, which comes with the driver; empty without it."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return ""
+    if nvml.nvmlInit_v2() != 0:
+        return ""
+    try:
+        text = ctypes.create_string_buffer(_NVML_VERSION_BYTES)
+        failed = nvml.nvmlSystemGetDriverVersion(text, _NVML_VERSION_BYTES)
+    finally:
+        nvml.nvmlShutdown()
+    return "" if failed else text.value.decode(errors="replace")
