@@ -225,7 +225,7 @@ class _Writer:
         bounds = [0.0, math.inf] if maker.op_type == "Relu" else [-math.inf, math.inf]
         for index, name in enumerate(maker.input[1:] if maker.op_type == "Clip" else ()):
             bound = self._graph.constant(name) if name else None
-            bounds[index] = float(bound) if bound is not None else bounds[index]
+            bounds[index] = float(bound.reshape(-1)[0]) if bound is not None else bounds[index]
         return max(low, min(bounds[0], 0.0)), min(high, max(bounds[1], 0.0)), True
 
     def _constants(self, node: onnx.NodeProto, one: Weighted, tensor: str) -> None:
