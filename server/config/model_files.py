@@ -147,6 +147,11 @@ def sample_folders(config: ModelConfig) -> set[str]:
     return {part[0] for part in parts if part}
 
 
+def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
+    """The files and folders that are told of as samples, whether they are there or not."""
+    return [folder / _file_of(data) for data in _samples(config).values() if filename_problem(_file_of(data)) is None]
+
+
 def _samples(config: ModelConfig) -> dict[str, str]:
     told = config.optimization
     found = {"calibration": told.calibration.data, "accuracy": told.accuracy.data}

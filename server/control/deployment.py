@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
 from server.config.document import Document, refuse
 from server.config.triton_json import to_triton_json
+from server.control.artefacts import Plan, told_of
+from server.control.builds import Builds, Order
 from server.control.draining import Drains
-from server.control.file_look import GONE, Look, look_at_version, look_at_versions
+from server.control.file_look import GONE, Look, look_at_version, look_at_versions, without_builds
 from server.control.lifecycle import State
 from server.control.loader import Loader
 from server.control.overrides import PrivateFolder
@@ -57,12 +59,29 @@ class _Signature:
 class _Version:
     handle: ModelHandle
     signature: _Signature
+    plan: Plan
     private: PrivateFolder | None
 
     def closed(self) -> None:
         """The handle is closed."""
         if self.private is not None:
             self.private.release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Model:
+    """What serves of a model, and what it was loaded from."""
+
+    source: Source
+    folder: ModelFolder
+    versions: dict[str, _Version]
+
+    def order(self, number: str) -> Order | None:
+        """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
+        plan, source = self.versions[number].plan, self.source
+        if not plan.build or source.private is not None or source.config is not None:
+            return None
+        return Order(source.name, number, source.path, plan.runtime, plan.build)
 
 
 class Deployments:
@@ -74,13 +93,15 @@ class Deployments:
         loader: makes handles.
         registry: where they are published.
         drains: closes them in the background.
+        builds: makes engines for what serves without one.
     """
 
-    def __init__(self, loader: Loader, registry: Registry, drains: Drains) -> None:
+    def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: Builds) -> None:
         self._loader = loader
         self._registry = registry
         self._drains = drains
-        self._live: dict[str, dict[str, _Version]] = {}
+        self._builds = builds
+        self._live: dict[str, _Model] = {}
 
     def load(self, source: Source) -> None:
         """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
@@ -89,7 +110,7 @@ class Deployments:
             ConfigError: some version, or all of it, cannot be served; the registry has the reason.
         """
         looks = look_at_versions(source.path)
-        live = self._live.get(source.name, {})
+        live = self._versions(source.name)
         serves = any(version.handle.ready for version in live.values())
         try:
             folder = _guarded(lambda: _read(source), source.name)
@@ -106,28 +127,52 @@ class Deployments:
         wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
         for number in wanted:
             signature = _Signature(looks.get(number, GONE), _digest(folder))
-            kept = live.get(number)
-            if kept is not None and kept.signature == signature and kept.handle.ready:
-                chosen[number] = kept
-                continue
             try:
-                chosen[number] = self._build(source, folder, number, signature)
+                kept = self._kept(folder, number, signature, live.get(number))
+                chosen[number] = kept or self._build(source, folder, number, signature)
             except ConfigError as error:
                 failures.append(error)
         if failures and serves:
             self._discard(source.name, chosen)
             self._keep(source.name, failures[0])
         else:
-            self._swap(folder, wanted, chosen)
+            self._swap(source, folder, wanted, chosen)
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
 
+    def built(self, order: Order, failure: str) -> None:
+        """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
+        name, number = order.name, order.version
+        model = self._live.get(name)
+        if model is None or number not in model.versions or model.order(number) != order:
+            return
+        version = model.versions[number]
+        if failure:
+            logger.error("model %s version %s: no engine was built: %s", name, number, failure)
+            self._registry.note(name, self._remark(model, number), number)
+            return
+        files = look_at_version(order.folder / number)
+        mine = model.folder.config.default_model_filename
+        if not version.handle.ready or without_builds(files, mine) != without_builds(version.signature.files, mine):
+            return  # who wants the files as they are now will load them, with the engine if it fits them
+        signature = replace(version.signature, files=files)
+        try:
+            new = self._kept(model.folder, number, signature, version)
+            new = new or self._build(model.source, model.folder, number, signature)
+        except ConfigError as error:
+            self._keep(name, error)
+            return
+        wanted = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
+        self._swap(model.source, model.folder, wanted, {**model.versions, number: new})
+
     def unload(self, name: str) -> None:
         """Take nothing new for a model; what it has is answered in the background."""
+        self._builds.want(name, ())
         self._registry.publish(name, None)
-        for number, version in self._live.pop(name, {}).items():
+        for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
             self._drains.begin(name, number, version.handle, version.closed)
+        self._live.pop(name, None)
         self._registry.withdraw(name, "unloaded")
 
     def unload_all(self) -> None:
@@ -135,14 +180,33 @@ class Deployments:
         for name in list(self._live):
             self.unload(name)
 
+    def _versions(self, name: str) -> dict[str, _Version]:
+        model = self._live.get(name)
+        return {} if model is None else model.versions
+
+    def _kept(
+        self, folder: ModelFolder, number: str, signature: _Signature, version: _Version | None
+    ) -> _Version | None:
+        """The version that serves, if loading it anew would give the same."""
+        if version is None or not version.handle.ready or signature.config != version.signature.config:
+            return None
+        if signature == version.signature:
+            return version
+        mine = folder.config.default_model_filename
+        if without_builds(signature.files, mine) != without_builds(version.signature.files, mine):
+            return None
+        plan = _guarded(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
+        return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
+
     def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version:
         """A new version, warm but not yet published."""
         name = source.name
         if self._registry.state(name, number) is not State.READY:
             self._registry.mark(name, number, State.LOADING)
         try:
-            handle = _guarded(lambda: self._loader.load(folder, int(number)), f"{name} version {number}")
-            if look_at_version(source.path / number) != signature.files:
+            plan, handle = self._open(folder, number)
+            now, mine = look_at_version(source.path / number), folder.config.default_model_filename
+            if without_builds(now, mine) != without_builds(signature.files, mine):
                 self._drains.begin(name, number, handle, lambda: None)
                 # Of a file that was only half there nobody can tell what came of it.
                 raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
@@ -152,31 +216,66 @@ class Deployments:
             raise
         if source.private is not None:
             source.private.hold()
-        return _Version(handle, signature, source.private)
+        return _Version(handle, signature, plan, source.private)
 
-    def _swap(self, folder: ModelFolder, wanted: list[str], chosen: dict[str, _Version]) -> None:
+    def _open(self, folder: ModelFolder, number: str) -> tuple[Plan, ModelHandle]:
+        """A handle on the engine, or on the model's own file where there is none or it is broken."""
+        version, what = int(number), f"{folder.name} version {number}"
+        plan = _guarded(lambda: self._loader.plan(folder, version), what)
+        if plan.stamp is None:
+            if plan.remark:
+                logger.warning("model %s: %s (%s)", what, plan.remark, plan.cure)
+            return plan, _guarded(lambda: self._loader.load(folder, version, plan), what)
+        try:
+            handle = _guarded(lambda: self._loader.load(folder, version, plan), what)
+        except ConfigError as error:
+            own = plan.without_engine(error)
+            logger.error("model %s: %s (%s)", what, own.remark, own.cure)
+            return own, _guarded(lambda: self._loader.load(folder, version, own), what)
+        logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
+        if plan.remark:
+            logger.warning("model %s: %s", what, plan.remark)
+        return plan, handle
+
+    def _remark(self, model: _Model, number: str) -> str:
+        """What the index says beside READY."""
+        plan, order = model.versions[number].plan, model.order(number)
+        if plan.stamp is not None or not plan.remark:
+            return plan.remark
+        if order is None:
+            return f"{plan.remark} ({plan.cure})"
+        failure = self._builds.failure(order)
+        if failure is None:
+            return f"{plan.remark}; it is being built"
+        return f"{plan.remark}; building it failed: {failure}" if failure else f"{plan.remark} ({plan.cure})"
+
+    def _swap(self, source: Source, folder: ModelFolder, wanted: list[str], chosen: dict[str, _Version]) -> None:
         name = folder.name
         handles = {number: version.handle for number, version in chosen.items()}
         labels = {label: str(version) for label, version in folder.config.labels.items()}
-        before = self._live.pop(name, {})
-        self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config)))
+        before = self._versions(name)
+        model = _Model(source, folder, chosen)
+        self._builds.want(name, [order for number in chosen if (order := model.order(number)) is not None])
+        remarks = {number: self._remark(model, number) for number in chosen}
+        self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config), remarks))
+        self._live.pop(name, None)
         if chosen:
-            self._live[name] = chosen
+            self._live[name] = model
         for number, version in before.items():
-            if chosen.get(number) is version:
+            if number in chosen and chosen[number].handle is version.handle:
                 continue
             if number not in wanted:
                 self._registry.mark(name, number, State.UNLOADING)
             self._drains.begin(name, number, version.handle, version.closed)
         self._registry.prune(name, keep=wanted)
-        if chosen and chosen != before:
+        if chosen and handles != {number: version.handle for number, version in before.items()}:
             logger.info("model %s serves version %s", name, ", ".join(chosen))
 
     def _discard(self, name: str, chosen: dict[str, _Version]) -> None:
         """Close what was built for a load that failed in another version."""
-        live = self._live.get(name, {})
+        live = self._versions(name)
         for number, version in chosen.items():
-            if live.get(number) is version:
+            if number in live and live[number].handle is version.handle:
                 continue
             if self._registry.state(name, number) is State.LOADING:
                 self._registry.mark(name, number, State.UNAVAILABLE, "another version of the model failed to load")

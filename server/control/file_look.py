@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from server.config.stamps import STAMP_FILE, is_artefact_name
+
 Look = tuple[tuple[str, int, int, int], ...]
 """(relative path, size in bytes, time of the last change in ns, inode) of every entry, sorted."""
 
@@ -31,6 +33,20 @@ def look_at_version(path: Path) -> Look:
 def look_at_versions(path: Path) -> dict[str, Look]:
     """`look_at_version` of every version in a model's folder, by number."""
     return {entry.name: look_at_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
+
+
+def without_builds(look: Look, model_file: str) -> Look:
+    """A look at a version less what builders put beside the model: engines and their stamps come and go while it serves.
+
+    Args:
+        look: of the version's folder.
+        model_file: name of the model's own file, which stays whatever it is called.
+    """
+    return tuple(entry for entry in look if entry[0] == model_file or not _is_built(entry[0]))
+
+
+def _is_built(name: str) -> bool:
+    return name == STAMP_FILE or is_artefact_name(name.removesuffix(".data"))
 
 
 def look_at_model(path: Path) -> Look:

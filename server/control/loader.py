@@ -1,13 +1,14 @@
-"""The only factory: a model's folder and a version in, a running `ModelHandle` out."""
+"""The only factory: a model's folder, a version and what to load of it in, a running `ModelHandle` out."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.backends.base import Backend, Execution, LoadedModel
 from server.config.config_reader import ModelFolder
+from server.control.artefacts import Plan, check_engine, engine_parameters, plan
 from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_US
 from server.core.completion import Mailbox
@@ -33,7 +34,7 @@ def open_backend(name: str) -> Backend:
         from server.backends.onnxruntime_backend import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend()
-    cure = "write backend: onnxruntime, or fallback: onnxruntime"
+    cure = "write backend: onnxruntime, or fallback: onnxruntime with the ONNX file beside"
     raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
 
 
@@ -53,17 +54,28 @@ class Loader:
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
     backend: Callable[[str], Backend] = open_backend
 
-    def load(self, folder: ModelFolder, version: int) -> ModelHandle:
-        """Read the model file, start its instances and warm them up.
+    def plan(self, folder: ModelFolder, version: int) -> Plan:
+        """Choose what runs a version, and which of its files.
 
         Raises:
-            ConfigError: the version cannot be served; says why.
+            ConfigError: nothing here runs it, or its file cannot be read.
+        """
+        return plan(folder, version, self._runtime(folder, version))
+
+    def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        """Read the file chosen, start the model's instances and warm them up.
+
+        Raises:
+            ConfigError: the version cannot be served from this file; says why.
         """
         config = folder.config
         policy = handle_policy(config)
         warmups = make_warmups(config, folder.path)
-        model = self._open(config).load(folder.model_file(version), policy.instances, dict(config.parameters))
+        check_engine(chosen, config)
+        model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
         spec = model_spec(folder, version)
+        if chosen.stamp is not None:
+            spec = replace(spec, parameters=engine_parameters(chosen.stamp))
         handle = ModelHandle(
             spec=spec,
             policy=policy,
@@ -75,14 +87,19 @@ class Loader:
         handle.start(WarmUp(config.name, warmups) if warmups else None)
         return handle
 
-    def _open(self, config: ModelConfig) -> Backend:
+    def _runtime(self, folder: ModelFolder, version: int) -> str:
+        """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""
+        config = folder.config
         try:
-            return self.backend(config.backend)
+            self.backend(config.backend)
+            return config.backend
         except ConfigError:
-            if config.fallback is None:
+            allowed = config.fallback is not None or config.build_on_load
+            if not allowed or not folder.source_file(version).is_file():
                 raise
-            logger.warning("model %s: backend %s is not here, %s runs it", config.name, config.backend, config.fallback)
-            return self.backend(config.fallback)
+        other = config.fallback or "onnxruntime"
+        logger.warning("model %s: backend %s is not here, %s runs its ONNX file", config.name, config.backend, other)
+        return other
 
 
 def model_spec(folder: ModelFolder, version: int) -> ModelSpec:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from server.config.config_json import read_config_json
+from server.control.builds import BUILDER, Builds, Order
 from server.control.deployment import Deployments, Source
 from server.control.draining import Drains
 from server.control.file_look import GONE, look_at_model
@@ -84,6 +85,7 @@ class Reconciler:
         on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole; and
             with the error that ends the control thread, if one does.
         control: who may change what is served.
+        builder: the command that builds engines, without the model that it is for.
     """
 
     def __init__(
@@ -93,13 +95,15 @@ class Reconciler:
         registry: Registry,
         on_loaded: Callable[[BaseException | None], None],
         control: ControlPolicy | None = None,
+        builder: Sequence[str] = BUILDER,
     ) -> None:
         self._desired = desired
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
         self._drains = Drains(registry)
-        self._deployments = Deployments(loader, registry, self._drains)
+        self._builds = Builds(builder, self._engine_built)
+        self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repository_lost = False
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -120,8 +124,10 @@ class Reconciler:
         self._close_timeout_s = timeout_s
         self._stop.set()
         self._commands.put(None)
+        self._builds.stop()
         # A load that hangs in a library must not keep the process, so it too has only so long.
         self._thread.join(2 * timeout_s + 1)
+        self._builds.join()
         return self._clean and not self._thread.is_alive()
 
     # On the event loop: `Repository` of the front ends
@@ -190,11 +196,20 @@ class Reconciler:
             self._commands.put(_Command(act, outcome))
         await asyncio.wrap_future(outcome)
 
+    # On the thread that builds
+
+    def _engine_built(self, order: Order, failure: str) -> None:
+        with self._lock:
+            if not self._ended:
+                self._waiting += 1
+                self._commands.put(_Command(lambda: self._deployments.built(order, failure), Future()))
+
     # On the control thread
 
     def _main(self) -> None:
         try:
             self._load_first()
+            self._builds.start()
             self._registry.set_complete(True)
             self._on_loaded(None)
             while self._serve_one():

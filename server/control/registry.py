@@ -23,11 +23,13 @@ class Serving:
         handles: by version, ascending.
         labels: names for versions.
         config: the configuration in Triton's JSON.
+        remarks: by version, what the index is to say beside READY.
     """
 
     handles: dict[str, ModelHandle]
     labels: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, version: str) -> ModelHandle | None:
         """By number or label; "" is the latest."""
@@ -141,11 +143,11 @@ class Registry:
             record = self._records.get((name, version))
             return record.state if record is not None else None
 
-    def note(self, name: str, reason: str) -> None:
-        """Tell beside all versions of a model that serve why what was wanted in their place does not."""
+    def note(self, name: str, reason: str, version: str = "") -> None:
+        """Tell beside all versions of a model that serve, or beside one, why what was wanted in their place does not."""
         with self._lock:
-            for (model, _), record in self._records.items():
-                if model == name and record.state is State.READY:
+            for (model, number), record in self._records.items():
+                if model == name and record.state is State.READY and version in ("", number):
                     record.reason = reason
 
     def died(self, name: str, version: str) -> None:
@@ -211,11 +213,12 @@ class Registry:
                 now[name] = replace(serving, handles=ordered)
                 for version, handle in ordered.items():
                     record = self._records.setdefault((name, version), _Record(State.LOADING, ""))
+                    remark = serving.remarks.get(version, "")
                     if record.state is State.LOADING:
                         record.state = step(record.state, State.READY if handle.ready else State.UNAVAILABLE)
-                        record.reason = "" if handle.ready else _DEAD
+                        record.reason = remark if handle.ready else _DEAD
                     elif record.state is State.READY:
-                        record.reason = ""
+                        record.reason = remark
             self._serving = now
             return before
 

@@ -7,7 +7,8 @@ travels as its bit pattern in `uint16`. BYTES is an object array of `bytes`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +107,7 @@ class ModelSpec:
         inputs: by name, in the order of the configuration.
         outputs: by name, in the order of the configuration.
         max_batch_size: rows in one execution; 0 if the model has no batch dimension.
+        parameters: what is told with its metadata, e.g. of the engine that serves it.
     """
 
     name: str
@@ -114,3 +116,4 @@ class ModelSpec:
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
     max_batch_size: int
+    parameters: Mapping[str, str | float | bool] = field(default_factory=dict)

@@ -113,13 +113,14 @@ class ControlPlane:
 
 
 def describe(spec: ModelSpec, versions: list[str]) -> dict[str, object]:
-    """Model metadata of the protocol."""
+    """Model metadata of the protocol; with `parameters` where a built engine serves the model."""
     return {
         "name": spec.name,
         "versions": versions,
         "platform": spec.platform,
         "inputs": [_describe_tensor(tensor) for tensor in spec.inputs.values()],
         "outputs": [_describe_tensor(tensor) for tensor in spec.outputs.values()],
+        **({"parameters": dict(spec.parameters)} if spec.parameters else {}),
     }
 
 

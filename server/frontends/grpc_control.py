@@ -103,7 +103,10 @@ class ControlMethods:
         return _from_json(self._plane.server_metadata(), pb.ServerMetadataResponse())
 
     async def _model_metadata(self, request: Any) -> Any:
-        return _from_json(self._plane.model_metadata(request.name, request.version), pb.ModelMetadataResponse())
+        metadata = self._plane.model_metadata(request.name, request.version)
+        # Triton's message has no field for them; what matters of them is in the repository index too.
+        metadata.pop("parameters", None)
+        return _from_json(metadata, pb.ModelMetadataResponse())
 
     async def _model_config(self, request: Any) -> Any:
         return _from_json({"config": self._plane.config(request.name, request.version)}, pb.ModelConfigResponse())

@@ -149,6 +149,13 @@ class ModelMetadata(Struct, forbid_unknown_fields=True):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+    parameters: (
+        Annotated[
+            dict[str, str | float | bool],
+            Meta(description="of the built engine that serves the model, if one does: its precision and accuracy"),
+        ]
+        | UnsetType
+    ) = UNSET
 
 
 class ModelConfig(Struct):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from server.config.config_reader import ModelFolder
+from server.control.artefacts import Plan
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
@@ -66,9 +67,9 @@ def watch(
     watched = Watched(repository)
 
     class CountingLoader(Loader):
-        def load(self, folder: ModelFolder, version: int) -> ModelHandle:
+        def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
             watched.loads.append(folder.name)
-            return super().load(folder, version)
+            return super().load(folder, version, chosen)
 
     async def main() -> None:
         loaded = threading.Event()
@@ -142,11 +143,11 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
     tries: list[str] = []
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int) -> ModelHandle:
+    def load(self: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
         tries.append(folder.name)
         if folder.config.max_batch_size == 3:
             raise RuntimeError("broken")
-        return real(self, folder, version)
+        return real(self, folder, version, chosen)
 
     async def check(server: Watched) -> None:
         answer = await server.answer("a")
@@ -168,8 +169,8 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
 def test_files_that_change_while_they_are_read_are_not_served(tmp_path: Path) -> None:
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int) -> ModelHandle:
-        handle = real(self, folder, version)
+    def load(self: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        handle = real(self, folder, version, chosen)
         if not (folder.path / "1" / "more").exists():
             (folder.path / "1" / "more").write_text("somebody is still copying")
         return handle

@@ -223,10 +223,10 @@ def test_one_broken_version_among_the_first_does_not_take_the_others(repository:
 
     real = Loader.load
 
-    def load(self: Loader, folder: Any, version: int) -> Any:
+    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
         if folder.name == "half" and version in failing:
             raise RuntimeError("/secret/path")
-        return real(self, folder, version)
+        return real(self, folder, version, chosen)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loader, "load", load)

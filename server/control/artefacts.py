@@ -1,0 +1,178 @@
+"""What to load of a version: the engine that was built for this machine, or the model's own file, and why not the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from server.config.config_completion import contradictions
+from server.config.config_reader import ModelFolder
+from server.config.config_support import TENSORRT_ACCELERATORS
+from server.config.machine import onnxruntime_machine
+from server.config.model_files import sample_paths
+from server.config.onnx_signature import read_signature
+from server.config.stamps import Choice, Stamp, choose_in, config_digest, onnx_digest, read_stamps
+from server.core.errors import ConfigError, Finding
+from server.core.model_config import ModelConfig
+
+# What measurements are called in a stamp -> how people say them.
+_MEASURED = {
+    "top1_agreement": "top-1 agreement with FP32",
+    "accuracy": "accuracy",
+    "reference_accuracy": "accuracy in FP32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to load of a version.
+
+    Attributes:
+        runtime: name of the backend that loads it.
+        source: the model's own file.
+        artefact: the engine that is loaded in its place, or None.
+        stamp: of the artefact.
+        remark: what is to be told of it beside READY: why an engine that is asked for does not serve, or that it is below its
+            bar; "" if there is nothing to tell.
+        cure: what a person can do about the remark, or "".
+        build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
+    """
+
+    runtime: str
+    source: Path
+    artefact: Path | None = None
+    stamp: Stamp | None = None
+    remark: str = ""
+    cure: str = ""
+    build: str = ""
+
+    @property
+    def file(self) -> Path:
+        """What is loaded."""
+        return self.artefact or self.source
+
+    def serves_as(self, other: Plan) -> bool:
+        """True if both load the same."""
+        stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
+        return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
+
+    def without_engine(self, error: ConfigError) -> Plan:
+        """The model's own file after all, because the engine could not be loaded."""
+        remark = f"{self.source.name} serves in place of {_engine(self.stamp)}, which cannot be loaded: {error}"
+        return replace(self, artefact=None, stamp=None, remark=remark, cure=f"{self.cure} --rebuild")
+
+
+def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
+    """Choose between a version's engine and its own file.
+
+    Reads the whole model and the whole engine where something was built, to compare their digests.
+
+    Args:
+        folder: the model's.
+        version: its number.
+        runtime: the backend that is to load it.
+
+    Raises:
+        ConfigError: the model's file cannot be read.
+    """
+    if runtime != "onnxruntime":
+        return Plan(runtime, folder.model_file(version))
+    config, source = folder.config, folder.source_file(version)
+    place = folder.path / str(version)
+    cure = f"headrace build {folder.name}"
+    choice, digest = _choose(place, source, config)
+    if choice.stamp is not None:
+        remark = f"{_engine(choice.stamp)} is below its accuracy bar: {'; '.join(choice.stamp.refusal)}"
+        return Plan(runtime, source, choice.path, choice.stamp, remark if choice.stamp.forced else "", cure)
+    precision = asked_precision(config)
+    if choice.reason == "" and precision == "fp32" and not config.build_on_load:
+        return Plan(runtime, source)
+    wanted = "an engine" if precision == "fp32" else f"the {precision} engine"
+    remark = f"{source.name} serves in place of {wanted}: {choice.reason or 'none is built'}"
+    build = _build_digest(folder, digest or onnx_digest(source), runtime) if config.build_on_load else ""
+    return Plan(runtime, source, remark=remark, cure=cure, build=build)
+
+
+def asked_precision(config: ModelConfig) -> str:
+    """The precision that a configuration asks for, its own or that of Triton's TensorRT accelerator; "fp32" if none."""
+    told = config.optimization
+    if told.precision is not None:
+        return told.precision
+    accelerators = told.execution_accelerators
+    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
+        if accelerator.name.lower() in TENSORRT_ACCELERATORS:
+            return accelerator.parameters.get("precision_mode", "fp32").lower()
+    return "fp32"
+
+
+def check_engine(plan: Plan, config: ModelConfig) -> None:
+    """Hold an engine in ONNX against the configuration: it takes and gives what the model does, and nothing from elsewhere.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if plan.artefact is None or plan.artefact.suffix != ".onnx":
+        return
+    name = plan.artefact.name
+    problems = contradictions(config, read_signature(plan.artefact, name))
+    if problems:
+        raise ConfigError([Finding(name, None, problem.message, problem.cure) for problem in problems])
+
+
+def told_of(stamp: Stamp) -> str:
+    """Precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
+    accuracy = stamp.accuracy or {}
+    measured = [
+        f"{words} {100 * value:.1f} %"
+        for name, words in _MEASURED.items()
+        if isinstance(value := accuracy.get(name), float | int) and not isinstance(value, bool)
+    ]
+    return ", ".join([stamp.precision, *measured])
+
+
+def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
+    """What the metadata of a model say of the engine that serves it, each under a name that begins with "engine."."""
+    accuracy = stamp.accuracy or {}
+    found: dict[str, str | float | bool] = {
+        "engine.file": stamp.artefact,
+        "engine.precision": stamp.precision,
+        "engine.below_accuracy_bar": stamp.forced,
+    }
+    if stamp.forced:
+        found["engine.refusal"] = "; ".join(stamp.refusal)
+    for name in (*_MEASURED, "cosine"):
+        value = accuracy.get(name)
+        if isinstance(value, float | int):
+            found[f"engine.{name}"] = value
+    return found
+
+
+def _choose(place: Path, source: Path, config: ModelConfig) -> tuple[Choice, str]:
+    """The choice, its reason "" where nothing is built; and the model's digest, "" where it was not needed."""
+    try:
+        if not read_stamps(place):
+            return Choice(None, None, ""), ""
+    except ConfigError as error:
+        return Choice(None, None, str(error.findings[0])), ""
+    digest = onnx_digest(source)
+    return choose_in(place, digest, config_digest(config), onnxruntime_machine()), digest
+
+
+def _engine(stamp: Stamp | None) -> str:
+    return "the engine" if stamp is None else f"the {stamp.precision} engine"
+
+
+def _build_digest(folder: ModelFolder, onnx_sha256: str, target: str) -> str:
+    """Of all that the outcome of a build hangs on; samples count by size and time of change, they may be many."""
+    samples = []
+    for path in sample_paths(folder.config, folder.path):
+        try:
+            state = path.stat()
+        except OSError:
+            continue
+        samples.append([path.name, state.st_size, state.st_mtime_ns])
+    told = [onnx_sha256, config_digest(folder.config), target, samples]
+    return hashlib.sha256(json.dumps(told).encode("utf-8", "surrogateescape")).hexdigest()
