@@ -40,9 +40,11 @@ def find_versions(
     versions = []
     findings = []
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or not entry.is_dir() or entry.name in passed:
+        if entry.name.startswith(".") or not entry.is_dir():
             continue
         if not _VERSION.fullmatch(entry.name):
+            if entry.name in passed:
+                continue
             cure = "name a version's folder by a positive number without leading zeros"
             findings.append(Finding(shown(entry, repository), None, "is no version and is ignored", cure, fatal=False))
         elif not within(entry, repository):

@@ -363,6 +363,8 @@ def test_samples_that_are_not_there_or_lie_elsewhere_are_warned_of(tmp_path: Pat
     (tmp_path / "m" / "samples.py").write_text("")
     (tmp_path / "m" / "pictures" / "held_out").mkdir(parents=True)
     assert remarks("samples.py:calibration", "pictures/held_out") == [], "and the folder is no odd one"
+    assert remarks("1/model.onnx", "pictures") == []
+    assert read(tmp_path).versions == (1,), "a version's folder stays one"
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "m" / "link").symlink_to(tmp_path / "elsewhere")
     for out in ("../elsewhere", str(tmp_path / "elsewhere"), "link", "link/x"):
