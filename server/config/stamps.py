@@ -149,7 +149,7 @@ class Stamp:
             _refuse(where, "; ".join(_told(problem) for problem in error.errors(include_url=False)[:3]))
         except (TypeError, ValueError, RecursionError) as error:
             _refuse(where, f"holds something that is no JSON: {error}")
-        if artefact_name(stamp.key, Path(stamp.artefact).suffix) != stamp.artefact:
+        if not is_artefact_name(stamp.artefact) or stamp.artefact.split(".")[1] != stamp.key[:12]:
             _refuse(where, f"{stamp.artefact!r:.80} is no name of an artefact of the key {stamp.key[:12]}...")
         return stamp
 
@@ -329,6 +329,8 @@ def _content(path: Path, shown: str) -> bytes | None:
             content = stream.read(MAX_STAMP_BYTES + 1)
     except FileNotFoundError:
         return None
+    except IsADirectoryError:
+        _refuse(shown, "is a folder")
     except OSError as error:
         if path.is_symlink():
             _refuse(shown, "is a link, which is not followed")

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from server.config import durable
+from server.config.durable import is_temporary, locked, locked_folder, temporary_name, write_durably
+
+
+def test_a_lock_excludes_threads_and_tells_who_waits(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    waited, entered = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with locked(path, waited.set):
+            entered.set()
+
+    with locked(path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waited.wait(10)
+        assert not entered.is_set()
+        with pytest.raises(BlockingIOError), locked(path, block=False):
+            pass
+    thread.join(10)
+    assert entered.is_set()
+
+
+def test_who_waited_for_a_lock_that_is_removed_locks_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    waited = threading.Event()
+    seen: list[bool] = []
+
+    def second() -> None:
+        with locked(path, waited.set) as descriptor:
+            seen.append(os.fstat(descriptor).st_ino == path.stat().st_ino)
+
+    with locked(path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waited.wait(10)
+        path.unlink()
+    thread.join(10)
+    assert seen == [True]
+
+
+def test_a_folder_is_locked_without_a_trace(tmp_path: Path) -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with locked_folder(tmp_path):
+            entered.set()
+
+    with locked_folder(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(0.1)
+        assert list(tmp_path.iterdir()) == []
+    thread.join(10)
+    assert entered.is_set()
+
+
+def test_a_file_stands_in_where_folders_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = durable.fcntl.flock
+
+    def as_nfs(descriptor: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(durable.fcntl, "flock", as_nfs)
+    with locked_folder(tmp_path):
+        (lock,) = tmp_path.iterdir()
+        assert lock.name.startswith(".")
+        with pytest.raises(BlockingIOError), locked(lock, block=False):
+            pass
+
+
+def test_a_file_that_cannot_be_written_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_durably(path, b"old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_our_own_temporaries_are_known_as_such() -> None:
+    assert is_temporary(temporary_name(Path("x/build.json")).name)
+    assert not any(is_temporary(name) for name in ("model.onnx", ".notes.tmp", ".a.b.tmp", "a.1.00000000.tmp"))
