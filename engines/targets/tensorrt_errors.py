@@ -71,7 +71,7 @@ def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
 
 def mentioned(text: str, names: Iterable[str]) -> list[str]:
     """Those of the names that a layer's name mentions whole, in the given order."""
-    return [name for name in names if name and re.search(rf"(?<![\w/.]){re.escape(name)}(?![\w/]|\.\w)", text)]
+    return [name for name in names if name and re.search(rf"(?<![\w/])(?<!\w\.){re.escape(name)}(?![\w/]|\.\w)", text)]
 
 
 def explain_build(

@@ -1,0 +1,222 @@
+"""A GPU without a GPU: stands for PyCUDA and for the part of libcuda that we call ourselves.
+
+Device memory is host memory under its real address, so what runs on the fake can read and write it. Time is virtual: work that is
+launched takes `work_us` on the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.cuda import device, driver, graphs
+
+
+class FakeCuda:
+    """State of the fake GPU.
+
+    Attributes:
+        depth: how many contexts are pushed.
+        live: addresses of allocated device and pinned memory.
+        room_bytes: device memory that is left.
+        captured: work recorded while a graph is captured, None outside of that.
+        refuse_capture: makes captures fail.
+        now_us: the stream's clock.
+        work_us: what one launch takes.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.live: set[int] = set()
+        self.room_bytes = 1 << 30
+        self.captured: list[Callable[[], None]] | None = None
+        self.refuse_capture = False
+        self.now_us = 0.0
+        self.work_us = 50.0
+        self.launches = 0
+        self.capability = (9, 0)
+        self.devices = 1
+        self.graphs: set[int] = set()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue work on the stream: done at once, or recorded for a graph."""
+        assert self.depth > 0, "no context is current"
+        if self.captured is not None:
+            self.captured.append(work)
+            return
+        work()
+        self.launches += 1
+        self.now_us += self.work_us
+
+
+class _Pinned:
+    """Owner of pinned memory, as PyCUDA hangs it below an array."""
+
+    def __init__(self, cuda: FakeCuda, size: int) -> None:
+        self._cuda = cuda
+        self._block = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self._block)
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        cuda.live.add(self.address)
+
+    def free(self) -> None:
+        self._cuda.live.remove(self.address)
+
+
+def _driver_module(cuda: FakeCuda) -> ModuleType:
+    module: Any = ModuleType("pycuda.driver")
+
+    class Error(Exception):
+        pass
+
+    class OutOfMemory(Error):
+        pass
+
+    class Context:
+        def push(self) -> None:
+            cuda.depth += 1
+
+        @staticmethod
+        def pop() -> None:
+            assert cuda.depth > 0
+            cuda.depth -= 1
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            assert 0 <= ordinal < cuda.devices
+
+        @staticmethod
+        def count() -> int:
+            return cuda.devices
+
+        def name(self) -> str:
+            return "Fake H1"
+
+        def compute_capability(self) -> tuple[int, int]:
+            return cuda.capability
+
+        def total_memory(self) -> int:
+            return 1 << 30
+
+        def retain_primary_context(self) -> Context:
+            return Context()
+
+    class Stream:
+        handle = 77
+
+        def __init__(self, flags: int) -> None:
+            assert flags == 1
+            assert cuda.depth > 0
+
+        def synchronize(self) -> None:
+            assert cuda.captured is None, "waiting spoils a capture"
+
+    class Event:
+        def __init__(self) -> None:
+            self.at_us = 0.0
+
+        def record(self, stream: Stream) -> None:
+            self.at_us = cuda.now_us
+
+        def time_since(self, earlier: Event) -> float:
+            return (self.at_us - earlier.at_us) / 1000
+
+    class Allocation:
+        def __init__(self, size: int) -> None:
+            assert cuda.depth > 0
+            if size > cuda.room_bytes:
+                raise OutOfMemory("cuMemAlloc failed: out of memory")
+            self._block = ctypes.create_string_buffer(size)
+            self._address = ctypes.addressof(self._block)
+            cuda.live.add(self._address)
+
+        def __int__(self) -> int:
+            return self._address
+
+        def free(self) -> None:
+            assert cuda.depth > 0
+            cuda.live.remove(self._address)
+
+    def pagelocked_empty(size: int, dtype: Any) -> Any:
+        assert np.dtype(dtype) == np.uint8
+        return np.asarray(_Pinned(cuda, size))
+
+    def htod(target: int, source: Any, stream: Stream) -> None:
+        assert cuda.captured is None
+        assert source.flags.c_contiguous
+        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+
+    def dtoh(target: Any, source: int, stream: Stream) -> None:
+        assert cuda.captured is None
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    module.Error, module.MemoryError = Error, OutOfMemory
+    module.Context, module.Device, module.Stream, module.Event = Context, Device, Stream, Event
+    module.mem_alloc, module.pagelocked_empty = Allocation, pagelocked_empty
+    module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
+    module.init = lambda: None
+    module.get_driver_version = lambda: 13000
+    return module
+
+
+class _Library:
+    """libcuda, as far as graphs need it."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._work: dict[int, list[Callable[[], None]]] = {}
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802
+        self._cuda.captured = []
+        return 0
+
+    def cuStreamEndCapture(self, stream: Any, graph: Any) -> int:  # noqa: N802
+        work, self._cuda.captured = self._cuda.captured, None
+        assert work is not None
+        if self._cuda.refuse_capture:
+            return 901
+        number = len(self._work) + 1
+        self._work[number] = work
+        graph._obj.value = number
+        self._cuda.graphs.add(number)
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable: Any, graph: Any, flags: Any) -> int:  # noqa: N802
+        executable._obj.value = graph.value + 1000
+        self._cuda.graphs.add(graph.value + 1000)
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
+        self._cuda.graphs.remove(graph.value)
+        return 0
+
+    def cuGraphExecDestroy(self, executable: Any) -> int:  # noqa: N802
+        self._cuda.graphs.remove(executable.value)
+        return 0
+
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        for work in self._work[executable.value - 1000]:
+            self._cuda.submit(work)
+        return 0
+
+    def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+        return 0
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """Let `server.cuda` find the fake until the test is over."""
+    package: Any = ModuleType("pycuda")
+    package.driver = _driver_module(cuda)
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
+    monkeypatch.setattr(driver, "_contexts", {})
+    monkeypatch.setattr(device, "driver_major", lambda: 580)
+    library = _Library(cuda)
+    monkeypatch.setattr(graphs, "_library", lambda: library)

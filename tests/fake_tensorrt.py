@@ -1,0 +1,486 @@
+"""TensorRT without a GPU, in the flavours of 10 and 11: builds "plans" that hold the ONNX model and runs them on the host.
+
+What the real one refuses, the fake refuses: a builder without a current context, weak typing in 11, unset shapes.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import enum
+import json
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from tests.fake_cuda import FakeCuda
+
+MAGIC = b"PLAN"
+
+
+class DataType(enum.Enum):
+    FLOAT, HALF, INT8, INT32, BOOL, UINT8, FP8, BF16, INT64 = range(9)
+
+    @property
+    def itemsize(self) -> int:
+        return {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT32": 4, "INT64": 8}.get(self.name, 1)
+
+
+_TYPES = {1: DataType.FLOAT, 10: DataType.HALF, 7: DataType.INT64, 6: DataType.INT32, 9: DataType.BOOL}
+_NUMPY = {v: helper.tensor_dtype_to_np_dtype(k) for k, v in _TYPES.items()}
+
+
+class State:
+    """What a test sets and looks at.
+
+    Attributes:
+        unsupported: operators without an importer.
+        one_error: True if the parser stops at the first node it does not support.
+        failure: what the builder logs when it gives up; it builds if this is empty.
+        gpu: name of the GPU, which timing caches are for.
+        network_flags: what networks were created with.
+        config: the last builder configuration.
+        calibrated: sums over the batches that the calibrator has given.
+        late_shapes: True if outputs' shapes are known only once they are computed.
+        levels: of the messages logged.
+    """
+
+    def __init__(self) -> None:
+        self.unsupported: set[str] = set()
+        self.one_error = False
+        self.failure: list[str] = []
+        self.gpu = "Fake H1"
+        self.network_flags: list[int] = []
+        self.config: Any = None
+        self.calibrated: list[float] = []
+        self.late_shapes = False
+        self.steps = 0
+        self.contexts = 0
+        self.on_step: Callable[[], None] = lambda: None
+
+
+def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None = None) -> Any:
+    """A module `tensorrt`; its `state` steers it."""
+    trt: Any = ModuleType("tensorrt")
+    trt.__version__ = version
+    trt.state = state or State()
+    old = version.startswith("10.")
+    trt.DataType = DataType
+    trt.TensorIOMode = enum.Enum("TensorIOMode", "NONE INPUT OUTPUT")
+    trt.TensorLocation = enum.Enum("TensorLocation", "DEVICE HOST")
+    trt.ProfilingVerbosity = enum.Enum("ProfilingVerbosity", "LAYER_NAMES_ONLY DETAILED NONE")
+    trt.LayerInformationFormat = enum.Enum("LayerInformationFormat", "ONELINE JSON")
+    trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
+    trt.BuilderFlag = enum.Enum("BuilderFlag", "FP16 BF16 INT8 FP8 TF32" if old else "TF32 EDITABLE_TIMING_CACHE")
+    trt.NetworkDefinitionCreationFlag = enum.IntEnum("NetworkDefinitionCreationFlag", "STRONGLY_TYPED")
+    for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler"):
+        setattr(trt, base, type(base, (), {}))
+    trt.init_libnvinfer_plugins = lambda logger, namespace: True
+    if old:
+        trt.IInt8EntropyCalibrator2 = type("IInt8EntropyCalibrator2", (), {})
+    else:
+        trt.EngineStat = enum.Enum("EngineStat", "TOTAL_WEIGHTS_SIZE")
+    trt.Builder = lambda logger: _Builder(trt, cuda, logger, old)
+    trt.OnnxParser = lambda network, logger: _Parser(trt, network)
+    trt.Runtime = lambda logger: _Runtime(trt, cuda, logger)
+    return trt
+
+
+class _Network:
+    def __init__(self, flags: int) -> None:
+        self.flags = flags
+        self.model: onnx.ModelProto | None = None
+        self.inputs: list[Any] = []
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.inputs)
+
+    def get_input(self, index: int) -> Any:
+        return self.inputs[index]
+
+    def read(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        for value in model.graph.input:
+            told = value.type.tensor_type
+            shape = tuple(d.dim_value if d.HasField("dim_value") else -1 for d in told.shape.dim)
+            tensor = SimpleNamespace(
+                name=value.name, shape=shape, dtype=_TYPES[told.elem_type], is_shape_tensor=value.name == "shape"
+            )
+            self.inputs.append(tensor)
+
+
+class _Parser:
+    def __init__(self, trt: Any, network: _Network) -> None:
+        self._trt = trt
+        self._network = network
+        self._errors: list[Any] = []
+        self._parts: list[tuple[bool, list[int]]] = []
+
+    def parse(self, data: bytes) -> bool:
+        model = onnx.ModelProto.FromString(data)
+        self._find(model)
+        if self._trt.state.one_error:
+            del self._errors[1:]
+        if not self._errors:
+            self._network.read(model)
+        return not self._errors
+
+    def supports_model_v2(self, data: bytes) -> bool:
+        self._find(onnx.ModelProto.FromString(data))
+        bad = [error.node() for error in self._errors]
+        self._parts = [(True, []), *[(False, [index]) for index in bad]]
+        del self._errors[1:]
+        return not bad
+
+    def _find(self, model: onnx.ModelProto) -> None:
+        for index, node in enumerate(model.graph.node):
+            if node.op_type in self._trt.state.unsupported:
+                text = f"No importer registered for op: {node.op_type}."
+                self._errors.append(_error("UNSUPPORTED_NODE", index, node.name, node.op_type, text))
+            if node.op_type == "Broken":
+                self._errors.append(_error("INVALID_NODE", index, node.name, node.op_type, "Assertion\n failed"))
+
+    @property
+    def num_errors(self) -> int:
+        return len(self._errors)
+
+    def get_error(self, index: int) -> Any:
+        return self._errors[index]
+
+    @property
+    def num_subgraphs(self) -> int:
+        return len(self._parts)
+
+    def is_subgraph_supported(self, index: int) -> bool:
+        return self._parts[index][0]
+
+    def get_subgraph_nodes(self, index: int) -> list[int]:
+        return self._parts[index][1]
+
+
+def _error(code: str, index: int, name: str, operator: str, text: str) -> Any:
+    return SimpleNamespace(
+        code=lambda: SimpleNamespace(name=code),
+        node=lambda: index,
+        node_name=lambda: name,
+        node_operator=lambda: operator,
+        desc=lambda: text,
+    )
+
+
+class _Profile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, Any] = {}
+
+    def set_shape(self, name: str, least: Any, tuned: Any, most: Any) -> None:
+        self.shapes[name] = [list(least), list(tuned), list(most)]
+
+
+class _TimingCache:
+    def __init__(self, data: bytes, gpu: str) -> None:
+        self.content: dict[str, Any] = json.loads(data) if data else {"gpu": gpu, "kernels": []}
+
+    def combine(self, other: _TimingCache, ignore_mismatch: bool) -> bool:
+        self.content["kernels"] = sorted({*self.content["kernels"], *other.content["kernels"]})
+        return True
+
+    def serialize(self) -> bytes:
+        return json.dumps(self.content).encode()
+
+
+class _Config:
+    """IBuilderConfig; an attribute that the real one lacks cannot be set."""
+
+    __slots__ = (
+        "_old",
+        "_state",
+        "builder_optimization_level",
+        "cache",
+        "calibration_profile",
+        "calibrator",
+        "flags",
+        "pools",
+        "profiles",
+        "profiling_verbosity",
+        "progress_monitor",
+    )
+
+    def __init__(self, state: State, old: bool) -> None:
+        self._state = state
+        self._old = old
+        self.flags: list[str] = []
+        self.pools: dict[str, int] = {}
+        self.profiles: list[_Profile] = []
+        self.cache: _TimingCache | None = None
+        self.calibrator: Any = None
+        self.calibration_profile: _Profile | None = None
+        self.progress_monitor: Any = None
+        self.builder_optimization_level = 3
+
+    def set_flag(self, flag: Any) -> None:
+        self.flags.append(flag.name)
+
+    @property
+    def int8_calibrator(self) -> Any:
+        return self.calibrator
+
+    @int8_calibrator.setter
+    def int8_calibrator(self, calibrator: Any) -> None:
+        if not self._old:
+            raise AttributeError("int8_calibrator")
+        self.calibrator = calibrator
+
+    def set_calibration_profile(self, profile: _Profile) -> bool:
+        self.calibration_profile = profile
+        return True
+
+    def set_memory_pool_limit(self, pool: Any, size: int) -> None:
+        self.pools[pool.name] = size
+
+    def add_optimization_profile(self, profile: _Profile) -> int:
+        self.profiles.append(profile)
+        return len(self.profiles) - 1
+
+    def create_timing_cache(self, data: bytes) -> _TimingCache:
+        return _TimingCache(data, self._state.gpu)
+
+    def set_timing_cache(self, cache: _TimingCache, ignore_mismatch: bool) -> bool:
+        if cache.content["gpu"] != self._state.gpu:
+            return False
+        self.cache = cache
+        return True
+
+    def get_timing_cache(self) -> _TimingCache | None:
+        return self.cache
+
+
+class _Builder:
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, old: bool) -> None:
+        assert cuda.depth > 0, "the real one ends the process here"
+        self._trt = trt
+        self._state: State = trt.state
+        self._logger = logger
+        self._old = old
+
+    def create_network(self, flags: int) -> _Network:
+        self._state.network_flags.append(flags)
+        return _Network(flags)
+
+    def create_builder_config(self) -> _Config:
+        self._state.config = _Config(self._state, self._old)
+        return self._state.config
+
+    def create_optimization_profile(self) -> _Profile:
+        return _Profile()
+
+    def build_serialized_network(self, network: _Network, config: _Config) -> bytes | None:
+        model = network.model
+        assert model is not None
+        self._logger.log(4, "verbose")
+        monitor = config.progress_monitor
+        monitor.phase_start("Building Engine", None, 2)
+        monitor.phase_start("Timing", "Building Engine", 4)
+        for step in range(4):
+            self._state.on_step()
+            self._state.steps += 1
+            if not monitor.step_complete("Timing", step):
+                self._logger.log(1, "Build canceled by user")
+                return None
+        monitor.phase_finish("Timing")
+        monitor.step_complete("Building Engine", 0)
+        if config.calibrator is not None:
+            self._calibrate(network, config)
+        for text in self._state.failure:
+            self._logger.log(1, text)
+        if self._state.failure:
+            return None
+        if config.cache is not None:
+            found = {node.op_type for node in model.graph.node} | set(config.cache.content["kernels"])
+            config.cache.content["kernels"] = sorted(found)
+        monitor.step_complete("Building Engine", 1)
+        monitor.phase_finish("Building Engine")
+        told = {
+            "version": self._trt.__version__,
+            "onnx": base64.b64encode(model.SerializeToString()).decode(),
+            "profiles": [profile.shapes for profile in config.profiles],
+        }
+        return MAGIC + json.dumps(told).encode()
+
+    def _calibrate(self, network: _Network, config: _Config) -> None:
+        calibrator = config.calibrator
+        if calibrator.read_calibration_cache() is not None:
+            return
+        names = [tensor.name for tensor in network.inputs]
+        shapes = config.calibration_profile.shapes if config.calibration_profile is not None else {}
+        while (addresses := calibrator.get_batch(names)) is not None:
+            for tensor, address in zip(network.inputs, addresses, strict=True):
+                shape = shapes[tensor.name][1] if tensor.name in shapes else tensor.shape
+                assert shape[0] == calibrator.get_batch_size()
+                self._state.calibrated.append(float(_array(address, shape, tensor.dtype).sum()))
+        calibrator.write_calibration_cache(memoryview(b"TRT-100600-EntropyCalibration2\nx: 3c010a14\n"))
+
+
+class _Runtime:
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any) -> None:
+        assert cuda.depth > 0, "the real one ends the process here"
+        self._trt, self._cuda, self._logger = trt, cuda, logger
+
+    def deserialize_cuda_engine(self, plan: bytes) -> _Engine | None:
+        if not plan.startswith(MAGIC):
+            self._logger.log(1, "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed.")
+            return None
+        told = json.loads(plan[len(MAGIC) :])
+        if told["version"] != self._trt.__version__:
+            text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
+            self._logger.log(1, f"{text} {self._trt.__version__} got {told['version']}")
+            return None
+        return _Engine(self._trt, self._cuda, self._logger, told)
+
+
+class _Engine:
+    device_memory_size_v2 = 4096
+
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, told: dict[str, Any]) -> None:
+        self.trt, self.cuda, self.logger = trt, cuda, logger
+        self.model = onnx.ModelProto.FromString(base64.b64decode(told["onnx"]))
+        self.profiles = told["profiles"] or [{}]
+        self.num_optimization_profiles = len(self.profiles)
+        graph = self.model.graph
+        self.values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+        self.inputs = [value.name for value in graph.input]
+        self.names = [*self.inputs, *[value.name for value in graph.output]]
+        self.num_io_tensors = len(self.names)
+        if not trt.__version__.startswith("10."):
+            self.get_engine_stat = lambda stat: 12345
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return self.trt.TensorIOMode.INPUT if name in self.inputs else self.trt.TensorIOMode.OUTPUT
+
+    def get_tensor_location(self, name: str) -> Any:
+        return self.trt.TensorLocation.DEVICE
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return _TYPES[self.values[name].elem_type]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [d.dim_value if d.HasField("dim_value") else -1 for d in self.values[name].shape.dim]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> Any:
+        return self.profiles[profile][name]
+
+    def create_execution_context(self) -> _Context | None:
+        self.trt.state.contexts += 1
+        return _Context(self)
+
+    def create_engine_inspector(self) -> Any:
+        layers = [
+            {
+                "Name": node.name,
+                "LayerType": node.op_type,
+                "Inputs": [{"Name": node.input[0], "Format/Datatype": "Row major linear FP32"}],
+                "Outputs": [],
+                "TacticName": f"fake_{node.op_type.lower()}",
+                "Metadata": f"[ONNX Layer: {node.name}]",
+            }
+            for node in self.model.graph.node
+        ]
+        text = json.dumps({"Layers": layers, "Bindings": self.names})
+        return SimpleNamespace(execution_context=None, get_engine_information=lambda form: text)
+
+
+class _Context:
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self.active_optimization_profile = 0
+        self.profiler: Any = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._allocators: dict[str, Any] = {}
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.active_optimization_profile = index
+        self._shapes.clear()
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        ranges = self._engine.profiles[self.active_optimization_profile].get(name)
+        if ranges is not None and not all(a <= s <= b for a, s, b in zip(ranges[0], shape, ranges[2], strict=True)):
+            return False
+        self._shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address
+        self._addresses[name] = address
+        return True
+
+    def set_output_allocator(self, name: str, allocator: Any) -> bool:
+        self._allocators[name] = allocator
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        if self._engine.trt.state.late_shapes:
+            return [-1 for _ in self._engine.get_tensor_shape(name)]
+        return list(self._run(zeros=True)[name].shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream == 77
+        self._engine.cuda.submit(self._execute)
+        return True
+
+    def _execute(self) -> None:
+        for name, values in self._run(zeros=False).items():
+            values = np.ascontiguousarray(values)
+            address = self._addresses.get(name)
+            if self._engine.trt.state.late_shapes:
+                address = self._allocators[name].reallocate_output_async(name, 0, values.nbytes, 256, 77)
+                self._allocators[name].notify_shape(name, values.shape)
+            assert address
+            ctypes.memmove(address, values.ctypes.data, values.nbytes)
+        if self.profiler is not None:
+            for number, node in enumerate(self._engine.model.graph.node):
+                self.profiler.report_layer_time(node.name, 0.01 * (number + 1))
+
+    def _run(self, zeros: bool) -> dict[str, Any]:
+        feeds = {}
+        for name, shape in self._shapes.items():
+            kind = self._engine.get_tensor_dtype(name)
+            feeds[name] = np.zeros(shape, _NUMPY[kind]) if zeros else _array(self._addresses[name], shape, kind)
+        evaluator = ReferenceEvaluator(self._engine.model)
+        return dict(zip(evaluator.output_names, evaluator.run(None, feeds), strict=True))
+
+
+def _array(address: int, shape: Any, kind: DataType) -> Any:
+    dtype = np.dtype(_NUMPY[kind])
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(ctypes.string_at(address, size), dtype).reshape(shape)
+
+
+def affine(rows: int | None = None, name: str = "affine", *, operator: str = "Relu") -> onnx.ModelProto:
+    """y = relu(x @ w + b): x FP32[rows or free, 3], y FP32[.., 2]; nodes matmul, add, relu."""
+    values = onnx.TensorProto.FLOAT
+    weights = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["x", "w"], ["h"], name="matmul"),
+            helper.make_node("Add", ["h", "b"], ["s"], name="add"),
+            helper.make_node(operator, ["s"], ["y"], name="relu"),
+        ],
+        name,
+        [helper.make_tensor_value_info("x", values, [rows, 3])],
+        [helper.make_tensor_value_info("y", values, [rows, 2])],
+        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array([1, -1], np.float32), "b")],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -1,0 +1,412 @@
+"""The TensorRT target against a fake TensorRT, in the flavours of 10 and 11."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines.errors import BuildError
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget, available
+from server.config.machine import Machine
+from tests.fake_cuda import FakeCuda, install
+from tests.fake_tensorrt import affine, fake_tensorrt
+
+
+def batches(least: int, tuned: int, most: int) -> ShapeRange:
+    return ShapeRange({"x": ((least, 3), (tuned, 3), (most, 3))})
+
+
+ORDER = Order("fp32", (batches(1, 4, 8),))
+X = np.array([[1, 2, 3], [-9, 0, 0]], np.float32)
+Y = np.array([[23, 27], [0, 0]], np.float32)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+    install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture(params=["10.6.0", "11.4.0.106"])
+def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> Iterator[Any]:
+    module = fake_tensorrt(cuda, request.param)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    yield module
+    assert cuda.depth == 0, "a context was left current"
+    assert not cuda.live, "memory was not given back"
+    assert not cuda.graphs, "a graph was not given back"
+
+
+ten = pytest.mark.parametrize("trt", ["10.6.0"], indirect=True)
+eleven = pytest.mark.parametrize("trt", ["11.4.0.106"], indirect=True)
+
+
+def build(tmp_path: Path, model: onnx.ModelProto | None = None, order: Order = ORDER, report: Any = silent) -> Path:
+    path = tmp_path / "model.plan"
+    TensorRtTarget().build(affine() if model is None else model, order, path, report)
+    return path
+
+
+def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    assert "TensorRT cannot be imported" in available()
+    assert TensorRtTarget().refuses("fp16") == available()
+    for call in (lambda: TensorRtTarget().describe(), lambda: build(tmp_path)):
+        with pytest.raises(BuildError, match="install it by NVIDIA's instructions"):
+            call()
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda, "8.6.1"))
+    assert "TensorRT 8.6.1 is too old" in available()
+    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+    assert available() == ""
+    cuda.devices = 0
+    assert "no NVIDIA GPU" in available()
+
+
+def test_the_machine_is_described(trt: Any) -> None:
+    version = "10.6.0" if trt.__version__ == "10.6.0" else "11.4.0"
+    assert TensorRtTarget().describe() == Machine("tensorrt", version, "Fake H1", "9.0", 580)
+
+
+def test_precisions_are_refused_by_what_the_gpu_has(trt: Any, cuda: FakeCuda) -> None:
+    target = TensorRtTarget()
+    assert [target.refuses(p) for p in ("fp32", "fp16", "bf16", "int8", "fp8")] == [""] * 5
+    cuda.capability = (8, 0)
+    assert target.refuses("bf16") == ""
+    assert target.refuses("fp8") == "fp8 needs compute capability 8.9, the Fake H1 has 8.0: take fp16"
+    cuda.capability = (7, 0)
+    assert "needs compute capability 7.5" in target.refuses("int8")
+    assert "no precision 'best'" in target.refuses("best")
+
+
+def test_networks_are_strongly_typed_and_11_is_not_asked(trt: Any, tmp_path: Path) -> None:
+    build(tmp_path)
+    strongly = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    assert trt.state.network_flags == [strongly if trt.__version__.startswith("10.") else 0]
+    assert trt.state.config.flags == []
+    assert trt.state.config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
+    assert trt.state.config.pools == {}
+    assert [p.name for p in tmp_path.iterdir()] == ["model.plan"]
+
+
+def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
+    order = Order("fp16", ORDER.profiles, workspace_bytes=64 << 20)
+    TensorRtTarget(optimization_level=1).build(affine(), order, tmp_path / "model.plan", silent)
+    assert trt.state.config.pools == {"WORKSPACE": 64 << 20}
+    assert trt.state.config.builder_optimization_level == 1
+
+
+def test_a_plan_runs_any_batch_of_its_profile(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    engine = TensorRtTarget().open(build(tmp_path), affine())
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    many = np.tile(X, (4, 1))
+    first = engine.run({"x": many})["y"]
+    kept = len(cuda.live)
+    second = engine.run({"x": np.asfortranarray(many[:5])})["y"]
+    assert len(cuda.live) == kept
+    np.testing.assert_array_equal(first, np.tile(Y, (4, 1)))
+    np.testing.assert_array_equal(second, np.tile(Y, (4, 1))[:5])
+    assert engine.memory_bytes > 4096
+    engine.close()
+    engine.close()
+    with pytest.raises(BuildError, match="is closed"):
+        engine.run({"x": X})
+
+
+def test_wrong_inputs_are_refused(trt: Any, tmp_path: Path) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    for inputs, words in (
+        ({}, "lacks x"),
+        ({"x": X, "z": X}, "takes no z: its inputs are x"),
+        ({"x": X.astype(np.float64)}, "input x is float64: the engine takes float32"),
+        ({"x": np.zeros((9, 3), np.float32)}, r"was not built for x \[9, 3\], it takes x \[1, 3\] to \[8, 3\]"),
+        ({"x": np.zeros((1, 4), np.float32)}, r"was not built for x \[1, 4\]"),
+    ):
+        with pytest.raises(BuildError, match=words):
+            engine.run(inputs)
+    engine.close()
+
+
+def test_the_profile_that_fits_best_is_taken(trt: Any, tmp_path: Path) -> None:
+    order = Order("fp32", (batches(1, 1, 8), batches(1, 8, 8), batches(16, 16, 32)))
+    engine = TensorRtTarget().open(build(tmp_path, order=order))
+    for rows, profile in ((1, 0), (8, 1), (20, 2), (3, 0)):
+        values = np.resize(X, (rows, 3))
+        np.testing.assert_array_equal(engine.run({"x": values})["y"], np.resize(Y, (rows, 2)))
+        assert engine._context.active_optimization_profile == profile
+    with pytest.raises(BuildError, match=r"x \[12, 3\], it takes x .* or x \[16, 3\] to \[32, 3\]"):
+        engine.run({"x": np.zeros((12, 3), np.float32)})
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("profiles", "words"),
+    [
+        ((), "inputs x have free dimensions: write optimization.profiles"),
+        ((ShapeRange({"z": ((1,), (1,), (1,))}),), "names z, the model's inputs are x"),
+        ((ShapeRange({}),), "has no shapes for the inputs x"),
+        ((batches(1, 9, 8),), r"input x: \[1, 3\], \[9, 3\], \[8, 3\] do not ascend"),
+        ((ShapeRange({"x": ((1, 2), (1, 2), (1, 2))}),), r"do not fit the model's shape \[-1, 3\]"),
+        ((ShapeRange({"x": ((1,), (1,), (1,))}),), "has 2 dimensions"),
+        ((batches(1, 1, 8), batches(0, 1, 8)), "profile 2, input x: .* do not ascend"),
+        ((batches(1, 1, 1 << 40),), r"too large: its largest inputs alone take 12288.0 GiB, the GPU has 1.0 GiB"),
+    ],
+)
+def test_profiles_that_do_not_fit_are_told(
+    trt: Any, tmp_path: Path, profiles: tuple[ShapeRange, ...], words: str
+) -> None:
+    with pytest.raises(BuildError, match=words):
+        build(tmp_path, order=Order("fp32", profiles))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fixed_model_needs_no_profile(trt: Any, tmp_path: Path) -> None:
+    engine = TensorRtTarget().open(build(tmp_path, affine(2), Order("fp32")))
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    with pytest.raises(BuildError, match="was not built for"):
+        engine.run({"x": X[:1]})
+    engine.close()
+
+
+def test_values_that_decide_on_shapes_are_refused(trt: Any, tmp_path: Path) -> None:
+    model = affine()
+    model.graph.input.append(onnx.helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, [2]))
+    with pytest.raises(BuildError, match="values of the inputs shape decide on shapes"):
+        build(tmp_path, model)
+
+
+@pytest.mark.parametrize("one_error", [False, True])
+def test_all_unsupported_operators_are_named(trt: Any, tmp_path: Path, one_error: bool) -> None:
+    trt.state.unsupported = {"MatMul", "Relu"}
+    trt.state.one_error = one_error
+    with pytest.raises(BuildError) as raised:
+        build(tmp_path)
+    text = str(raised.value)
+    assert text.startswith("2 nodes are not supported by TensorRT")
+    assert "node matmul (MatMul)" in text
+    assert "node relu (Relu)" in text
+    assert "build for ONNX Runtime" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_node_is_named(trt: Any, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"cannot read the ONNX model: node relu \(Broken\): Assertion failed: check"):
+        build(tmp_path, affine(operator="Broken"))
+
+
+def test_the_builders_errors_are_told(trt: Any, tmp_path: Path) -> None:
+    model = affine()
+    for failure, order, words in (
+        (
+            "IBuilder::buildSerializedNetwork: Error Code 10: Internal Error (Could not find any implementation for node "
+            "matmul + add + relu.)",
+            ORDER,
+            r"finds no kernel for matmul \+ add \+ relu \(ONNX nodes matmul, add, relu\) on Fake H1: take another precision",
+        ),
+        (
+            "Error Code 10: Internal Error (Could not find any implementation for node matmul due to insufficient workspace. "
+            "See verbose log for requested sizes.)",
+            Order("fp32", ORDER.profiles, workspace_bytes=1 << 20),
+            "within a workspace of 1 MiB: raise optimization.workspace_mb",
+        ),
+        (
+            "Error Code 1: Cuda Runtime (out of memory)",
+            Order("fp32", ORDER.profiles, workspace_bytes=1 << 20),
+            "ran out of memory on Fake H1 with a workspace of 1 MiB: raise optimization.workspace_mb, lower the largest",
+        ),
+        ("Error Code 9: something new", ORDER, "cannot build the engine: Error Code 9: something new"),
+    ):
+        trt.state.failure = [failure]
+        with pytest.raises(BuildError, match=words):
+            build(tmp_path, model, order)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantized_layer_without_kernel_is_to_be_kept(trt: Any, tmp_path: Path) -> None:
+    trt.state.failure = ["Could not find any implementation for node matmul + add.", "[e.cpp] Internal Error (build)"]
+    model = affine()
+    model.graph.node.append(onnx.helper.make_node("QuantizeLinear", ["y", "scale"], ["q"], name="quantize"))
+    with pytest.raises(BuildError, match=r'optimization.calibration.keep: \["matmul"\]'):
+        build(tmp_path, model)
+
+
+def test_progress_grows_and_ends(trt: Any, tmp_path: Path) -> None:
+    told: list[tuple[float, str]] = []
+    build(tmp_path, report=lambda done, note: told.append((done, note)))
+    shares = [done for done, _ in told]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert "Timing" in {note for _, note in told}
+    assert len(set(shares)) > 5
+
+
+def test_an_interrupt_stops_the_build(trt: Any, tmp_path: Path) -> None:
+    def report(done: float, note: str) -> None:
+        if note == "Timing" and done > 0.1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path, report=report)
+    assert trt.state.steps < 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "caches" / "timing.cache"
+    order = Order("fp32", ORDER.profiles, timing_cache=cache)
+    build(tmp_path, order=order)
+    assert json.loads(cache.read_bytes())["kernels"] == ["Add", "MatMul", "Relu"]
+    build(tmp_path, affine(operator="Sigmoid"), order)
+    assert json.loads(cache.read_bytes())["kernels"] == ["Add", "MatMul", "Relu", "Sigmoid"]
+    assert [path.name for path in cache.parent.iterdir()] == ["timing.cache"]
+
+
+def test_what_another_builder_cached_meanwhile_is_kept(trt: Any, tmp_path: Path) -> None:
+    cache = tmp_path / "timing.cache"
+    trt.state.on_step = lambda: cache.write_text(json.dumps({"gpu": "Fake H1", "kernels": ["Gelu"]}))
+    build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache))
+    assert json.loads(cache.read_bytes())["kernels"] == ["Add", "Gelu", "MatMul", "Relu"]
+
+
+@pytest.mark.parametrize("content", ["not a cache", '{"gpu": "another", "kernels": ["Gelu"]}', ""])
+def test_a_foreign_timing_cache_is_begun_anew(trt: Any, tmp_path: Path, content: str) -> None:
+    cache = tmp_path / "timing.cache"
+    cache.write_text(content)
+    build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache))
+    found = json.loads(cache.read_bytes())
+    assert found["gpu"] == "Fake H1"
+    assert {"Add", "MatMul", "Relu"} <= set(found["kernels"])
+
+
+def test_a_timing_cache_that_cannot_be_written_costs_nothing(trt: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file" / "timing.cache"
+    assert build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache)).exists()
+
+
+def test_a_full_disk_is_told(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(BuildError, match=r"model.plan cannot be written \(No space left on device\): free some space"):
+        build(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@ten
+def test_the_calibrator_is_fed_and_its_table_kept(trt: Any, tmp_path: Path) -> None:
+    table = tmp_path / "tables" / "model.cache"
+    rows = tuple({"x": np.full((2, 3), number, np.float32)} for number in (1, 2))
+    odd = {"x": np.full((1, 3), 100, np.float32)}
+    order = Order("int8", ORDER.profiles, calibrate=(*rows, odd), calibration_table=table)
+    told: list[float] = []
+    build(tmp_path, order=order, report=lambda done, note: told.append(done))
+    assert trt.state.network_flags == [0]
+    assert trt.state.config.flags == ["INT8", "FP16"]
+    assert trt.state.config.calibration_profile.shapes == {"x": [[2, 3]] * 3}
+    assert trt.state.calibrated == [6.0, 12.0]
+    assert told == sorted(told)
+    assert table.read_bytes().startswith(b"TRT-100600-EntropyCalibration2")
+    build(tmp_path, order=order)
+    assert trt.state.calibrated == [6.0, 12.0]
+    table.write_text("rubbish")
+    build(tmp_path, order=order)
+    assert trt.state.calibrated == [6.0, 12.0, 6.0, 12.0]
+
+
+@ten
+def test_calibration_that_fails_is_told(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    with pytest.raises(BuildError, match=r"needs samples: write optimization.calibration.data"):
+        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=()))
+    rows = ({"other": np.zeros((2, 3), np.float32)},)
+    with pytest.raises(BuildError, match="samples lack the inputs x"):
+        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+    cuda.room_bytes = 4
+    rows = ({"x": np.zeros((2, 3), np.float32)},)
+    with pytest.raises(BuildError, match="the GPU's memory is full"):
+        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+
+
+@eleven
+def test_11_has_no_calibrator(trt: Any, tmp_path: Path) -> None:
+    rows = ({"x": np.zeros((2, 3), np.float32)},)
+    with pytest.raises(BuildError, match=r"TensorRT 11.4.0 has no calibrator.*method: entropy"):
+        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+    assert trt.state.network_flags == []
+
+
+def test_plans_of_others_are_refused(trt: Any, tmp_path: Path) -> None:
+    target = TensorRtTarget()
+    with pytest.raises(BuildError, match=r"cannot be read \(No such file or directory\): build the engine"):
+        target.open(tmp_path / "none.plan")
+    rubbish = tmp_path / "rubbish.plan"
+    rubbish.write_bytes(b"rubbish")
+    with pytest.raises(BuildError, match=r"is no plan that TensorRT .* can load: build it again"):
+        target.open(rubbish)
+    path = build(tmp_path)
+    path.write_bytes(path.read_bytes().replace(trt.__version__.encode(), b"10.0.1"))
+    with pytest.raises(BuildError, match=r"was not built by TensorRT .* on Fake H1: build it again on this machine"):
+        target.open(path)
+
+
+def test_times_come_from_the_gpus_clock(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    timing = engine.time({"x": X}, 0.05)
+    assert timing.rows == 2
+    assert timing.median_us == pytest.approx(cuda.work_us)
+    assert timing.p99_us == pytest.approx(cuda.work_us)
+    assert timing.rows_per_s == pytest.approx(2 / (cuda.work_us / 1e6))
+    engine.close()
+
+
+def test_what_cannot_be_captured_is_timed_all_the_same(
+    trt: Any, tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    cuda.refuse_capture = True
+    assert engine.time({"x": X}, 0.02).median_us == pytest.approx(cuda.work_us)
+    assert "timed without a CUDA graph" in caplog.text
+    engine.close()
+
+
+def test_layers_name_onnx_nodes_and_their_times(trt: Any, tmp_path: Path) -> None:
+    engine = TensorRtTarget().open(build(tmp_path), affine())
+    layers = engine.layers({"x": X})
+    assert [layer.nodes for layer in layers] == [("matmul",), ("add",), ("relu",)]
+    assert [layer.kind for layer in layers] == ["MatMul", "Add", "Relu"]
+    assert [layer.time_us for layer in layers] == pytest.approx([10, 20, 30])
+    assert sum(layer.share for layer in layers) == pytest.approx(1)
+    assert {layer.precision for layer in layers} == {"fp32"}
+    assert layers[0].tactic == "fake_matmul"
+    # The context that is profiled is not the one that runs.
+    assert trt.state.contexts == 2
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    engine.close()
+
+
+def test_outputs_whose_shapes_come_late(trt: Any, tmp_path: Path) -> None:
+    trt.state.late_shapes = True
+    engine = TensorRtTarget().open(build(tmp_path))
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    np.testing.assert_array_equal(engine.run({"x": np.tile(X, (3, 1))})["y"], np.tile(Y, (3, 1)))
+    engine.close()
+
+
+def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    cuda.room_bytes = 8
+    with pytest.raises(BuildError, match=r"running model.plan: allocating 24 bytes of GPU memory failed"):
+        engine.run({"x": X})
+    cuda.room_bytes = 1000
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    engine.close()
