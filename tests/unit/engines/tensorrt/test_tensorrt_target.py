@@ -1,10 +1,9 @@
-"""The TensorRT target against a fake TensorRT, in the flavours of 10 and 11."""
+"""Building plans, against a fake TensorRT in the flavours of 10 and 11."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +12,15 @@ import onnx
 import pytest
 
 from engines.errors import BuildError
-from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
 from engines.targets.tensorrt_target import TensorRtTarget, available
 from server.config.machine import Machine
-from tests.fake_cuda import FakeCuda, install
+from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import affine, fake_tensorrt
-
-
-def batches(least: int, tuned: int, most: int) -> ShapeRange:
-    return ShapeRange({"x": ((least, 3), (tuned, 3), (most, 3))})
-
-
-ORDER = Order("fp32", (batches(1, 4, 8),))
-X = np.array([[1, 2, 3], [-9, 0, 0]], np.float32)
-Y = np.array([[23, 27], [0, 0]], np.float32)
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture(params=["10.6.0", "11.4.0.106"])
-def trt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda, request.param)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    assert cuda.depth == 0, "a context was left current"
-    assert not cuda.live, "memory was not given back"
-    assert not cuda.graphs, "a graph was not given back"
-
+from tests.tensorrt_case import ORDER, X, Y, batches, build
 
 ten = pytest.mark.parametrize("trt", ["10.6.0"], indirect=True)
 eleven = pytest.mark.parametrize("trt", ["11.4.0.106"], indirect=True)
-
-
-def build(tmp_path: Path, model: onnx.ModelProto | None = None, order: Order = ORDER, report: Any = silent) -> Path:
-    path = tmp_path / "model.plan"
-    TensorRtTarget().build(affine() if model is None else model, order, path, report)
-    return path
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
@@ -103,49 +69,6 @@ def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
     TensorRtTarget(optimization_level=1).build(affine(), order, tmp_path / "model.plan", silent)
     assert trt.state.config.pools == {"WORKSPACE": 64 << 20}
     assert trt.state.config.builder_optimization_level == 1
-
-
-def test_a_plan_runs_any_batch_of_its_profile(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
-    engine = TensorRtTarget().open(build(tmp_path), affine())
-    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
-    many = np.tile(X, (4, 1))
-    first = engine.run({"x": many})["y"]
-    kept = len(cuda.live)
-    second = engine.run({"x": np.asfortranarray(many[:5])})["y"]
-    assert len(cuda.live) == kept
-    np.testing.assert_array_equal(first, np.tile(Y, (4, 1)))
-    np.testing.assert_array_equal(second, np.tile(Y, (4, 1))[:5])
-    assert engine.memory_bytes > 4096
-    engine.close()
-    engine.close()
-    with pytest.raises(BuildError, match="is closed"):
-        engine.run({"x": X})
-
-
-def test_wrong_inputs_are_refused(trt: Any, tmp_path: Path) -> None:
-    engine = TensorRtTarget().open(build(tmp_path))
-    for inputs, words in (
-        ({}, "lacks x"),
-        ({"x": X, "z": X}, "takes no z: its inputs are x"),
-        ({"x": X.astype(np.float64)}, "input x is float64: the engine takes float32"),
-        ({"x": np.zeros((9, 3), np.float32)}, r"was not built for x \[9, 3\], it takes x \[1, 3\] to \[8, 3\]"),
-        ({"x": np.zeros((1, 4), np.float32)}, r"was not built for x \[1, 4\]"),
-    ):
-        with pytest.raises(BuildError, match=words):
-            engine.run(inputs)
-    engine.close()
-
-
-def test_the_profile_that_fits_best_is_taken(trt: Any, tmp_path: Path) -> None:
-    order = Order("fp32", (batches(1, 1, 8), batches(1, 8, 8), batches(16, 16, 32)))
-    engine = TensorRtTarget().open(build(tmp_path, order=order))
-    for rows, profile in ((1, 0), (8, 1), (20, 2), (3, 0)):
-        values = np.resize(X, (rows, 3))
-        np.testing.assert_array_equal(engine.run({"x": values})["y"], np.resize(Y, (rows, 2)))
-        assert engine._context.active_optimization_profile == profile
-    with pytest.raises(BuildError, match=r"x \[12, 3\], it takes x .* or x \[16, 3\] to \[32, 3\]"):
-        engine.run({"x": np.zeros((12, 3), np.float32)})
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -343,70 +266,3 @@ def test_11_has_no_calibrator(trt: Any, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"TensorRT 11.4.0 has no calibrator.*method: entropy"):
         build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
     assert trt.state.network_flags == []
-
-
-def test_plans_of_others_are_refused(trt: Any, tmp_path: Path) -> None:
-    target = TensorRtTarget()
-    with pytest.raises(BuildError, match=r"cannot be read \(No such file or directory\): build the engine"):
-        target.open(tmp_path / "none.plan")
-    rubbish = tmp_path / "rubbish.plan"
-    rubbish.write_bytes(b"rubbish")
-    with pytest.raises(BuildError, match=r"is no plan that TensorRT .* can load: build it again"):
-        target.open(rubbish)
-    path = build(tmp_path)
-    path.write_bytes(path.read_bytes().replace(trt.__version__.encode(), b"10.0.1"))
-    with pytest.raises(BuildError, match=r"was not built by TensorRT .* on Fake H1: build it again on this machine"):
-        target.open(path)
-
-
-def test_times_come_from_the_gpus_clock(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
-    engine = TensorRtTarget().open(build(tmp_path))
-    timing = engine.time({"x": X}, 0.05)
-    assert timing.rows == 2
-    assert timing.median_us == pytest.approx(cuda.work_us)
-    assert timing.p99_us == pytest.approx(cuda.work_us)
-    assert timing.rows_per_s == pytest.approx(2 / (cuda.work_us / 1e6))
-    engine.close()
-
-
-def test_what_cannot_be_captured_is_timed_all_the_same(
-    trt: Any, tmp_path: Path, cuda: FakeCuda, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = TensorRtTarget().open(build(tmp_path))
-    cuda.refuse_capture = True
-    assert engine.time({"x": X}, 0.02).median_us == pytest.approx(cuda.work_us)
-    assert "timed without a CUDA graph" in caplog.text
-    engine.close()
-
-
-def test_layers_name_onnx_nodes_and_their_times(trt: Any, tmp_path: Path) -> None:
-    engine = TensorRtTarget().open(build(tmp_path), affine())
-    layers = engine.layers({"x": X})
-    assert [layer.nodes for layer in layers] == [("matmul",), ("add",), ("relu",)]
-    assert [layer.kind for layer in layers] == ["MatMul", "Add", "Relu"]
-    assert [layer.time_us for layer in layers] == pytest.approx([10, 20, 30])
-    assert sum(layer.share for layer in layers) == pytest.approx(1)
-    assert {layer.precision for layer in layers} == {"fp32"}
-    assert layers[0].tactic == "fake_matmul"
-    # The context that is profiled is not the one that runs.
-    assert trt.state.contexts == 2
-    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
-    engine.close()
-
-
-def test_outputs_whose_shapes_come_late(trt: Any, tmp_path: Path) -> None:
-    trt.state.late_shapes = True
-    engine = TensorRtTarget().open(build(tmp_path))
-    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
-    np.testing.assert_array_equal(engine.run({"x": np.tile(X, (3, 1))})["y"], np.tile(Y, (3, 1)))
-    engine.close()
-
-
-def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
-    engine = TensorRtTarget().open(build(tmp_path))
-    cuda.room_bytes = 8
-    with pytest.raises(BuildError, match=r"running model.plan: allocating 24 bytes of GPU memory failed"):
-        engine.run({"x": X})
-    cuda.room_bytes = 1000
-    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
-    engine.close()
