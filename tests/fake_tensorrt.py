@@ -324,6 +324,6 @@ def affine(rows: int | None = None, name: str = "affine", *, operator: str = "Re
         name,
         [helper.make_tensor_value_info("x", values, [rows, 3])],
         [helper.make_tensor_value_info("y", values, [rows, 2])],
-        [numpy_helper.fromarray_at(weights, "w"), numpy_helper.fromarray_at(np.array([1, -1], np.float32), "b")],
+        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array([1, -1], np.float32), "b")],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

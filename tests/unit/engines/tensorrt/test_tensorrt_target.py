@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 from engines.errors import BuildError
+from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
 from engines.targets.tensorrt_target import TensorRtTarget, available
 from server.config.machine import Machine
