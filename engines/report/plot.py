@@ -67,7 +67,7 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
         return "".join([*parts, _text("nothing was measured", WIDTH / 2, HEIGHT / 2, "s", "middle")])
     xs = sorted({point.x for point in points})
     tops = [max(point.y, point.high or 0.0) for point in points]
-    y_ticks = log_ticks(min(p.y for p in points), max(tops)) if log_y else ticks(0.0, max(tops))
+    y_ticks = log_ticks(min(p.y for p in points), max(tops)) if log_y else ticks(max(tops))
     across = _Axis(xs[0], xs[-1], _LEFT + _INSET, WIDTH - _RIGHT - _INSET, True)
     up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, log_y)
     for tick in y_ticks:
@@ -148,30 +148,27 @@ def legend(names: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers, steps of 1, 2 or 5 times a power of ten, from at most `low` to at least `high`."""
-    if not high > low:
-        high = low + 1.0
-    rough = (high - low) / count
+def ticks(high: float, count: int = 5) -> list[float]:
+    """About `count` round numbers, steps of 1, 2 or 5 times a power of ten, from 0 to at least `high`."""
+    if not high > 0:
+        high = 1.0
+    rough = high / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+    step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0, 20.0) if factor * power >= rough * (1 - 1e-9))
+    return [float(f"{number * step:.12g}") for number in range(math.ceil(high / step - 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten (over many decades the powers alone) from at most `low` to at least `high`."""
     low = max(low, 1e-12)
     high = max(high, low)
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1.0, 2.0, 5.0) if last - first <= 3 else (1.0,)
+    # A decade more at each end: logarithms are not exact.
+    first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
+    factors = (1.0, 2.0, 5.0) if last - first <= 5 else (1.0,)
     marks = [float(f"{factor * 10.0**power:.12g}") for power in range(first, last + 1) for factor in factors]
-    below = [mark for mark in marks if mark <= low]
-    above = [mark for mark in marks if mark >= high]
-    least, most = max(below), min(above)
-    if least == most:
-        most = next(mark for mark in [*marks, least * 10] if mark > least)
-    return sorted({mark for mark in (*marks, most) if least <= mark <= most})
+    start = max(index for index, mark in enumerate(marks) if mark <= low)
+    end = min(index for index, mark in enumerate(marks) if mark >= high)
+    return marks[start : max(end, start + 1) + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ _SUFFIX = "_kernel_time"
 _WARM_UP_RUNS = 2
 _FEWEST_RUNS = 4
 _MOST_RUNS = 300
-_SECONDS = 1.0
+_SECONDS = 0.6
 _PRECISIONS = {
     "float": "fp32",
     "float16": "fp16",
