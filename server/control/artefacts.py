@@ -122,6 +122,18 @@ def check_engine(plan: Plan, config: ModelConfig) -> None:
         raise ConfigError([Finding(name, None, problem.message, problem.cure) for problem in problems])
 
 
+def look_at_samples(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of what a build would take its samples from; nothing where nothing is built."""
+    found = []
+    for path in sample_paths(folder.config, folder.path) if folder.config.build_on_load else ():
+        try:
+            state = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, state.st_size, state.st_mtime_ns))
+    return tuple(found)
+
+
 def told_of(stamp: Stamp) -> str:
     """Precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
     accuracy = stamp.accuracy or {}
@@ -166,13 +178,6 @@ def _engine(stamp: Stamp | None) -> str:
 
 
 def _build_digest(folder: ModelFolder, onnx_sha256: str, target: str) -> str:
-    """Of all that the outcome of a build hangs on; samples count by size and time of change, they may be many."""
-    samples = []
-    for path in sample_paths(folder.config, folder.path):
-        try:
-            state = path.stat()
-        except OSError:
-            continue
-        samples.append([path.name, state.st_size, state.st_mtime_ns])
-    told = [onnx_sha256, config_digest(folder.config), target, samples]
+    """Of all that the outcome of a build hangs on."""
+    told = [onnx_sha256, config_digest(folder.config), target, look_at_samples(folder)]
     return hashlib.sha256(json.dumps(told).encode("utf-8", "surrogateescape")).hexdigest()

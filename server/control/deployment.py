@@ -12,7 +12,7 @@ from typing import TypeVar
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
 from server.config.document import Document, refuse
 from server.config.triton_json import to_triton_json
-from server.control.artefacts import Plan, told_of
+from server.control.artefacts import Plan, look_at_samples, told_of
 from server.control.builds import Builds, Order
 from server.control.draining import Drains
 from server.control.file_look import GONE, Look, look_at_version, look_at_versions, without_builds
@@ -49,10 +49,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a version was made from; equal ones make equal versions."""
+    """What a version was made from; equal ones make equal versions.
+
+    Attributes:
+        files: of the version.
+        config: digest of the configuration and what goes with it.
+        samples: that its engine would be built with.
+    """
 
     files: Look
     config: str
+    samples: tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +133,7 @@ class Deployments:
         self._registry.forget(source.name, "")
         wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
         for number in wanted:
-            signature = _Signature(looks.get(number, GONE), _digest(folder))
+            signature = _Signature(looks.get(number, GONE), _digest(folder), look_at_samples(folder))
             try:
                 kept = self._kept(folder, number, signature, live.get(number))
                 chosen[number] = kept or self._build(source, folder, number, signature)

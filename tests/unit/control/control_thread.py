@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 
+from server.control.builds import BUILDER
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
@@ -26,7 +27,13 @@ X = np.ones((1, 16), np.float32)
 Check = Callable[[Reconciler, Registry], Coroutine[Any, Any, None]]
 
 
-def run(repository: Path, check: Check, control: ControlPolicy = EXPLICIT, names: frozenset[str] | None = None) -> None:
+def run(
+    repository: Path,
+    check: Check,
+    control: ControlPolicy = EXPLICIT,
+    names: frozenset[str] | None = None,
+    builder: Sequence[str] = BUILDER,
+) -> None:
     """Start the control thread, check on the loop, stop; everything must have ended then."""
 
     async def main() -> None:
@@ -35,7 +42,7 @@ def run(repository: Path, check: Check, control: ControlPolicy = EXPLICIT, names
             Mailbox(asyncio.get_running_loop()), on_dead=lambda name, number, _: registry.died(name, number)
         )
         desired = Desired([repository], names)
-        reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control)
+        reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control, builder)
         reconciler.start()
         assert await asyncio.to_thread(loaded.wait, 20)
         try:
@@ -45,7 +52,9 @@ def run(repository: Path, check: Check, control: ControlPolicy = EXPLICIT, names
         with pytest.raises((Unavailable, Forbidden)):
             await reconciler.load("m", None, {})
         assert not [
-            thread.name for thread in threading.enumerate() if thread.name.startswith(("m/", "drain", "control"))
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith(("m/", "drain", "control", "builds"))
         ]
 
     asyncio.run(asyncio.wait_for(main(), 60))
