@@ -47,7 +47,6 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     _sums_to_additions(graph)
     simple = _optimized(graph.finish())
     simple = raise_opset(simple, OPSET)
-    _constants_to_initializers(simple)
     graph = Graph(simple)
     _merge_affine(graph)
     _plain_gemm(graph)
@@ -87,6 +86,7 @@ def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
     for entry in raised.opset_import:
         if entry.domain in _STANDARD:
             entry.version = version
+    _constants_to_initializers(raised)
     return raised
 
 
@@ -136,7 +136,11 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
         except OSError as error:
             raise BuildError(f"the model cannot be written to {folder.parent}: {error}: make room there") from error
         except Exception as error:  # the binding's exceptions share no other base
-            reason = str(error).strip().partition("\n")[0]
+            # Less the binding's code and our temporary file.
+            reason = re.sub(
+                r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from \S+ failed: ?)?", "", str(error).strip()
+            )
+            reason = reason.partition("\n")[0]
             where = _where(model, reason)
             raise BuildError(f"ONNX Runtime cannot load the model{where}: {reason}: {_cure(reason)}") from error
     foreign = {node.domain for node in simple.graph.node} - domains - set(_STANDARD)

@@ -10,31 +10,22 @@ from onnx import TensorProto
 
 from engines.onnx_graph import Graph
 
-# Output 0 has values of input 0 and no others, so it has the same range.
+# Outputs have values of input 0 and no others, so they have its range; see `moves_values`.
 SAME_VALUES = frozenset(
-    [
-        "DepthToSpace",
-        "Expand",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "MaxPool",
-        "Reshape",
-        "Slice",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "Tile",
-        "Transpose",
-        "Unsqueeze",
-    ]
+    (
+        *("DepthToSpace", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Resize", "Slice"),
+        *("SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+    )
 )
 # A quantised output does these for nothing: values beyond the range saturate.
 CLAMPS = frozenset(("Relu", "Clip"))
 POOLS = frozenset(("AveragePool", "GlobalAveragePool"))
 # Functions of single values.
 ACTIVATIONS = frozenset(
-    ["Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Selu", "Sigmoid", "Softplus", "Tanh"]
+    (
+        *("Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu"),
+        *("Selu", "Sigmoid", "Softplus", "Tanh"),
+    )
 )
 # Steps of two or more tensors.
 JOINS = frozenset(("Add", "Mul", "Concat"))
@@ -115,10 +106,16 @@ def joins_activations(graph: Graph, node: onnx.NodeProto) -> bool:
     return all(is_activation(graph, name) for name in node.input) and len(set(node.input)) == len(node.input) > 1
 
 
+def moves_values(graph: Graph, node: onnx.NodeProto) -> bool:
+    """True if a node's outputs have values of its input 0 and no others: moved, chosen or repeated."""
+    # Resize by interpolation makes new values; without `mode` it takes the nearest.
+    return node.op_type in SAME_VALUES and graph.attribute(node, "mode", b"") not in (b"linear", b"cubic")
+
+
 def source(graph: Graph, tensor: str) -> str:
     """The tensor that first had the values of this one."""
     maker = graph.producer(tensor)
-    while maker is not None and maker.op_type in SAME_VALUES and is_activation(graph, maker.input[0]):
+    while maker is not None and moves_values(graph, maker) and is_activation(graph, maker.input[0]):
         tensor = maker.input[0]
         maker = graph.producer(tensor)
     return tensor

@@ -30,6 +30,7 @@ from engines.quantization.operators import (
     concatenated,
     is_activation,
     joins_activations,
+    moves_values,
     only_reader,
     source,
     wanted,
@@ -38,7 +39,13 @@ from engines.quantization.operators import (
 TARGETS = ("tensorrt", "onnxruntime")
 
 _TENSORRT_STEPS = SAME_VALUES | CLAMPS | POOLS | ACTIVATIONS | JOINS | {"BatchNormalization"}
-_ONNXRUNTIME_MOVES = frozenset(["Flatten", "MaxPool", "Reshape", "Squeeze", "Transpose", "Unsqueeze"])
+# What ONNX Runtime does on 8 bits as it would on floats.
+_ONNXRUNTIME_MOVES = frozenset(
+    (
+        *("DepthToSpace", "Flatten", "MaxPool", "Reshape", "Resize", "Slice", "Split"),
+        *("Squeeze", "Transpose", "Unsqueeze"),
+    )
+)
 _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu", "Sigmoid"}
 
 
@@ -189,11 +196,12 @@ class _OnnxRuntime:
         if node.op_type not in _ONNXRUNTIME_STEPS or not any(name in self._wanted for name in node.output):
             return False
         if node.op_type in JOINS:
-            return (
-                node.name not in keep and joins_activations(self._graph, node) and all(n in stored for n in node.input)
-            )
-        free = node.op_type in _ONNXRUNTIME_MOVES | CLAMPS
-        return node.input[0] in stored and (free or node.name not in keep) and len(node.output) == 1
+            ready = joins_activations(self._graph, node) and all(name in stored for name in node.input)
+            return ready and node.name not in keep
+        if node.op_type in _ONNXRUNTIME_MOVES:
+            plain = len(node.output) == 1 or node.op_type == "Split"  # a MaxPool that tells places needs floats
+            return plain and moves_values(self._graph, node) and node.input[0] in stored
+        return node.input[0] in stored and (node.op_type in CLAMPS or node.name not in keep)
 
     def _clamped(self, tensor: str) -> str:
         """The tensor behind the Relu or Clip that alone reads this one: storing it in 8 bits does the clamping."""
@@ -210,7 +218,8 @@ class _OnnxRuntime:
                 if any(reader.input[index] == tensor for index in self.weighted[reader.name].activations):
                     continue
                 return False
-            if reader.op_type not in _ONNXRUNTIME_MOVES or not all(map(self._all_want, reader.output)):
+            moved = reader.op_type in _ONNXRUNTIME_MOVES and moves_values(self._graph, reader)
+            if not moved or not all(map(self._all_want, reader.output)):
                 return False
         return True
 

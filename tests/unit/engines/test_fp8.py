@@ -1,0 +1,56 @@
+"""FP8: the numbers of the format, and models written with them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from engines.onnx_graph import Graph, copy_model
+from engines.onnx_runner import OnnxRunner
+from engines.quantization import fp8
+from engines.quantization.placement import place, tensors_to_calibrate
+from engines.quantization.qdq import quantize
+from engines.simplify import simplify
+from tests.unit.engines import networks
+
+
+def test_numbers_round_to_the_nearest_and_saturate() -> None:
+    values = np.array([0, 1, -1.0625, 1.1, 448, 500, -1e9, 2**-9, 2**-11], np.float32)
+    tensor = fp8.encode(values, np.float32(1))
+    assert tensor.data_type == TensorProto.FLOAT8E4M3FN
+    bits = np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(bits, np.array([0, 1, -1, 1.125, 448, 448, -448, 2**-9, 0], np.float32))
+
+
+def test_scale_brings_the_largest_value_to_the_largest_number() -> None:
+    assert fp8.scale_of(448) == 1
+    assert fp8.scale_of(0) == 1
+    tensor = fp8.encode(np.array([[7.0, -3.5]], np.float32), fp8.scale_of(7.0))
+    assert list(tensor.dims) == [1, 2]
+    np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(int), [448, -224])
+
+
+@pytest.mark.parametrize("name", ["residual", "squeeze_excite", "transformer", "squeezenet"])
+def test_models_in_fp8_are_valid_and_close(name: str) -> None:
+    own = getattr(networks, name, None)
+    model = simplify(own() if own is not None else networks.light(name))
+    ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
+    quantized = quantize(model, ranges, "tensorrt", "fp8")
+    onnx.checker.check_model(quantized, full_check=True)
+    assert (quantized.opset_import[0].version, quantized.ir_version) == (19, 9)
+    graph = Graph(copy_model(quantized))
+    chosen = place(Graph(copy_model(model)), "tensorrt", "fp8").weighted
+    for node in graph.nodes:
+        if node.op_type in ("Conv", "Gemm", "MatMul"):
+            makers = [graph.producer(tensor) for tensor in node.input[:2]]
+            operators = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
+            assert operators == [node.name in chosen] * 2
+        if node.op_type == "QuantizeLinear":
+            assert graph.element_type(node.input[2]) == TensorProto.FLOAT8E4M3FN
+    assert chosen
+    x, seen = networks.inputs_of(model), networks.logits(model)
+    expected = OnnxRunner(model, [seen]).run(x)[seen]
+    assert networks.cosine(expected, OnnxRunner(quantized, [seen], optimize=False).run(x)[seen]) > 0.97

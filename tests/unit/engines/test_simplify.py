@@ -1,0 +1,166 @@
+"""The same function in fewer operators: names, inputs and outputs stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from engines.errors import BuildError
+from engines.onnx_graph import Graph, copy_model
+from engines.onnx_runner import OnnxRunner
+from engines.simplify import OPSET, raise_opset, simplify
+from tests.unit.engines import networks
+
+
+def _same(model: onnx.ModelProto, simple: onnx.ModelProto, tolerance: float = 1e-5) -> None:
+    x = networks.inputs_of(simple)
+    expected, found = OnnxRunner(model).run(x), OnnxRunner(simple).run(x)
+    assert list(expected) == list(found)
+    for name, values in expected.items():
+        assert found[name].shape == values.shape
+        np.testing.assert_allclose(found[name], values, atol=tolerance * np.abs(values).max())
+
+
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "densenet121", "inception_v2"])
+def test_light_models_keep_their_function_and_names(name: str) -> None:
+    model = networks.light(name)
+    before = model.SerializeToString(deterministic=True)
+    simple = simplify(model)
+    assert model.SerializeToString(deterministic=True) == before
+    onnx.checker.check_model(simple, full_check=True)
+    _same(model, simple)
+    found = networks.operators(simple)
+    assert not {"ConstantOfShape", "Constant", "Dropout", "Identity", "Unsqueeze", "Sum"} & set(found)
+    assert found["Conv"] == networks.operators(model)["Conv"]
+    assert [(o.domain, o.version) for o in simple.opset_import] == [("", OPSET)]
+    names = [node.name for node in simple.graph.node]
+    assert len(set(names)) == len(names)
+    # Convolutions are still called what they were called.
+    of_old = {node.name for node in model.graph.node if node.op_type == "Conv"}
+    assert {node.name for node in simple.graph.node if node.op_type == "Conv"} == of_old
+
+
+def test_inputs_and_outputs_stay_and_constants_are_no_inputs() -> None:
+    model = networks.light("squeezenet")
+    simple = simplify(model)
+    data = next(value for value in model.graph.input if value.name == "data_0")
+    assert list(simple.graph.input) == [data]
+    assert list(simple.graph.output) == list(model.graph.output)
+
+
+def test_free_batch_dimension_and_metadata_stay() -> None:
+    model = networks.residual()
+    helper.set_model_props(model, {"origin": "a test"})
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "rows"
+    simple = simplify(model)
+    assert simple.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "rows"
+    assert {p.key: p.value for p in simple.metadata_props} == {"origin": "a test"}
+    _same(model, simple)
+
+
+def _with_norm(count: int) -> onnx.ModelProto:
+    text = (
+        "r = Relu(x)  n = BatchNormalization(r, s, b, m, v)  k = Mul(n, scale)  a = Add(shift, k)  y = Conv(a, w)"
+        if count == 1
+        else "c = Conv(x, w)  n = BatchNormalization(c, s, b, m, v)  y = Relu(n)"
+    )
+    random = np.random.default_rng(0)
+    by_channel = {name: random.uniform(0.5, 2, 4) for name in "sbmv"}
+    others = {"scale": random.uniform(1, 2, (4, 1, 1)), "shift": random.uniform(1, 2, (1, 4, 1, 1))}
+    return networks.network(text, {**networks.weights(w=(4, 4, 1, 1)), **by_channel, **others}, ("N", 4, 5, 5))
+
+
+def test_batch_norm_goes_into_the_convolution() -> None:
+    model = _with_norm(2)
+    simple = simplify(model)
+    assert networks.operators(simple) == {"Conv": 1, "Relu": 1}
+    _same(model, simple)
+
+
+def test_scale_and_shift_go_into_a_batch_norm_that_stays() -> None:
+    model = _with_norm(1)
+    simple = simplify(model)
+    assert networks.operators(simple) == {"Relu": 1, "BatchNormalization": 1, "Conv": 1}
+    _same(model, simple)
+
+
+def test_scale_by_row_does_not_go_into_a_batch_norm() -> None:
+    model = _with_norm(1)
+    scale = next(tensor for tensor in model.graph.initializer if tensor.name == "scale")
+    scale.CopyFrom(numpy_helper.from_array(np.arange(1, 6, dtype=np.float32).reshape(1, 1, 5), "scale"))
+    simple = simplify(model)
+    assert networks.operators(simple)["Mul"] == 1
+    _same(model, simple)
+
+
+def test_gemm_is_left_plain() -> None:
+    text = "h = Gemm <alpha=0.5, beta=2.0> (x, w, one)  y = Gemm <transB=1, beta=3.0> (h, v, row)"
+    constants = networks.weights(w=(6, 8), v=(5, 8), row=(1, 5))
+    model = networks.network(text, {**constants, "one": np.array([0.3])}, ("N", 6))
+    simple = simplify(model)
+    graph = Graph(simple)
+    for node, columns in zip(graph.nodes, (8, 5), strict=True):
+        assert graph.attribute(node, "alpha", 1.0) == graph.attribute(node, "beta", 1.0) == 1.0
+        assert graph.shape(node.input[2]) == (columns,)
+    _same(model, simple)
+
+
+def test_shared_weights_of_gemms_with_factors_stay_apart() -> None:
+    text = "h = Gemm <alpha=0.5> (x, w)  g = Gemm(x, w)  y = Add(h, g)"
+    model = networks.network(text, networks.weights(w=(6, 8)), ("N", 6))
+    _same(model, simplify(model))
+
+
+def test_nameless_nodes_are_called_after_their_outputs() -> None:
+    model = networks.residual()
+    for node in model.graph.node:
+        node.name = "same" if node.op_type == "Relu" else ""
+    names = [node.name for node in simplify(model).graph.node]
+    assert len(set(names)) == len(names)
+    assert {"same", "stem", "c2", "y"} <= set(names)
+
+
+def test_later_opsets_stay_and_earlier_ones_are_raised() -> None:
+    assert simplify(networks.residual()).opset_import[0].version == 17
+    later = simplify(networks.network("y = Relu(x)", {}, ("N", 4), opset=19))
+    assert later.opset_import[0].version == 19
+    raised = raise_opset(simplify(networks.light("squeezenet")), 19)
+    assert (raised.opset_import[0].version, raised.ir_version) == (19, 9)
+    onnx.checker.check_model(raised, full_check=True)
+    assert not networks.operators(raised)["Constant"]
+    _same(networks.light("squeezenet"), raised)
+
+
+def test_unknown_operator_is_named_with_its_node_and_a_cure() -> None:
+    with pytest.raises(BuildError, match=r"at node 'the_odd_one' \(example.org:Frobnicate\).*export the model without"):
+        simplify(networks.unknown_operator())
+
+
+def test_wrong_use_of_an_operator_is_named_with_its_node() -> None:
+    model = networks.network("h = Relu(x)  y = MatMul(h, w)", networks.weights(w=(6, 8)), ("N", 5))
+    with pytest.raises(BuildError, match=r"at node 'node_y' \(MatMul\).*onnx.checker") as raised:
+        simplify(model)
+    assert "headrace-" not in str(raised.value)
+
+
+def test_local_functions_are_written_out() -> None:
+    body = [helper.make_node("Relu", ["a"], ["r"]), helper.make_node("Add", ["r", "a"], ["o"])]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
+    function = helper.make_function("mine", "Twice", ["a"], ["o"], body, opsets[:1])
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 4]) for name in ("x", "y")]
+    graph = helper.make_graph([helper.make_node("Twice", ["x"], ["y"], domain="mine")], "g", values[:1], values[1:])
+    model = helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=8)
+    simple = simplify(model)
+    assert networks.operators(simple) == {"Relu": 1, "Add": 1}
+    assert not simple.functions
+    assert [o.domain for o in simple.opset_import] == [""]
+    _same(model, simple)
+
+
+def test_simple_models_stay_as_they_are() -> None:
+    simple = simplify(networks.transformer())
+    again = simplify(copy_model(simple))
+    assert networks.operators(again) == networks.operators(simple)
+    assert [node.name for node in again.graph.node] == [node.name for node in simple.graph.node]
