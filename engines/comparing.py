@@ -105,7 +105,8 @@ def show(console: Console, comparison: Comparison) -> None:
     console.print(
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
-    what, remarks = Table(*HEADINGS[:1]), []
+    what, remarks = Table(), []
+    what.add_column(HEADINGS[0], no_wrap=True)
     for heading in HEADINGS[1:-1]:
         what.add_column(heading, justify="right")
     for row in comparison.rows:

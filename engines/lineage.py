@@ -46,8 +46,9 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 def trace(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
     """By node of the optimised graph the nodes of the original that it does, in the original's order.
 
-    A node that is done several times over, such as a DequantizeLinear with two readers, is told with each. A node that nothing
-    does any more (folded into a constant) is told with none, one that was dropped on the way with what came before it.
+    A node that is done several times over, such as a DequantizeLinear with two readers, is told with each. A node that only
+    computes constants (weights' DequantizeLinear too) is told with none, unless it is still there; one that was dropped on the
+    way is told with what came before it.
 
     Args:
         optimised: its nodes have names of their own.
@@ -151,6 +152,8 @@ class _Trace:
             seen.add(tensor)
             if self._anchors.get(maker.name, name) != name or self._owner.get(maker.name, name) != name:
                 continue
+            if tensor in self._folded and maker.name not in self._anchors:
+                continue
             if self._is_shared(maker):
                 self._found[name].add(maker.name)
             else:
@@ -184,7 +187,10 @@ def _hints(name: str) -> Iterator[tuple[str, bool]]:
     plain = name.removeprefix(_FUSED)
     while shorter := _NUMBERED.sub("", plain):
         if shorter.endswith(_LAYOUT):
-            yield shorter.removesuffix(_LAYOUT), True
+            tensor = shorter.removesuffix(_LAYOUT)
+            yield tensor, True
+            # Normalisations and multiplications by constants become convolutions there.
+            yield tensor.removesuffix("_bn").removesuffix("_mul"), True
         yield shorter, False
         if shorter == plain:
             return

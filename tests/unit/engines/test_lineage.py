@@ -101,8 +101,8 @@ def quantized_pair() -> onnx.ModelProto:
 def test_integer_kernels_do_the_nodes_between_their_pairs(tmp_path: Path) -> None:
     _, lineage = in_two_steps(quantized_pair(), tmp_path)
     with_nodes = [set(found) for found in lineage.values() if found]
-    assert {"xdq", "w1", "conv1", "relu1", "r1q"} in with_nodes
-    assert {"pdq", "w2", "conv2", "yq"} in with_nodes
+    assert {"xdq", "conv1", "relu1", "r1q"} in with_nodes
+    assert {"pdq", "conv2", "yq"} in with_nodes
     assert any("pool" in found and "conv1" not in found and "conv2" not in found for found in with_nodes)
 
 
@@ -129,6 +129,33 @@ def test_a_node_that_was_dropped_is_told_with_what_came_before(tmp_path: Path) -
     optimised = optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path)
     lineage = trace(optimised, original)
     assert sorted(name for found in lineage.values() for name in found) == ["exp", "neg", "same"]
+
+
+def test_normalisations_that_became_convolutions_are_found(tmp_path: Path) -> None:
+    original = name_nodes(
+        model(
+            """(float[1,16,8,8] x) => (float[1,16,8,8] y, float[1,16,8,8] z) { [conv] c = Conv(x, w) [pool] z = Relu(c)
+            [bn] b = BatchNormalization(c, scale, shift, mean, var) [mul] m = Mul(b, factor) [conv2] y = Conv(m, w) }""",
+            w=kernels((16, 16, 1, 1)),
+            scale=kernels((16,), 1),
+            shift=kernels((16,), 2),
+            mean=kernels((16,), 3),
+            var=np.ones(16, "f4"),
+            factor=kernels((16, 1, 1), 4),
+        )
+    )
+    final, lineage = in_two_steps(original, tmp_path)
+    done = [name for found in lineage.values() for name in found]
+    assert sorted(done) == sorted(node.name for node in original.graph.node)
+    strays = [name for name, found in lineage.items() if not found and not name.startswith("Reorder")]
+    assert strays == [], final.graph.node
+
+
+def test_nodes_that_only_make_constants_are_told_with_none(tmp_path: Path) -> None:
+    original = name_nodes(
+        model("(float[2,4] x) => (float[2,4] y) { [weights] v = Neg(w) [mul] y = MatMul(x, v) }", w=kernels((4, 4)))
+    )
+    assert list(trace(optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path), original).values()) == [("mul",)]
 
 
 def test_a_graph_is_its_own_lineage() -> None:
