@@ -68,7 +68,7 @@ def compose(outer: Lineage, inner: Lineage) -> Lineage:
 class _Trace:
     def __init__(self, optimised: onnx.ModelProto, original: onnx.ModelProto) -> None:
         self._optimised = optimised.graph
-        self._graph = Graph(copy_model(original))
+        self._graph = Graph(_skeleton(original))
         self._by_name = {node.name: node for node in self._graph.nodes}
         self._order = {node.name: index for index, node in enumerate(self._graph.nodes)}
         self._anchors: dict[str, str] = {}  # node of the original -> node of the optimised graph that surely does it
@@ -179,6 +179,16 @@ class _Trace:
             owner = next((self._owner[maker.name] for maker in makers if maker and maker.name in self._owner), None)
             if owner is not None:
                 self._own(owner, node)
+
+
+def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph without its weights, which may be large and tell nothing here."""
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+    for field in ("node", "input", "output"):
+        getattr(bare.graph, field).extend(getattr(model.graph, field))
+    for tensor in model.graph.initializer:
+        bare.graph.initializer.add(name=tensor.name, data_type=tensor.data_type)
+    return bare
 
 
 def _hints(name: str) -> Iterator[tuple[str, bool]]:
