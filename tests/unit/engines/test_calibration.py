@@ -1,0 +1,134 @@
+import json
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from engines.errors import BuildError
+from engines.progress import silent
+from engines.quantization.calibration import calibrate
+from engines.quantization.samples import Samples
+from server.core.optimization_config import Calibration
+from tests import models
+
+MINMAX = Calibration(method="minmax")
+
+
+def _samples(count=40, seed=0):
+    return Samples.of({"X": np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)})
+
+
+def _found(model, tensors, samples=None, calibration=MINMAX, cache=None, report=silent):
+    return calibrate(model, tensors, samples or _samples(), calibration, cache, report)
+
+
+def _weights(model):
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def test_ranges_are_those_of_the_tensors():
+    model, samples = models.affine(), _samples()
+    x = next(samples.batches(100))["X"]
+    weights = _weights(model)
+    product = x @ weights["W"]
+    expected = {
+        "X": x, "XW": product, "Y": np.maximum(product + weights["B"], 0), "W": weights["W"],
+    }  # fmt: skip
+    before = model.SerializeToString()
+    for name, (low, high) in _found(model, list(expected), samples).items():
+        values = expected[name]
+        assert (low, high) == pytest.approx((min(values.min(), 0), max(values.max(), 0)), rel=1e-5)
+    assert model.SerializeToString() == before
+
+
+def test_methods_differ_and_tensorrts_is_entropy():
+    model = models.affine()
+    found = {
+        method: _found(model, ["XWB"], _samples(4000), Calibration(method=method, percentile=99.0))["XWB"]
+        for method in ("minmax", "percentile", "entropy", "mse", "tensorrt")
+    }
+    assert found["percentile"][1] < found["minmax"][1]
+    assert found["tensorrt"] == found["entropy"]
+
+
+def test_a_table_serves_again_until_something_changes(tmp_path, monkeypatch):
+    model, cache = models.affine(), tmp_path / "tables"
+    first = _found(model, ["XW", "Y"], cache=cache)
+    (table,) = cache.iterdir()
+    notes = []
+    assert _found(model, ["XW", "Y"], cache=cache, report=lambda done, note: notes.append((done, note))) == first
+    assert notes == [(1.0, "the ranges are known from an earlier calibration")]
+    changed = [
+        (models.affine(seed=1), ["XW", "Y"], None, MINMAX),
+        (model, ["Y"], None, MINMAX),
+        (model, ["XW", "Y"], _samples(seed=1), MINMAX),
+        (model, ["XW", "Y"], None, Calibration(method="percentile")),
+        (model, ["XW", "Y"], None, Calibration(method="percentile", percentile=99.0)),
+    ]
+    for number, (other, tensors, samples, calibration) in enumerate(changed):
+        _found(other, tensors, samples, calibration, cache)
+        assert len(list(cache.iterdir())) == number + 2
+    assert _found(model, ["XW", "Y"], calibration=Calibration(method="minmax", percentile=99.0), cache=cache) == first
+    assert len(list(cache.iterdir())) == len(changed) + 1
+    assert table.exists()
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "half", "reversed", "key", "another"])
+def test_a_damaged_table_is_made_anew(tmp_path, damage):
+    model = models.affine()
+    first = _found(model, ["XW", "Y"], cache=tmp_path)
+    (table,) = tmp_path.iterdir()
+    text = table.read_text()
+    told = json.loads(text)
+    told["ranges"]["Y"] = {"reversed": [1, -1], "another": [0.0, None]}.get(damage, told["ranges"]["Y"])
+    told["key"] = "0" if damage == "key" else told["key"]
+    written = {"half": text[: len(text) // 2], "reversed": json.dumps(told), "another": json.dumps(told)}
+    table.write_text(written.get(damage, json.dumps(told) if damage == "key" else damage))
+    assert _found(model, ["XW", "Y"], cache=tmp_path) == first
+    assert json.loads(table.read_text()) == json.loads(text)
+    assert list(tmp_path.iterdir()) == [table]
+
+
+def test_progress_goes_from_nothing_to_all():
+    told = []
+    _found(models.affine(), ["Y"], _samples(100), report=lambda done, note: told.append((done, note)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[0][0] == 0
+    assert told[-1] == (1.0, "calibrated 1 tensors on arrays (100 samples)")
+    assert len(told) > 3
+
+
+def test_a_tensor_that_does_not_exist_is_told():
+    with pytest.raises(BuildError, match="no tensor 'nothing'"):
+        _found(models.affine(), ["Y", "nothing"])
+
+
+def test_samples_that_the_model_refuses_are_told():
+    samples = Samples.of({"X": np.zeros((3, 17), np.float32)})
+    with pytest.raises(BuildError, match=r"fails on samples of X \[1, 17\]"):
+        _found(models.affine(), ["Y"], samples)
+
+
+def test_infinity_inside_of_the_model_names_its_tensor():
+    nodes = [helper.make_node("Log", ["X"], ["L"]), helper.make_node("Relu", ["L"], ["Y"])]
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "XY"]
+    graph = helper.make_graph(nodes, "log", value[:1], value[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    with pytest.raises(BuildError, match="tensor 'L' holds NaN or infinity"):
+        _found(model, ["L"], Samples.of({"X": np.zeros((2, 4), np.float32)}))
+
+
+def test_a_model_without_a_batch_dimension_runs_sample_by_sample():
+    samples = Samples(
+        lambda n: {"X": np.full((2, 8), float(n), np.float32)}, [bytes([n]) for n in range(3)], "s", batched=False
+    )
+    model = models.identity(shape=(2, 8))
+    assert _found(model, ["X", "Y"], samples) == {"X": (0, 2), "Y": (0, 2)}
+
+
+def test_a_table_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="the calibration table cannot be kept in"):
+        _found(models.affine(), ["Y"], cache=tmp_path / "file")
