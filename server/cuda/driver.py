@@ -155,8 +155,10 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         """Mark the moment when all work queued on the stream so far is done."""
-        self._event.record(stream.stream)
+        with check("recording an event"):
+            self._event.record(stream.stream)
 
     def us_since(self, earlier: Event) -> float:
         """Microseconds from an earlier event to this one; both have happened."""
-        return float(self._event.time_since(earlier._event)) * 1000
+        with check("reading an event"):
+            return float(self._event.time_since(earlier._event)) * 1000
