@@ -161,7 +161,10 @@ class Deployments:
         files = look_at_version(order.folder / number)
         mine = model.folder.config.default_model_filename
         if not version.handle.ready or without_builds(files, mine) != without_builds(version.signature.files, mine):
-            return  # who wants the files as they are now will load them, with the engine if it fits them
+            # Who wants the files as they are now will load them, with the engine if it fits them.
+            reason = "an engine is built, but the model's files have changed meanwhile: load the model again"
+            self._registry.note(name, reason, number)
+            return
         signature = replace(version.signature, files=files)
         try:
             new = self._kept(model.folder, number, signature, version)
@@ -231,7 +234,8 @@ class Deployments:
         plan = _guarded(lambda: self._loader.plan(folder, version), what)
         if plan.stamp is None:
             if plan.remark:
-                logger.warning("model %s: %s (%s)", what, plan.remark, plan.cure)
+                level, cure = (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})")
+                logger.log(level, "model %s: %s%s", what, plan.remark, cure)
             return plan, _guarded(lambda: self._loader.load(folder, version, plan), what)
         try:
             handle = _guarded(lambda: self._loader.load(folder, version, plan), what)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.config.stamps import STAMP_FILE, is_artefact_name
+from server.config.stamps import RECIPE_FILE, STAMP_FILE, is_artefact_name
 
 Look = tuple[tuple[str, int, int, int], ...]
 """(relative path, size in bytes, time of the last change in ns, inode) of every entry, sorted."""
@@ -46,7 +46,7 @@ def without_builds(look: Look, model_file: str) -> Look:
 
 
 def _is_built(name: str) -> bool:
-    return name == STAMP_FILE or is_artefact_name(name.removesuffix(".data"))
+    return name in (STAMP_FILE, RECIPE_FILE) or is_artefact_name(name.removesuffix(".data"))
 
 
 def look_at_model(path: Path) -> Look:

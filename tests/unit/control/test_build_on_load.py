@@ -210,7 +210,7 @@ def test_files_that_nobody_asked_to_load_are_not_loaded_by_a_builds_end(workshop
         put(workshop.repository, 3)
         workshop.let_go()
         await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
-        await asyncio.sleep(0.5)
+        await until(lambda: "files have changed meanwhile: load the model again" in reason_of(registry))
         assert same(await ask(registry), 1)
         await reconciler.load("m", None, {})
         assert same(await ask(registry), 2), "the engine was built from the new file"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.control.file_look import GONE, look_at_model, look_at_version, look_at_versions
+from server.control.file_look import GONE, look_at_model, look_at_version, look_at_versions, without_builds
 
 
 @pytest.fixture
@@ -96,3 +96,22 @@ def test_what_vanishes_looks_like_gone(folder: Path, tmp_path: Path) -> None:
     (folder / "1" / "dangling").symlink_to(tmp_path / "nowhere")
     (folder / "1" / "data" / "loop").symlink_to(folder / "1")
     assert look_at_model(folder) != GONE, "neither a dangling link nor a circle stops it"
+
+
+def test_what_builders_put_beside_a_model_is_no_change_of_it(folder: Path) -> None:
+    before = look_at_version(folder / "1")
+    built = (
+        "build.json",
+        "recipe.json",
+        "model.0123456789ab.onnx",
+        "model.0123456789ab.plan",
+        "model.0123456789ab.onnx.data",
+    )
+    for name in (*built, ".model.0123456789ab.onnx.17.tmp"):
+        (folder / "1" / name).write_text("built")
+    after = look_at_version(folder / "1")
+    assert {entry[0] for entry in after} - {entry[0] for entry in before} == set(built)
+    assert without_builds(after, "model.onnx") == without_builds(before, "model.onnx") == before
+    assert len(without_builds(after, "model.0123456789ab.plan")) == len(before) + 1
+    (folder / "1" / "model.012345.onnx").write_text("a model")
+    assert without_builds(look_at_version(folder / "1"), "model.onnx") != before
