@@ -151,11 +151,11 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
         if rows not in (None, 1):
             raise BuildError(f"{project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))
-    if rows is not None and rows > config.max_batch_size:
-        raise BuildError(f"--batch is {rows}, {project.name} takes {config.max_batch_size} rows at most")
+    least, best, most = next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
     if rows is None:
-        rows = next((shape[0] for shape in tuned.values()), 1)
-        rows = min(rows, _CPU_ROWS) if target.name == "onnxruntime" else rows
+        rows = max(least[0], min(best[0], _CPU_ROWS)) if target.name == "onnxruntime" else best[0]
+    if not least[0] <= rows <= most[0]:
+        raise BuildError(f"--batch is {rows}, {project.name} takes {least[0]} to {most[0]} rows")
     samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
     batch = next(iter(samples.batches(_NOISE_ROWS)))
     return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}

@@ -34,7 +34,7 @@ def comparison_page(comparison: Comparison) -> str:
         f'<p class="soft">Timed in turns in one process, {comparison.seconds:g} s each; medians over rounds.'
         + (f" Accuracy on {escape(comparison.data)}." if comparison.data else "")
         + "</p>",
-        svg(legend(names), WIDTH, LEGEND_HEIGHT, label + "legend").replace("<svg ", '<svg style="max-width:28rem" ', 1),
+        f'<div class="key">{svg(legend(names), WIDTH, LEGEND_HEIGHT, label + "legend")}</div>',
         '<div class="plots">',
         svg(throughput, WIDTH, HEIGHT, label + "throughput"),
         svg(latency, WIDTH, HEIGHT, label + "latency"),
@@ -46,7 +46,7 @@ def comparison_page(comparison: Comparison) -> str:
             SPEED_HEADINGS, [_speed_cells(comparison, row, n) for row in comparison.worked for n in comparison.sizes]
         ),
     ]
-    return page(f"{comparison.model}: precisions compared", "\n".join(body))
+    return page(f"{comparison.model}: precisions compared", "\n".join(body), ".key{max-width:28rem}")
 
 
 def comparison_picture(comparison: Comparison) -> str:

@@ -207,7 +207,7 @@ def test_a_model_without_a_batch_dimension_has_one_row(tmp_path: Path) -> None:
     [
         (("--top", "0"), "--top is 0"),
         (("--batch", "-1"), "--batch is -1"),
-        (("--batch", "17"), "16 rows at most"),
+        (("--batch", "17"), "takes 1 to 16 rows"),
         (("--version", "7"), "version 7"),
         (("--html", "{file}/a.html"), "cannot be written"),
     ],
