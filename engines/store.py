@@ -285,12 +285,12 @@ class Store:
         place, lock = self._place(key), self._lock_file(key)
         try:
             with locked(lock, block=False):
-                freed = sum(s.st_size for s in _states(place) if s.st_nlink == 1)
+                freed_bytes = sum(state.st_size for state in _states(place) if state.st_nlink == 1)
                 if not dry_run:
                     with self.scratch() as scratch:
                         place.rename(scratch / "old")
-                    lock.unlink(missing_ok=True)
-                return freed
+                lock.unlink(missing_ok=True)
+                return freed_bytes
         except BlockingIOError:
             return None
         except OSError as error:

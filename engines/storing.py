@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -95,28 +96,20 @@ def _ls(
 
 
 def _store_table(store: Store, stored: Sequence[Stored]) -> Table:
-    table = Table(title=Text(f"Store {store.root}"), title_justify="left")
-    for heading in ("key", "model", "precision", "target", "device"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("size", "accuracy", "last used"):
-        table.add_column(heading, justify="right")
-    table.add_column("published by", overflow="fold")
+    table = _table(Text(f"Store {store.root}"), ("key", "model", "engine", "for"), ("size", "used"))
+    table.add_column("published", overflow="fold")
     for one in stored:
         if one.entry is None:
-            table.add_row(one.key[:12], *[""] * 7, Text(one.problem, "red"))
+            table.add_row(one.key[:12], *[""] * 5, Text(one.problem, "red"))
             continue
         facts = one.entry.facts
-        machine = facts.get("machine")
-        machine = machine if isinstance(machine, dict) else {}
         state = Text(one.problem, "red") if one.problem else Text(", ".join(one.published) or "nobody")
         table.add_row(
             one.key[:12],
             _text(facts.get("model")),
             _text(facts.get("precision")),
-            _text(" ".join(str(machine.get(name, "")) for name in ("target", "version"))),
-            _text(" ".join(str(machine.get(name, "")) for name in ("device", "capability"))),
+            _machine(facts.get("machine")),
             megabytes(one.entry.size_bytes),
-            _accuracy(facts.get("accuracy")),
             _age(one.entry.used_s),
             state,
         )
@@ -126,27 +119,22 @@ def _store_table(store: Store, stored: Sequence[Stored]) -> Table:
 
 
 def _published_table(published: Sequence[Published]) -> Table:
-    table = Table(title="Published", title_justify="left")
-    for heading in ("model", "version", "precision", "target", "device"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("size", "accuracy", "age"):
-        table.add_column(heading, justify="right")
+    table = _table(Text("Published"), ("model", "engine", "for"), ("size", "accuracy", "age"))
     table.add_column("state", overflow="fold")
     for one in published:
         state = Text.assemble((one.state, _STYLES[one.state]), f": {one.problem}" if one.problem else "")
-        stamp = one.stamp
+        name, stamp = Text(f"{one.model}/{one.version}"), one.stamp
         if stamp is None:
-            table.add_row(_text(one.model), str(one.version), *[""] * 6, state)
+            table.add_row(name, *[""] * 5, state)
             continue
         if stamp.forced:
             state.append(" (forced)", "yellow")
-        overridden = " (command line)" if stamp.overridden else ""
+        if stamp.overridden:
+            state.append(" by option")
         table.add_row(
-            _text(one.model),
-            str(one.version),
-            _text(f"{stamp.precision}{overridden}"),
-            _text(f"{stamp.machine.target} {stamp.machine.version}"),
-            _text(f"{stamp.machine.device} {stamp.machine.capability}"),
+            name,
+            _text(stamp.precision),
+            _machine(asdict(stamp.machine)),
             megabytes(stamp.size_bytes),
             _accuracy(stamp.accuracy),
             _age(_changed_s(one.folder / stamp.artefact)),
@@ -155,16 +143,31 @@ def _published_table(published: Sequence[Published]) -> Table:
     return table
 
 
+def _table(title: Text, headings: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading in ("key", "for"), overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=heading != "accuracy")
+    return table
+
+
+def _machine(told: Any) -> Text:
+    told = told if isinstance(told, dict) else {}
+    lines = (("device", "capability"), ("target", "version"))
+    return Text("\n".join(" ".join(str(told.get(name, "")) for name in line) for line in lines))
+
+
 def _text(value: object) -> Text:
     return Text("" if value is None else str(value))
 
 
 def _accuracy(told: Any) -> Text:
-    """The measure that says most: true accuracy, else agreement on the largest output, else the cosine."""
+    """The measure that says most: true accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
     told = told if hasattr(told, "get") else {}
-    for name, unit in (("accuracy", ""), ("top1_agreement", " agree")):
+    for name, what in (("accuracy", "true"), ("top1_agreement", "top-1")):
         if isinstance(told.get(name), float | int):
-            return Text(f"{100 * told[name]:.2f} %{unit}")
+            return Text(f"{what} {100 * told[name]:.1f}%")
     return Text(f"cosine {told['cosine']:.5f}" if isinstance(told.get("cosine"), float | int) else "")
 
 

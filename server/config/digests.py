@@ -68,5 +68,5 @@ def _digest_of(path: Path, shown: str) -> tuple[hashlib._Hash, bool]:
                 named = named or b"location" in tail + block
                 tail = block[-8:]
     except OSError as error:
-        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None
+        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from error
     return digest, named

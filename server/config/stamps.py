@@ -15,6 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -46,14 +47,16 @@ __all__ = [
 ]
 
 STAMP_FILE = "build.json"
+RECIPE_FILE = "recipe.json"
 FORMAT = 1
 # A stamp takes a few kilobytes; a file larger than this is something else.
 MAX_STAMP_BYTES = 1 << 20
 
 _ARTEFACT = re.compile(r"model\.[0-9a-f]{12}\.(onnx|plan)")
-# Looks at `build.json` until an artefact that it names is there: a builder replaces the artefact first and the stamp then, so
-# that a second look finds what the first one missed.
-_LOOKS = 3
+# An artefact that is not there may just have been replaced: the stamp was read before, and a second look finds the new one.
+# More than two only happen while builders publish in a loop.
+_LOOKS = 10
+_MISSING = "is missing"
 _REBUILD = "build the model again with `headrace build`, or remove the file"
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\z")]
@@ -239,6 +242,7 @@ def put_stamp(folder: Path, stamp: Stamp) -> None:
         stamps = read_stamps(folder)
     except ConfigError:
         stamps = []
+    _keep_recipe(path)
     kept = [old for old in stamps if old.machine != stamp.machine]
     builds = [one.to_json() for one in (*kept, stamp)]
     content = (json.dumps({"format": FORMAT, "builds": builds}, indent=2, allow_nan=False) + "\n").encode()
@@ -280,16 +284,13 @@ def choose(
 def choose_in(folder: Path, onnx_sha256: str, config_digest: str, machine: Machine, check: bool = True) -> Choice:
     """`choose` from the stamps in a folder, also while a builder publishes there; a `build.json` that is wrong is a reason."""
     choice = Choice(None, None, "")
-    seen: list[Stamp] | None = None
     for _ in range(_LOOKS):
         try:
             stamps = read_stamps(folder)
         except ConfigError as error:
             return Choice(None, None, str(error.findings[0]))
-        if stamps == seen:
-            break
-        seen, choice = stamps, choose(stamps, folder, onnx_sha256, config_digest, machine, check)
-        if choice.stamp is not None:
+        choice = choose(stamps, folder, onnx_sha256, config_digest, machine, check)
+        if not choice.reason.endswith(_MISSING):
             break
     return choice
 
@@ -311,12 +312,24 @@ def artefact_problem(path: Path, size_bytes: int, sha256: str) -> str:
         if sha256 and onnx_digest(path) != sha256:
             return f"{path.name} has been changed: its digest is another one"
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return f"{path.name} {_MISSING}"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
     except ConfigError as error:
-        return f"{path.name} has been changed: {error.findings[0].message}"
+        if isinstance(error.__cause__, FileNotFoundError):
+            return f"{path.name} {_MISSING}"
+        changed = "" if isinstance(error.__cause__, OSError) else "has been changed: "
+        return f"{path.name} {changed}{error.findings[0].message}"
     return ""
+
+
+def _keep_recipe(path: Path) -> None:
+    """Put a demo model's own stamp, which once had this name, where it is now: it tells what its model was made from."""
+    with suppress(ConfigError, ValueError, RecursionError, FileExistsError):
+        content = _content(path, path.name)
+        document = None if content is None else json.loads(content)
+        if isinstance(document, dict) and "recipe" in document and "builds" not in document:
+            os.link(path, path.with_name(RECIPE_FILE), follow_symlinks=False)
 
 
 def _content(path: Path, shown: str) -> bytes | None:

@@ -117,6 +117,7 @@ def test_without_a_stamp_or_with_a_demo_models_there_are_none(folder: Path) -> N
     assert read_stamps(folder) == []
     write_stamp(folder, _stamp(folder))
     assert len(read_stamps(folder)) == 1
+    assert json.loads((folder / "recipe.json").read_text())["recipe"] == "1746"
 
 
 CORRUPT: dict[str, tuple[bytes, str]] = {

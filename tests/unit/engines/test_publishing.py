@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import publishing
+from engines.errors import BuildError
+from engines.store import Entry, Store
+from server.config.machine import Machine
+from server.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
+from server.core.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+CPU = Machine("onnxruntime", "1.31", "cpu", "avx2")
+GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
+ONNX, CONFIG = "a" * 64, "b" * 64
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "repository" / "m" / "1"
+    path.mkdir(parents=True)
+    (path / "model.onnx").write_bytes(b"the source")
+    (path / "notes.txt").write_bytes(b"somebody's own")
+    return path
+
+
+def _entry(store: Store, name: str, suffix: str = ".plan") -> Entry:
+    key = store.key({"name": name})
+    with store.building(key), store.scratch() as scratch:
+        (scratch / f"x{suffix}").write_bytes(name.encode() * 1000)
+        return store.add(key, scratch / f"x{suffix}", {})
+
+
+def _stamp(entry: Entry, machine: Machine = CPU) -> Stamp:
+    return Stamp(
+        key=entry.key,
+        artefact=entry.path.name,
+        artefact_sha256=entry.sha256,
+        size_bytes=entry.size_bytes,
+        onnx_sha256=ONNX,
+        config_digest=CONFIG,
+        spec_digest="c" * 64,
+        precision="int8",
+        asked="int8",
+        overridden=False,
+        machine=machine,
+    )
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {"model.onnx", "notes.txt"}
+
+
+def test_an_engine_is_published_as_the_file_in_the_store(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    store.publish(entry, folder, _stamp(entry))
+    choice = choose_in(folder, ONNX, CONFIG, CPU)
+    assert choice.path == folder / entry.path.name
+    assert choice.path.samefile(entry.path)
+    assert _names(folder) == {entry.path.name, STAMP_FILE}
+    assert (folder / "model.onnx").read_bytes() == b"the source"
+
+
+def test_what_no_stamp_names_any_more_goes(store: Store, folder: Path) -> None:
+    old, new, gpu = _entry(store, "old", ".onnx"), _entry(store, "new", ".onnx"), _entry(store, "gpu")
+    (folder / f".{old.path.name}.4711.0123abcd.tmp").write_bytes(b"half of a killed builder's")
+    (folder / "model.0123456789ab.onnx").write_bytes(b"nobody's")
+    store.publish(gpu, folder, _stamp(gpu, GPU))
+    store.publish(old, folder, _stamp(old))
+    store.publish(new, folder, _stamp(new))
+    assert _names(folder) == {new.path.name, gpu.path.name, STAMP_FILE}
+    assert {stamp.machine for stamp in read_stamps(folder)} == {CPU, GPU}
+    assert store.find(old.key) is not None, "the store keeps it"
+    assert (folder / "notes.txt").exists()
+
+
+def test_publishing_again_touches_nothing(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    store.publish(entry, folder, _stamp(entry))
+    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    store.publish(entry, folder, _stamp(entry))
+    assert before == {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP])
+def test_where_a_link_cannot_be_made_the_engine_is_copied(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    entry = _entry(store, "a")
+    monkeypatch.setattr(publishing.os, "link", _failing(number))
+    store.publish(entry, folder, _stamp(entry))
+    published = folder / entry.path.name
+    assert published.read_bytes() == entry.path.read_bytes()
+    assert not published.samefile(entry.path)
+    assert published.stat().st_mode == entry.path.stat().st_mode
+    assert _names(folder) == {entry.path.name, STAMP_FILE}
+
+
+def _failing(number: int) -> Any:
+    def fail(*names: Any, **_: Any) -> Any:
+        raise OSError(number, os.strerror(number), *([str(names[0])] if names else []))
+
+    return fail
+
+
+def test_a_disk_without_room_for_a_copy_is_told_with_the_bytes(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = _entry(store, "a" * 200)
+    monkeypatch.setattr(publishing.os, "link", _failing(errno.EXDEV))
+    monkeypatch.setattr(publishing, "free_bytes", lambda _folder: entry.size_bytes - 1)
+    with pytest.raises(BuildError, match=r"the disk is full \(0\.2 MB are needed, .*stays in the store"):
+        store.publish(entry, folder, _stamp(entry))
+    assert _names(folder) == set()
+    assert store.find(entry.key) is not None
+
+
+@pytest.mark.parametrize("step", ["put_stamp", "sync", "_link_or_copy", "locked_folder"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EACCES])
+def test_a_repository_that_cannot_be_written_keeps_what_it_had(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    old, new = _entry(store, "old"), _entry(store, "new")
+    store.publish(old, folder, _stamp(old))
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, step, _failing(number))
+        with pytest.raises(BuildError, match="stays in the store"):
+            store.publish(new, folder, _stamp(new))
+    assert _names(folder) == {old.path.name, STAMP_FILE}
+    assert choose_in(folder, ONNX, CONFIG, CPU).path == folder / old.path.name
+    assert store.find(new.key) is not None
+
+
+def test_what_has_gone_meanwhile_is_told(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    with pytest.raises(BuildError, match="absent has changed meanwhile"):
+        store.publish(entry, folder.with_name("absent"), _stamp(entry))
+    store.remove(entry.key)
+    with pytest.raises(BuildError, match="the store has changed meanwhile"):
+        store.publish(entry, folder, _stamp(entry))
+    assert _names(folder) == set()
+
+
+def test_a_damaged_engine_and_a_stamp_of_another_are_not_published(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    with pytest.raises(BuildError):
+        store.publish(entry, folder, replace(_stamp(entry), size_bytes=-1))
+    entry.path.chmod(0o644)
+    entry.path.write_bytes(b"b" * entry.size_bytes)
+    with pytest.raises(BuildError, match=r"damaged.*--rebuild"):
+        store.publish(entry, folder, _stamp(entry))
+    assert _names(folder) == set()
+
+
+def test_a_published_file_that_was_changed_is_put_right(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    (folder / entry.path.name).symlink_to("/etc/passwd")
+    store.publish(entry, folder, _stamp(entry))
+    assert choose_in(folder, ONNX, CONFIG, CPU).path is not None
+    assert Path("/etc/passwd").exists()
+
+
+def test_builders_for_two_machines_publish_at_once(store: Store, folder: Path) -> None:
+    entries = {machine: _entry(store, machine.device) for machine in (CPU, GPU)}
+
+    def publish(machine: Machine) -> None:
+        for _ in range(10):
+            store.publish(entries[machine], folder, _stamp(entries[machine], machine))
+
+    threads = [threading.Thread(target=publish, args=(machine,)) for machine in entries]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {stamp.machine: stamp.artefact for stamp in read_stamps(folder)} == {
+        machine: entry.path.name for machine, entry in entries.items()
+    }
+    assert _names(folder) == {*(entry.path.name for entry in entries.values()), STAMP_FILE}
+
+
+READER = """
+import sys
+from pathlib import Path
+from server.config.machine import Machine
+from server.config.stamps import choose_in
+
+folder, machine = Path(sys.argv[1]), Machine("onnxruntime", "1.31", "cpu", "avx2")
+seen, looks = set(), 0
+print("reads", flush=True)
+while not (folder / "enough").exists():
+    choice = choose_in(folder, "a" * 64, "b" * 64, machine)
+    looks += 1
+    if choice.stamp is None:
+        sys.exit(f"look {looks}: {choice.reason}")
+    seen.add(choice.stamp.artefact)
+print(looks, len(seen))
+"""
+
+
+def test_a_reader_always_finds_a_whole_engine_while_others_are_published(store: Store, folder: Path) -> None:
+    entries = [_entry(store, "a" * 50), _entry(store, "b" * 50)]
+    store.publish(entries[0], folder, _stamp(entries[0]))
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == "reads\n"
+    for number in range(1, 101):
+        store.publish(entries[number % 2], folder, _stamp(entries[number % 2]))
+    (folder / "enough").touch()
+    told, error = reader.communicate(timeout=30)
+    assert reader.returncode == 0, error
+    looks, seen = map(int, told.split())
+    assert looks > 20
+    assert seen == 2
+
+
+def test_a_stamp_of_a_folder_that_is_full_of_them_is_refused(store: Store, folder: Path) -> None:
+    entry = _entry(store, "a")
+    write_stamp(folder, replace(_stamp(_entry(store, "gpu"), GPU), kept=("x" * 900_000,)))
+    with pytest.raises(BuildError, match="larger than"):
+        store.publish(entry, folder, replace(_stamp(entry), kept=("x" * 900_000,)))
+    with pytest.raises(ConfigError, match="larger than"):
+        write_stamp(folder, replace(_stamp(entry), kept=("x" * 900_000,)))
+    assert _names(folder) == {STAMP_FILE}
