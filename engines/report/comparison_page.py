@@ -40,7 +40,8 @@ def comparison_page(comparison: Comparison) -> str:
         svg(latency, WIDTH, HEIGHT, label + "latency"),
         svg(accuracy[0], WIDTH, accuracy[1], label + "accuracy"),
         "</div><h2>What they are</h2>",
-        table(HEADINGS, [[escape(cell) for cell in cells_of(row)] for row in comparison.rows], (len(HEADINGS) - 1,)),
+        table(HEADINGS[:-1], [[escape(cell) for cell in cells_of(row)[:-1]] for row in comparison.worked]),
+        *(f"<p><small><b>{escape(row.precision)}</b> {escape(told)}</small></p>" for row, told in _remarks(comparison)),
         "<h2>How fast they are</h2>",
         table(
             SPEED_HEADINGS, [_speed_cells(comparison, row, n) for row in comparison.worked for n in comparison.sizes]
@@ -96,6 +97,10 @@ def speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:
         rate(timing.rows_per_s),
         "" if times is None else f"x {times:.2f}",
     ]
+
+
+def _remarks(comparison: Comparison) -> list[tuple[Row, str]]:
+    return [(row, told) for row in comparison.rows if (told := cells_of(row)[-1])]
 
 
 def _panels(comparison: Comparison) -> tuple[str, str, tuple[str, int]]:

@@ -18,7 +18,7 @@ svg{display:block;width:100%;height:auto}
 .plots{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,21rem),1fr))}
 .scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{padding:.3rem .6rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th:first-child,td:first-child,.words{text-align:left}.words{white-space:normal;min-width:12rem}
+th:first-child,td:first-child{text-align:left}
 .dot{display:inline-block;width:.8em;height:.8em;border-radius:50%;margin-right:.35em;vertical-align:-.05em}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;margin:.5rem 0;list-style:none}
 """
@@ -41,17 +41,15 @@ def page(title: str, body: str, css: str = "") -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = ()) -> str:
-    """A table that scrolls by itself where the screen is narrow.
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of numbers, the first column text, that scrolls by itself where the screen is narrow.
 
     Args:
         headings: plain text.
         rows: cells, HTML; what is text has been escaped.
-        words: columns of text rather than numbers, besides the first.
     """
-    head = "".join(f"<th{_kind(i, words)}>{escape(text)}</th>" for i, text in enumerate(headings))
-    lines = ("".join(f"<td{_kind(i, words)}>{cell}</td>" for i, cell in enumerate(row)) for row in rows)
-    body = "".join(f"<tr>{line}</tr>\n" for line in lines)
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
@@ -66,7 +64,3 @@ def save(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BuildError(f"{path} cannot be written: {error.strerror}: name another file, or make room") from error
-
-
-def _kind(column: int, words: Sequence[int]) -> str:
-    return ' class="words"' if column in words else ""

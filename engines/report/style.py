@@ -66,8 +66,10 @@ def rate(rows_per_s: float) -> str:
 
 
 def size(size_bytes: int) -> str:
-    """Decimal megabytes or kilobytes, as `models build` writes them."""
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
+    """Decimal megabytes or kilobytes: "102.0 MB", "154 kB", "1.5 kB"."""
+    if size_bytes >= 1e6:
+        return f"{size_bytes / 1e6:,.1f} MB"
+    return f"{size_bytes / 1e3:.0f} kB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
 
 
 def plain(text: str) -> str:
