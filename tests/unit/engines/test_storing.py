@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from rich.console import Console
+
+from engines import store_survey, storing
+from engines.errors import BuildError
+from engines.project import open_project
+from engines.store import ENTRY_FILE, Entry, Store
+from server.config.machine import Machine, onnxruntime_machine
+from server.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
+from tests.models import affine
+
+HERE = onnxruntime_machine()
+ELSEWHERE = replace(HERE, capability="neon")
+DAY_S = 86_400
+
+
+class _Place:
+    """A store and a repository, and the commands on them."""
+
+    def __init__(self, root: Path) -> None:
+        self.store = Store(root / "cache")
+        self.repository = root / "repository"
+        self.repository.mkdir()
+
+    def add_model(self, name: str) -> Path:
+        folder = self.repository / name / "1"
+        folder.mkdir(parents=True)
+        onnx.save_model(affine(), folder / "model.onnx")
+        return folder
+
+    def add_entry(self, name: str, machine: Machine = HERE, size_bytes: int = 5000) -> Entry:
+        key = self.store.key({"name": name, "machine": str(machine)})
+        facts = {"model": name, "precision": "int8", "machine": {"target": machine.target, "device": machine.device}}
+        with self.store.building(key), self.store.scratch() as scratch:
+            (scratch / "x.onnx").write_bytes(bytes(size_bytes))
+            return self.store.add(key, scratch / "x.onnx", facts)
+
+    def publish(self, name: str, machine: Machine = HERE, **changes: Any) -> Entry:
+        entry = self.add_entry(name, machine)
+        project = open_project(name, self.repository)
+        stamp = Stamp(
+            key=entry.key,
+            artefact=entry.path.name,
+            artefact_sha256=entry.sha256,
+            size_bytes=entry.size_bytes,
+            onnx_sha256=project.digest(),
+            config_digest=config_digest(project.config),
+            spec_digest="c" * 64,
+            precision="int8",
+            asked="int8",
+            overridden=False,
+            machine=machine,
+            accuracy={"top1_agreement": 0.9876, "accuracy": None},
+        )
+        self.store.publish(entry, project.source.parent, replace(stamp, **changes))
+        return entry
+
+    def run(self, action: str, *words: str, repositories: bool = True) -> tuple[int, str]:
+        parser = argparse.ArgumentParser()
+        storing.add_arguments(parser, action)
+        given = ["--model-repository", str(self.repository)] if repositories else []
+        output = io.StringIO()
+        options = parser.parse_args([*given, "--cache", str(self.store.root), *words])
+        status = storing.run(options, Console(file=output, width=200, force_terminal=False))
+        return status, output.getvalue()
+
+    def json(self, action: str, *words: str) -> Any:
+        return json.loads(self.run(action, "--json", *words)[1])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> _Place:
+    return _Place(tmp_path)
+
+
+def _age(entry: Entry, days: float) -> None:
+    path = entry.path.with_name(ENTRY_FILE)
+    moment_s = path.stat().st_mtime - days * DAY_S
+    os.utime(path, (moment_s, moment_s))
+
+
+def _change(path: Path) -> None:
+    """Another byte, the same size."""
+    path.chmod(0o644)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _reconfigure(place: _Place, name: str) -> None:
+    (place.repository / name / "config.yaml").write_text("max_batch_size: 32\n")
+
+
+# ls
+
+
+def test_where_nothing_is_there_is_nothing_to_list(place: _Place) -> None:
+    status, text = place.run("ls")
+    assert status == 0
+    assert f"Nothing is in the store {place.store.root}" in text
+    assert "headrace build MODEL" in text
+    assert not place.store.root.exists()
+
+
+def test_entries_and_what_is_published_are_listed(place: _Place) -> None:
+    for name in ("here", "there", "stale", "other", "broken"):
+        place.add_model(name)
+    place.publish("here", forced=True, overridden=True)
+    place.publish("there", ELSEWHERE)
+    place.publish("stale")
+    _reconfigure(place, "stale")
+    place.publish("other")
+    onnx.save_model(affine(seed=1), place.repository / "other" / "1" / "model.onnx")
+    place.publish("broken")
+    (place.repository / "broken" / "1" / STAMP_FILE).write_text("{")
+    unused = place.add_entry("unused")
+    told = place.json("ls")
+    found = {one["model"]: (one["state"], one["problem"]) for one in told["published"]}
+    assert found["here"] == ("used", None)
+    assert found["there"] == ("foreign", f"for {ELSEWHERE}")
+    assert found["stale"] == ("stale", "built for another configuration (precision int8)")
+    assert found["other"] == ("stale", "built from another model.onnx")
+    assert found["broken"][0] == "damaged"
+    published = {one["facts"]["model"]: one["published"] for one in told["store"]["entries"]}
+    assert published["here"] == ["here/1"]
+    assert published["unused"] == []
+    status, text = place.run("ls")
+    assert status == 0
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "forced" in lines["here/1"]
+    assert "98.8%" in lines["here/1"]
+    assert "nobody" in lines[unused.key[:12]]
+    assert "6 in all, 30.0 kB" in text
+
+
+def test_a_model_whose_configuration_is_wrong_is_stale_for_that_reason(place: _Place) -> None:
+    place.add_model("m")
+    place.publish("m")
+    (place.repository / "m" / "config.yaml").write_text("max_batch_sise: 32\n")
+    (found,) = place.json("ls")["published"]
+    assert found["state"] == "stale"
+    assert "max_batch_sise" in found["problem"]
+
+
+def test_tensorrt_is_asked_only_for_its_own(place: _Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
+    asked: list[int] = []
+    monkeypatch.setattr(store_survey, "_tensorrt_machine", lambda: asked.append(1) or gpu)
+    place.add_model("m")
+    place.publish("m")
+    place.json("ls")
+    assert asked == []
+    place.publish("m", gpu)
+    place.publish("m", replace(gpu, capability="8.0"))
+    assert [one["state"] for one in place.json("ls")["published"]] == ["used", "used", "foreign"]
+    assert asked == [1]
+
+
+def test_what_is_not_finite_is_printed_as_json_has_it(place: _Place) -> None:
+    key = place.store.key({"a": 1})
+    with place.store.scratch() as scratch:
+        (scratch / "x.plan").write_bytes(b"x")
+        place.store.add(key, scratch / "x.plan", {"accuracy": {"max_abs": float("inf"), "cosine": float("nan")}})
+    (entry,) = place.json("ls")["store"]["entries"]
+    assert entry["facts"]["accuracy"] == {"max_abs": None, "cosine": None}
+
+
+def test_several_repositories_count_and_one_that_is_not_there_is_told(place: _Place, tmp_path: Path) -> None:
+    place.add_model("m")
+    place.publish("m")
+    second = tmp_path / "second"
+    (second / "n" / "1").mkdir(parents=True)
+    told = json.loads(place.run("ls", "--model-repository", str(second), "--json")[1])
+    assert [one["model"] for one in told["published"]] == ["m"]
+    with pytest.raises(BuildError, match="--model-repository"):
+        place.run("ls", "--model-repository", str(tmp_path / "third"))
+
+
+# gc
+
+
+def test_gc_removes_what_is_old_and_published_nowhere(place: _Place) -> None:
+    place.add_model("m")
+    published, old, young = place.publish("m"), place.add_entry("old"), place.add_entry("young")
+    for entry, days in ((published, 40), (old, 40), (young, 20)):
+        _age(entry, days)
+    before = place.json("gc", "--dry-run")
+    assert [one["key"] for one in before["removed"]] == [old.key]
+    assert len(place.store.keys()) == 3
+    after = place.json("gc")
+    assert {**after, "dry_run": True} == before
+    assert after["freed_bytes"] == after["removed"][0]["freed_bytes"] > 5000
+    assert place.store.keys() == sorted([published.key, young.key])
+    status, text = place.run("gc", "--keep-days", "10")
+    assert status == 0
+    assert f"removed {young.key[:12]} young" in text
+    assert "1 of 2 engines removed" in text
+
+
+def test_using_an_engine_keeps_it(place: _Place) -> None:
+    entry = place.add_entry("old")
+    _age(entry, 40)
+    assert place.store.find(entry.key) is not None
+    assert place.json("gc")["removed"] == []
+
+
+def test_gc_removes_all_and_leaves_what_is_published(place: _Place) -> None:
+    folder = place.add_model("m")
+    entry = place.publish("m")
+    (place.store.tables / "a.json").write_bytes(bytes(100))
+    place.store.timing_cache(HERE).write_bytes(bytes(10))
+    told = place.json("gc", "--all")
+    assert len(told["files"]) == 2
+    # The artefact itself is in the repository, too: removing one of its names gives nothing back.
+    assert 110 < told["freed_bytes"] < 5000
+    assert place.store.keys() == []
+    assert not list(place.store.root.rglob("*.json"))
+    assert (folder / entry.path.name).stat().st_size == 5000
+    assert [one["state"] for one in place.json("ls")["published"]] == ["used"]
+
+
+def test_gc_leaves_what_is_being_built(place: _Place) -> None:
+    entry = place.add_entry("m")
+    with place.store.building(entry.key), place.store.scratch() as scratch:
+        (scratch / "half").write_bytes(b"x")
+        told = place.json("gc", "--all")
+        assert (scratch / "half").exists()
+        assert f"kept {entry.key[:12]}: it is being built" in place.run("gc", "--all")[1]
+    assert told["busy"] == [entry.key]
+    assert told["removed"] == []
+    assert place.store.find(entry.key) is not None
+
+
+def test_gc_removes_damaged_entries_and_what_the_dead_left(place: _Place) -> None:
+    entry, good = place.add_entry("m"), place.add_entry("n")
+    entry.path.with_name(ENTRY_FILE).write_text("{")
+    dead = place.store.root / "scratch" / "0123"
+    dead.mkdir()
+    (dead / "half").write_bytes(b"x")
+    dead.with_suffix(".lock").touch()
+    assert [one["model"] for one in place.json("gc")["removed"]] == ["(damaged)"]
+    assert place.store.keys() == [good.key]
+    assert list((place.store.root / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("days", ["-1", "nan", "x", "1e9"])
+def test_days_that_are_none_are_refused(place: _Place, days: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        place.run("gc", f"--keep-days={days}")
+    assert "--keep-days" in capsys.readouterr().err
+
+
+# verify
+
+
+def test_what_is_as_built_verifies(place: _Place) -> None:
+    place.add_model("m")
+    place.publish("m")
+    place.publish("m", ELSEWHERE)
+    status, text = place.run("verify")
+    assert (status, text.strip()) == (0, "4 checked, 4 as built, 0 wrong")
+    assert place.json("verify") == {"checked": 4, "wrong": []}
+
+
+def test_a_corrupted_artefact_is_found_wherever_it_lies(place: _Place) -> None:
+    folder = place.add_model("m")
+    entry = place.publish("m")
+    _change(folder / entry.path.name)
+    status, text = place.run("verify")
+    assert status == 1
+    first, second, last = text.strip().splitlines()
+    assert first.startswith(f"store {entry.key[:12]}: {entry.path.name} has been changed")
+    assert second.startswith(f"m/1: {entry.path.name} has been changed")
+    assert "headrace build m" in first
+    assert "headrace build m --version 1" in second
+    assert last == "2 checked, 0 as built, 2 wrong"
+    # The store looks at size alone when it only lists.
+    assert place.run("ls")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda folder: _change(folder / "model.onnx"), "another model.onnx|cannot be built"),
+        (lambda folder: (folder.parent / "config.yaml").write_text("max_batch_size: 32\n"), "another configuration"),
+        (lambda folder: (folder / STAMP_FILE).write_text('{"format": 9}'), "format 9"),
+        (lambda folder: (folder / STAMP_FILE).unlink(), "no stamp names model"),
+        (lambda folder: (folder / "model.onnx").unlink(), "missing"),
+        (lambda folder: (folder / read_stamps(folder)[0].artefact).unlink(), "is missing"),
+    ],
+)
+def test_what_is_wrong_with_a_version_is_told_with_a_cure(place: _Place, change: Any, problem: str) -> None:
+    folder = place.add_model("m")
+    place.publish("m")
+    change(folder)
+    assert place.run("verify")[0] == 1
+    told = place.json("verify")
+    assert told["wrong"]
+    for one in told["wrong"]:
+        assert one["where"] == "m/1"
+        assert re.search(problem, one["problem"])
+        assert "headrace build m" in one["cure"]
+
+
+def test_a_stale_engine_for_another_machine_is_to_be_built_there(place: _Place) -> None:
+    place.add_model("m")
+    place.publish("m", ELSEWHERE)
+    _reconfigure(place, "m")
+    (wrong,) = place.json("verify")["wrong"]
+    assert wrong["cure"].endswith("on cpu neon")
+
+
+def test_odd_folders_in_a_repository_do_no_harm(place: _Place) -> None:
+    (place.repository / "file").write_text("")
+    (place.repository / ".hidden" / "1").mkdir(parents=True)
+    (place.repository / "empty").mkdir()
+    (place.repository / "m" / "²").mkdir(parents=True)
+    (place.repository / "m" / "3").write_text("")
+    (place.repository / "demo" / "1").mkdir(parents=True)
+    (place.repository / "demo" / "1" / STAMP_FILE).write_text('{"recipe": "a"}')
+    assert place.json("verify") == {"checked": 0, "wrong": []}
+
+
+def test_markup_in_names_is_text(place: _Place) -> None:
+    place.add_model("m")
+    place.publish("m", replace(HERE, device="[red]gpu[/]"))
+    assert "[red]gpu[/]" in place.run("ls")[1]
+    folder = place.repository / "m" / "1"
+    (stamp,) = read_stamps(folder)
+    (folder / stamp.artefact).unlink()
+    write_stamp(folder, stamp)
+    assert "[red]gpu[/]" in place.run("verify")[1]
+
+
+def test_without_a_repository_of_the_usual_name_none_counts(
+    place: _Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.add_model("m")
+    place.publish("m")
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(place.run("ls", "--json", repositories=False)[1])["published"] == []
+    place.repository.rename(tmp_path / "model_repository")
+    assert len(json.loads(place.run("ls", "--json", repositories=False)[1])["published"]) == 1
