@@ -1,8 +1,9 @@
 """Writing demo models into a model repository: what is up to date stays, what is written appears whole or not at all.
 
-<output>/<name>/config.pbtxt | config.yaml, labels.txt    written if missing, never overwritten
-<output>/<name>/1/model.onnx                              the model
-<output>/<name>/1/build.json                              the stamp: recipe, weights, size, accuracy
+<output>/<name>/config.pbtxt | config.yaml, labels.txt     written if missing, never overwritten
+<output>/<name>/calibration[.npz], accuracy[.npz]          samples, likewise
+<output>/<name>/1/model.onnx                               the model
+<output>/<name>/1/recipe.json                              the stamp: recipe, weights, size, accuracy
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from engines.demo.artefact import Artefact
-from engines.demo.catalogue import CATALOGUE, DemoModel, load_recipe
+from engines.demo.catalogue import CATALOGUE, DemoModel, load_recipe, make_samples
 from engines.demo.weights_file import WeightsFile
 from engines.errors import BuildError
 from engines.progress import Report
+from server.config.durable import locked_folder
 
 VERSION = "1"
 MODEL_FILE = "model.onnx"
-STAMP_FILE = "build.json"
+STAMP_FILE = "recipe.json"
+# What the stamp was called before; now the stamps of engines built from the model are.
+OLD_STAMP_FILE = "build.json"
 
 # Called with a model's name, the share of its work that is done and a few words.
 Progress = Callable[[str, float, str], None]
@@ -54,6 +59,7 @@ class Outcome:
         weights: as in `Artefact`, "" if not known.
         seconds: how long it took.
         error: why it could not be built, "" if nothing went wrong.
+        remark: what was done about its samples, or why it has none, "" if nothing was to do.
     """
 
     name: str
@@ -64,6 +70,7 @@ class Outcome:
     weights: str = ""
     seconds: float = 0.0
     error: str = ""
+    remark: str = ""
 
 
 def choose(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]:
@@ -102,12 +109,35 @@ def state_of(model: DemoModel, output: Path, fetched: WeightsFile | None) -> Sta
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
-    """The stamp of a version folder, or None if there is none that can be read."""
+    """The stamp of a version folder, also one under its old name, or None if there is none that can be read."""
+    return _read_json(folder / STAMP_FILE) or _old_stamp(folder)
+
+
+def _old_stamp(folder: Path) -> dict[str, Any] | None:
+    old = _read_json(folder / OLD_STAMP_FILE)
+    return old if old is not None and "recipe" in old and "builds" not in old else None
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
     try:
-        stamp = json.loads((folder / STAMP_FILE).read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return stamp if isinstance(stamp, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _rename_old_stamp(folder: Path) -> None:
+    """Give an old stamp its new name, or take it away where there is a new one."""
+    if _old_stamp(folder) is None:
+        return
+    # Where it cannot be renamed, it is still read.
+    with suppress(OSError), locked_folder(folder):
+        if _old_stamp(folder) is None:  # a builder of engines has put its own there meanwhile, and kept ours
+            return
+        if (folder / STAMP_FILE).exists():
+            (folder / OLD_STAMP_FILE).unlink()
+        else:
+            (folder / OLD_STAMP_FILE).rename(folder / STAMP_FILE)
 
 
 def build_model(
@@ -129,8 +159,10 @@ def build_model(
     state = state_of(model, output, fetched)
     try:
         _write_missing_files(model, output / model.name)
+        remark = "" if state is State.FOREIGN and not force else _write_missing_samples(model, output / model.name)
         if not force and state in (State.UP_TO_DATE, State.FOREIGN):
-            return _kept(model, output, state)
+            _rename_old_stamp(output / model.name / VERSION)
+            return replace(_kept(model, output, state), remark=remark)
         artefact = _make(model, fetched, lambda done, note: progress(model.name, done, note))
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
@@ -138,7 +170,7 @@ def build_model(
         return Outcome(model.name, state, seconds=time.monotonic() - started_s, error=str(error))
     progress(model.name, 1.0, "done")
     seconds = time.monotonic() - started_s
-    return Outcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds)
+    return Outcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds, remark=remark)
 
 
 def _kept(model: DemoModel, output: Path, state: State) -> Outcome:
@@ -169,6 +201,36 @@ def _write_missing_files(model: DemoModel, folder: Path) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def _write_missing_samples(model: DemoModel, folder: Path) -> str:
+    """Lay the samples that are not there; what was done, or why it could not be, in words.
+
+    A model serves without them, so that what they are made from is not installed does not fail it.
+    """
+    missing = [place for place in model.sample_places if not (folder / place).exists()]
+    if not missing:
+        return ""
+    try:
+        _write_samples(make_samples(model), missing, folder)
+    except (BuildError, OSError) as error:
+        return f"has no samples to calibrate with: {error}"
+    return f"{' and '.join(missing)} laid beside it: samples to calibrate with and to measure on"
+
+
+def _write_samples(made: Mapping[str, bytes], missing: Sequence[str], folder: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix=".samples.", dir=folder))
+    try:
+        for name, data in made.items():
+            path = temporary / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        for place in missing:
+            # Another builder may have been faster; its samples are the same.
+            if not (folder / place).exists():
+                (temporary / place).replace(folder / place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: float) -> int:
     """Write the version folder and return the model file's size in bytes."""
     import numpy as np
@@ -195,6 +257,7 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
         if (folder / VERSION).exists():
             for name in written:
                 (temporary / name).replace(folder / VERSION / name)
+            _rename_old_stamp(folder / VERSION)
         else:
             temporary.replace(folder / VERSION)
     finally:

@@ -1,4 +1,4 @@
-"""The demo models by name: which recipe builds each, and which files lie beside it.
+"""The demo models by name: which recipe builds each, and which files and samples lie beside it.
 
 Nothing heavy is imported here: a recipe is named by module and function, and loaded when it is needed.
 """
@@ -25,6 +25,9 @@ class DemoModel:
         sources: the modules whose text makes the model what it is; a change in one of them rebuilds it.
         files: file in the model's folder -> the file of this package's `files/` folder that it is a copy of.
         fetched_recipe: the recipe for fetched weights, "" if there is none; it takes a `Report` and a `WeightsFile`.
+        samples: what makes the data to calibrate with and to measure on, as `recipe`, "" if there is none; it takes nothing and
+            returns files by name, with "/" for those in folders.
+        sample_places: the files and folders of the model's folder that `samples` makes.
     """
 
     name: str
@@ -32,6 +35,8 @@ class DemoModel:
     sources: tuple[str, ...]
     files: dict[str, str]
     fetched_recipe: str = ""
+    samples: str = ""
+    sample_places: tuple[str, ...] = ()
 
     def recipe_digest(self) -> str:
         """SHA-256, in hex, over the text of `sources`."""
@@ -47,9 +52,25 @@ class DemoModel:
 
 def load_recipe(recipe: str) -> Callable[..., Artefact]:
     """Import "module:function" of `engines.demo`."""
+    return cast(Callable[..., Artefact], _load(recipe))
+
+
+def make_samples(model: DemoModel) -> dict[str, bytes]:
+    """The files of a model's samples, by name.
+
+    Raises:
+        BuildError: what they are made from is not installed.
+    """
+    return cast(Callable[[], dict[str, bytes]], _load(model.samples))()
+
+
+def _load(recipe: str) -> object:
     module_name, function_name = recipe.split(":")
     module: Any = import_module(f"engines.demo.{module_name}")
-    return cast(Callable[..., Artefact], getattr(module, function_name))
+    return getattr(module, function_name)
+
+
+_PICTURES = ("calibration", "accuracy")
 
 
 # The slow ones last, so that a first look at the repository already finds something.
@@ -69,6 +90,8 @@ CATALOGUE: dict[str, DemoModel] = {
             "efficientnet:build",
             ("efficientnet", "graph", "torch_weights"),
             {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
+            samples="photographs:build",
+            sample_places=_PICTURES,
         ),
         DemoModel(
             "resnet50",
@@ -76,12 +99,16 @@ CATALOGUE: dict[str, DemoModel] = {
             ("resnet", "graph"),
             {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
             fetched_recipe="resnet:build_fetched",
+            samples="photographs:build",
+            sample_places=_PICTURES,
         ),
         DemoModel(
             "digits",
             "digits:build",
             ("digits", "digits_network", "graph"),
             {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
+            samples="digits_samples:build",
+            sample_places=("calibration.npz", "accuracy.npz"),
         ),
     )
 }

@@ -59,6 +59,9 @@ class BuildDisplay:
 
 def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -> None:
     """Print one line if nothing had to be done, else a table; then what could not be done, and why."""
+    for outcome in outcomes:
+        if outcome.remark:
+            console.print(f"{outcome.name}: {outcome.remark}.", highlight=False, markup=False, soft_wrap=True)
     if all(outcome.state is State.UP_TO_DATE and not outcome.built and not outcome.error for outcome in outcomes):
         count = "The demo model is" if len(outcomes) == 1 else f"All {len(outcomes)} demo models are"
         console.print(f"{count} up to date in {output}.", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import engines.__main__ as command_line
-from engines.demo import build, small
+from engines.demo import build, digits, small
 from engines.demo.build import State, build_model, choose, state_of
 from engines.demo.catalogue import CATALOGUE
 from engines.demo.weights_file import WeightsFile
@@ -29,7 +29,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _change_stamp(output: Path, **fields: object) -> None:
-    path = output / "tiny/1/build.json"
+    path = output / "tiny/1/recipe.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
@@ -47,7 +47,7 @@ def test_builds_are_reproducible_and_leave_nothing_else(tmp_path):
     _build(tmp_path / "a")
     _build(tmp_path / "b")
     a, b = _contents(tmp_path / "a"), _contents(tmp_path / "b")
-    assert list(a) == ["tiny/1/build.json", "tiny/1/model.onnx", "tiny/config.pbtxt"]
+    assert list(a) == ["tiny/1/model.onnx", "tiny/1/recipe.json", "tiny/config.pbtxt"]
     assert a["tiny/1/model.onnx"] == b["tiny/1/model.onnx"]
 
 
@@ -151,9 +151,7 @@ def test_when_all_is_there_one_line_says_so_and_nothing_heavy_is_imported(tmp_pa
     ],
 )
 def test_a_wrong_call_is_told(arguments, expected, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        command_line.main(["models", "build", *arguments])
-    assert stopped.value.code == 2
+    assert command_line.main(["models", "build", *arguments]) == 2
     assert expected in capsys.readouterr().err
 
 
@@ -163,13 +161,88 @@ def test_fetched_weights_stay_until_others_are_asked_for(tmp_path):
     folder.mkdir(parents=True)
     (folder / "model.onnx").write_bytes(b"four")
     stamp = {"recipe": model.recipe_digest(), "weights": f"sha256:{FETCHED.sha256}", "size_bytes": 4}
-    (folder / "build.json").write_text(json.dumps(stamp))
+    (folder / "recipe.json").write_text(json.dumps(stamp))
     assert state_of(model, tmp_path, None) is State.UP_TO_DATE
     assert state_of(model, tmp_path, FETCHED) is State.UP_TO_DATE
     assert state_of(model, tmp_path, WeightsFile("other.pth", "cd" * 32)) is State.OUTDATED
-    (folder / "build.json").write_text(json.dumps(stamp | {"weights": "seeded"}))
+    (folder / "recipe.json").write_text(json.dumps(stamp | {"weights": "seeded"}))
     assert state_of(model, tmp_path, None) is State.UP_TO_DATE
     assert state_of(model, tmp_path, FETCHED) is State.OUTDATED
+
+
+def _old_layout(output: Path) -> None:
+    _build(output)
+    (output / "tiny/1/recipe.json").rename(output / "tiny/1/build.json")
+
+
+def test_a_stamp_under_its_old_name_counts_and_is_renamed(tmp_path):
+    _build(tmp_path)
+    before = _contents(tmp_path)
+    _old_layout(tmp_path)
+    assert state_of(TINY, tmp_path, None) is State.UP_TO_DATE
+    assert not _build(tmp_path).built
+    assert _contents(tmp_path) == before
+
+
+def test_a_rebuild_takes_the_old_stamp_away(tmp_path):
+    _old_layout(tmp_path)
+    path = tmp_path / "tiny/1/build.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": "another"}))
+    outcome = _build(tmp_path)
+    assert (outcome.state, outcome.built) == (State.OUTDATED, True)
+    assert sorted(file.name for file in (tmp_path / "tiny/1").iterdir()) == ["model.onnx", "recipe.json"]
+
+
+def test_stamps_of_engines_are_left_alone(tmp_path):
+    _build(tmp_path)
+    engines = tmp_path / "tiny/1/build.json"
+    engines.write_text('{"format": 1, "builds": []}')
+    assert not _build(tmp_path).built
+    assert _build(tmp_path, force=True).built
+    assert engines.read_text() == '{"format": 1, "builds": []}'
+    (tmp_path / "tiny/1/recipe.json").unlink()
+    assert state_of(TINY, tmp_path, None) is State.FOREIGN
+
+
+def _build_digits(output: Path, monkeypatch):
+    """`digits` with a stand-in for the trained model: its samples are what is looked at."""
+    monkeypatch.setattr(digits, "build", small.build_tiny)
+    return build_model(CATALOGUE["digits"], output, None, False, lambda *_: None)
+
+
+def test_missing_samples_are_laid_and_a_users_own_are_kept(tmp_path, monkeypatch):
+    first = _build_digits(tmp_path, monkeypatch)
+    assert first.built
+    assert first.remark.startswith("calibration.npz and accuracy.npz laid beside it")
+    laid = _contents(tmp_path)
+    assert _build_digits(tmp_path, monkeypatch).remark == ""
+    (tmp_path / "digits/calibration.npz").write_bytes(b"mine")
+    (tmp_path / "digits/accuracy.npz").unlink()
+    outcome = _build_digits(tmp_path, monkeypatch)
+    assert (outcome.state, outcome.built) == (State.UP_TO_DATE, False)
+    assert outcome.remark.startswith("accuracy.npz laid beside it")
+    assert _contents(tmp_path) == {**laid, "digits/calibration.npz": b"mine"}
+
+
+def test_a_model_is_built_where_its_samples_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    outcome = _build_digits(tmp_path, monkeypatch)
+    assert (outcome.built, outcome.error) == (True, "")
+    assert outcome.remark.startswith("has no samples to calibrate with: the package scikit-learn")
+    assert sorted(path.name for path in (tmp_path / "digits").iterdir()) == ["1", "config.yaml", "labels.txt"]
+
+
+def test_somebodys_own_model_gets_no_samples(tmp_path, monkeypatch):
+    (tmp_path / "digits/1").mkdir(parents=True)
+    (tmp_path / "digits/1/model.onnx").write_bytes(b"mine")
+    assert _build_digits(tmp_path, monkeypatch).state is State.FOREIGN
+    assert not (tmp_path / "digits/calibration.npz").exists()
+
+
+def test_what_is_laid_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(digits, "build", small.build_tiny)
+    assert command_line.main(["models", "build", "--output", str(tmp_path), "--only", "digits"]) == 0
+    assert "digits: calibration.npz and accuracy.npz laid beside it" in capsys.readouterr().out
 
 
 def test_all_models_are_chosen_unless_some_are_named():

@@ -1,0 +1,60 @@
+"""The samples that lie beside the demo models, opened as `headrace build` opens them."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from engines.demo import photographs
+from engines.demo.catalogue import CATALOGUE
+from engines.quantization.samples import open_samples
+from server.config.config_reader import read_model_folder
+
+
+def _open(repository, name):
+    folder = read_model_folder(repository / name, repository)
+    assert folder.findings == ()
+    told = folder.config.optimization
+    assert told.precision is None
+    calibration = open_samples(told.calibration.data, folder.path, folder.config, told.calibration.samples)
+    return calibration, open_samples(told.accuracy.data, folder.path, folder.config, told.accuracy.samples)
+
+
+def test_digits_calibrates_on_what_it_was_trained_on(demo_repository):
+    calibration, accuracy = _open(demo_repository, "digits")
+    assert calibration.origin == "calibration.npz (256 samples)"
+    assert np.bincount(calibration.labels).min() >= 10
+    with np.load(demo_repository / "digits/1/held_out.npz") as held_out:
+        assert len(accuracy) == len(held_out["labels"])
+        rows = {image.tobytes() for image in held_out["images"]}
+    batch = next(accuracy.batches(1000))
+    assert {image.tobytes() for image in batch["image"]} == rows
+    session = ort.InferenceSession(demo_repository / "digits/1/model.onnx", providers=["CPUExecutionProvider"])
+    assert (session.run(None, batch)[0].argmax(axis=1) == accuracy.labels).mean() >= 0.95
+    with np.load(demo_repository / "digits/calibration.npz") as stored:
+        assert len(stored["labels"]) == 1797 - len(accuracy)
+        # A few of these small pictures are there twice in the data set itself.
+        assert len({image.tobytes() for image in stored["image"]} & rows) <= 2
+
+
+@pytest.mark.parametrize("name", ["efficientnet_lite0", "resnet50"])
+def test_models_of_pictures_have_pictures(demo_repository, name):
+    calibration, accuracy = _open(demo_repository, name)
+    assert calibration.origin == "calibration/ (64 pictures)"
+    assert accuracy.origin == "accuracy/ (48 pictures)"
+    assert calibration.labels is None
+    batch = next(accuracy.batches(2))["input"]
+    assert batch.shape == (2, 3, 224, 224)
+    assert 0.3 < batch.std() < 2
+
+
+def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
+    made = photographs.build()
+    assert len(set(made.values())) == len(made) == 112
+    assert photographs.build() == made
+    assert sum(map(len, made.values())) < 4 << 20
+
+
+def test_what_makes_samples_does_not_make_the_model_what_it_is():
+    for model in CATALOGUE.values():
+        assert not {model.samples.partition(":")[0]} & set(model.sources)
+        assert bool(model.samples) == bool(model.sample_places)
