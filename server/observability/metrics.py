@@ -16,6 +16,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from server.core.clock import NS_PER_S, NS_PER_US
+from server.core.tensor import ModelSpec
 from server.observability.recorder import BUCKETS_S, PHASES, Histogram, Recorder, Totals
 
 _LABELS = ("model", "version")
@@ -31,6 +32,7 @@ class Source(Protocol):
     """A loaded model version; see `server.dataplane.handle.ModelHandle`."""
 
     recorder: Recorder
+    spec: ModelSpec
 
     @property
     def depth(self) -> int:
@@ -83,6 +85,7 @@ class ModelCollector(Collector):
         yield from _counts(totals)
         yield _batch_sizes(totals)
         yield from _gauges([(labels, source) for labels, source, _ in rows])
+        yield _engines([(labels, source) for labels, source, _ in rows])
         yield from _triton_counters(totals)
 
 
@@ -147,6 +150,20 @@ def _gauges(rows: list[tuple[list[str], Source]]) -> Iterator[Metric]:
         instances.add_metric(labels, source.alive)
         pending.add_metric(labels, source.depth)
     yield from (depth, in_flight, instances, pending)
+
+
+def _engines(rows: list[tuple[list[str], Source]]) -> Metric:
+    family = GaugeMetricFamily(
+        "headrace_engine_info",
+        "1 for a model that a built engine serves.",
+        labels=(*_LABELS, "precision", "file", "below_accuracy_bar"),
+    )
+    for labels, source in rows:
+        told = source.spec.parameters
+        if "engine.file" in told:
+            marked = "true" if told["engine.below_accuracy_bar"] else "false"
+            family.add_metric([*labels, str(told["engine.precision"]), str(told["engine.file"]), marked], 1)
+    return family
 
 
 def _triton_counters(rows: _Rows) -> Iterator[Metric]:

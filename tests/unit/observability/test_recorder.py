@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.core.clock import NS_PER_S
 from server.core.request import BatchTimes
+from server.core.tensor import ModelSpec
 from server.observability.metrics import MetricsPage
 from server.observability.recorder import BUCKETS_S, Histogram, Recorder
 from server.observability.statistics import to_triton
@@ -97,8 +98,12 @@ def test_statistics_have_triton_s_shape() -> None:
     ]
 
 
+ENGINE = {"engine.file": "model.0123456789ab.onnx", "engine.precision": "int8", "engine.below_accuracy_bar": True}
+
+
 class _Source:
     depth, in_flight, alive = 4, 5, 2
+    spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -125,5 +130,8 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_queue_depth", None].value == 4
     assert samples["headrace_in_flight", None].value == 5
     assert samples["headrace_instances", None].value == 2
+    (engine,) = [sample for (name, _), sample in samples.items() if name == "headrace_engine_info"]
+    told = {"precision": "int8", "file": "model.0123456789ab.onnx", "below_accuracy_bar": "true"}
+    assert engine.labels == {"model": "m", "version": "1", **told}
     assert samples["nv_inference_count", None].value == 3
     assert samples["nv_inference_request_success", None].labels == {"model": "m", "version": "1"}
