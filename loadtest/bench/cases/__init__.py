@@ -11,6 +11,7 @@ from loadtest.bench.cases.memory import Memory
 from loadtest.bench.cases.metrics_cost import MetricsCost
 from loadtest.bench.cases.mixed import Mixed
 from loadtest.bench.cases.model_throughput import ModelThroughput
+from loadtest.bench.cases.quantized import Quantized
 from loadtest.bench.cases.shared_memory import SharedMemoryInputs
 from loadtest.bench.results import at_least, at_most
 from loadtest.bench.session import Case
@@ -29,4 +30,5 @@ CASES: tuple[Case, ...] = (
     SharedMemoryInputs("shm", copies=at_most(1.5)),
     ModelThroughput("resnet50", connections=16, ratio=at_least(0.95)),
     ModelThroughput("efficientnet_lite0", connections=16, ratio=at_least(0.95)),
+    Quantized("int8", "resnet50", connections=16, raw=at_least(2.8), served=at_least(2.8)),
 )

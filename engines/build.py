@@ -1,0 +1,281 @@
+"""From a model's configuration to an artefact in the store: lowered, built, compared, timed; or found there.
+
+project -> spec -> data -> key -> in the store? -> Built
+                              \\-> simplify -> lower -> target.build -> compare with FP32 -> time -> store -> Built
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+from server.config.stamps import Stamp, config_digest
+
+from engines.accuracy import Accuracy, judge, measure
+from engines.build_data import BuildData, open_data
+from engines.errors import BuildError
+from engines.lowering import ROWS, Lowered, lower
+from engines.onnx_graph import read_onnx
+from engines.onnx_runner import OnnxRunner
+from engines.progress import Report, part
+from engines.project import Project
+from engines.simplify import simplify
+from engines.spec import BuildSpec
+from engines.store import Entry, Store
+from engines.targets.base import Engine, Order, Target, Timing
+from server.config.machine import Machine
+
+Array = npt.NDArray[Any]
+
+# How long each batch size is timed for the stamp; `headrace compare` takes its time.
+_TIMING_S = 0.3
+_SOURCES = ("onnx", "onnxruntime", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An artefact in the store.
+
+    Attributes:
+        path: its file.
+        spec: what it is.
+        machine: what it was built for.
+        key: in the store.
+        accuracy: against the FP32 model.
+        refusal: what it misses, in sentences; empty if it may be published.
+        kept: nodes left in a higher precision.
+        timings: by batch size.
+        size_bytes: of the file.
+        seconds: that the build took.
+        cached: it was there already.
+    """
+
+    path: Path
+    spec: BuildSpec
+    machine: Machine
+    key: str
+    accuracy: Accuracy | None
+    refusal: list[str]
+    kept: tuple[str, ...]
+    timings: tuple[Timing, ...]
+    size_bytes: int
+    seconds: float
+    cached: bool
+
+
+def make(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool = False
+) -> Built:
+    """Build an artefact, or find it in the store; nothing is published.
+
+    Args:
+        project: what from.
+        spec: what; "best" is for `make_best`.
+        target: for what.
+        store: where it goes.
+        report: told how far the work is.
+        rebuild: build it even if it is there.
+
+    Raises:
+        BuildError: it cannot be built; says why.
+    """
+    refused = target.refuses(spec.precision)
+    if refused:
+        raise BuildError(f"{project.name} cannot be built in {spec.precision} for {target.name}: {refused}")
+    machine = target.describe()
+    data = open_data(project, spec)
+    digest = project.digest()
+    parts = {"onnx": digest, "spec": spec.digest(), "data": data.digest, "machine": asdict(machine)}
+    key = store.key(parts)
+    if not rebuild and (entry := store.find(key)) is not None:
+        return _built(entry, spec, machine, key, cached=True)
+    with store.building(key):
+        # Another builder may have been faster.
+        if not rebuild and (entry := store.find(key)) is not None:
+            return _built(entry, spec, machine, key, cached=True)
+        entry = _Build(project, spec, target, store, data, key, digest, machine).run(report)
+    return _built(entry, spec, machine, key, cached=False)
+
+
+def make_best(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
+) -> Built:
+    """The fastest precision, at the largest batch size, that holds the accuracy bar.
+
+    Raises:
+        BuildError: not even FP32 can be built.
+    """
+    candidates = ["fp32", "fp16"] + (["int8"] if spec.calibration.data else [])
+    candidates = [precision for precision in candidates if not target.refuses(precision)]
+    built = []
+    for index, precision in enumerate(candidates):
+        share = part(report, index / len(candidates), (index + 1) / len(candidates))
+        try:
+            built.append(make(project, spec.at(precision), target, store, share, rebuild=rebuild))
+        except BuildError:
+            if precision == "fp32":
+                raise
+    good = [one for one in built if not one.refusal] or built[:1]
+    return max(good, key=lambda one: max((timing.rows_per_s for timing in one.timings), default=0.0))
+
+
+class _Build:
+    """One build that really takes place."""
+
+    def __init__(
+        self,
+        project: Project,
+        spec: BuildSpec,
+        target: Target,
+        store: Store,
+        data: BuildData,
+        key: str,
+        digest: str,
+        machine: Machine,
+    ) -> None:
+        self._project = project
+        self._spec = spec
+        self._target = target
+        self._store = store
+        self._data = data
+        self._key = key
+        self._digest = digest
+        self._machine = machine
+
+    def run(self, report: Report) -> Entry:
+        started_s = time.monotonic()
+        report(0.0, "reading the model")
+        source = read_onnx(self._project.source)
+        model = simplify(source)
+        lowered = lower(model, self._spec, self._target.name, self._data, self._store.tables, part(report, 0.0, 0.45))
+        with self._store.scratch() as scratch:
+            artefact = scratch / f"model{self._target.suffix}"
+            self._target.build(lowered.model, self._order(lowered), artefact, part(report, 0.45, 0.8))
+            engine = self._target.open(artefact, lowered.model)
+            try:
+                accuracy = measure(
+                    OnnxRunner(source), engine, self._data.held_out, self._rows(), part(report, 0.8, 0.95)
+                )
+                timings = self._timings(engine, part(report, 0.95, 1.0))
+            finally:
+                engine.close()
+            seconds = time.monotonic() - started_s
+            facts = self._facts(lowered, accuracy, timings, seconds)
+            return self._store.add(self._key, artefact, facts)
+
+    def _order(self, lowered: Lowered) -> Order:
+        return Order(
+            precision=self._spec.precision,
+            profiles=self._spec.profiles,
+            workspace_bytes=self._spec.workspace_bytes,
+            timing_cache=self._store.timing_cache(self._machine),
+            calibrate=lowered.calibrate,
+            calibration_table=self._store.tables / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}.cache",
+        )
+
+    def _rows(self) -> int:
+        """Of one comparison: as many as every profile takes."""
+        largest = [next(iter(profile.shapes.values()))[2] for profile in self._spec.profiles]
+        return min([ROWS, *(shape[0] for shape in largest)]) if self._project.config.max_batch_size else 1
+
+    def _timings(self, engine: Engine, report: Report) -> list[Timing]:
+        sizes = batch_sizes(self._project, self._spec)
+        timings = []
+        for index, rows in enumerate(sizes):
+            report(index / len(sizes), f"timing {rows} rows")
+            timings.append(engine.time(rows_of(self._data, rows, self._project), _TIMING_S))
+        return timings
+
+    def _facts(
+        self, lowered: Lowered, accuracy: Accuracy, timings: list[Timing], seconds: float
+    ) -> Mapping[str, object]:
+        return {
+            "model": self._project.name,
+            "version": self._project.version,
+            "onnx_sha256": self._digest,
+            "spec_digest": self._spec.digest(),
+            "precision": self._spec.precision,
+            "machine": asdict(self._machine),
+            "accuracy": accuracy.to_json(),
+            "refusal": judge(accuracy, self._spec.bar),
+            "kept": list(lowered.kept),
+            "timings": [asdict(timing) for timing in timings],
+            "seconds": round(seconds, 3),
+            "built_with": {**_versions(), self._machine.target: self._machine.version},
+        }
+
+
+def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
+    """One row, what the first profile is tuned for, and the most it takes."""
+    if not project.config.max_batch_size:
+        return [1]
+    least, tuned, most = next(iter(spec.profiles[0].shapes.values()))
+    return sorted({least[0], tuned[0], most[0]})
+
+
+def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
+    """A batch of so many rows, samples repeated where there are fewer."""
+    import numpy as np
+
+    batch = next(iter(data.held_out.batches(rows)))
+    if not project.config.max_batch_size:
+        return batch
+    return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}
+
+
+def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridden: bool, forced: bool) -> Stamp:
+    """What `build.json` says of an artefact that is published.
+
+    Args:
+        built: the artefact.
+        entry: in the store.
+        project: with the configuration as it is in the folder.
+        asked: the precision asked for, maybe "best".
+        overridden: on the command line, not in the configuration.
+        forced: it is published although it misses its bar.
+    """
+    facts: dict[str, Any] = dict(entry.facts)
+    return Stamp.from_json(
+        {
+            **{name: value for name, value in facts.items() if name not in ("model", "version")},
+            "key": built.key,
+            "artefact": f"model.{built.key[:12]}{built.path.suffix}",
+            "config_digest": config_digest(project.config),
+            "asked": asked,
+            "overridden": overridden,
+            "forced": forced,
+        }
+    )
+
+
+def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> Built:
+    facts: dict[str, Any] = dict(entry.facts)
+    told = facts.get("accuracy")
+    return Built(
+        path=entry.path,
+        spec=spec,
+        machine=machine,
+        key=key,
+        accuracy=None if told is None else Accuracy.from_json(told),
+        refusal=list(facts.get("refusal", [])),
+        kept=tuple(facts.get("kept", ())),
+        timings=tuple(Timing(**timing) for timing in facts.get("timings", ())),
+        size_bytes=entry.size_bytes,
+        seconds=float(facts.get("seconds", 0.0)),
+        cached=cached,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _SOURCES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # installed by other means
+            continue
+    return found

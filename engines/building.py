@@ -1,0 +1,137 @@
+"""`headrace build`: engines for this machine, compared with FP32, published beside the model."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from engines.build import Built, make, make_best, stamp_of
+from engines.errors import BuildError
+from engines.progress import Report
+from engines.project import Project, all_projects, open_project
+from engines.spec import BuildSpec, spec_of
+from engines.store import DEFAULT_ROOT, Store
+from engines.targets.base import Target
+from engines.targets.choice import NAMES, choose_target
+from server.core.optimization_config import PRECISIONS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `build`."""
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a model's name in the repository, or its folder")
+    parser.add_argument("--all", action="store_true", help="every model of the repository")
+    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
+    parser.add_argument("--precision", choices=PRECISIONS, help="instead of the configuration's")
+    parser.add_argument(
+        "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
+    )
+    parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
+    add_common_arguments(parser)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every command on engines has."""
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="where names are looked up",
+    )
+    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
+    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one model.
+
+    Attributes:
+        name: the model's.
+        built: the artefact, None if there is none.
+        published: it lies beside the model now.
+        forced: although it misses its bar.
+        error: why there is none, or why it was not published.
+        seconds: that this call spent on it.
+    """
+
+    name: str
+    built: Built | None
+    published: bool
+    forced: bool
+    error: str
+    seconds: float
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Build what was asked for; 1 if something could not be built or was refused.
+
+    Raises:
+        BuildError: nothing could be begun: no such model, no such target.
+    """
+    if bool(options.models) == options.all:
+        raise BuildError("name the models to build, or say --all")
+    projects = _projects(options)
+    target = choose_target(options.target)
+    store = Store(options.cache)
+
+    from engines.build_display import BuildDisplay, show_outcomes
+
+    outcomes = []
+    with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:
+        for project in projects:
+            if isinstance(project, BuildError):
+                outcomes.append(Outcome("", None, False, False, str(project), 0.0))
+                continue
+            outcome = build_one(project, options, target, store, display.report(project.name))
+            outcomes.append(outcome)
+            display.finish(outcome)
+    show_outcomes(console, outcomes, target.describe())
+    return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def build_one(project: Project, options: argparse.Namespace, target: Target, store: Store, report: Report) -> Outcome:
+    """Build and publish one model; what goes wrong is told in the outcome."""
+    started_s = time.monotonic()
+    built = None
+    try:
+        spec = spec_of(project.config, options.precision or "")
+        built = _make(project, spec, target, store, report, options.rebuild)
+        if built.refusal and not options.force:
+            error = "; ".join(built.refusal) + "; --force publishes it with a mark"
+            return Outcome(project.name, built, False, False, error, time.monotonic() - started_s)
+        forced = bool(built.refusal)
+        overridden = bool(options.precision) and options.precision != spec_of(project.config).precision
+        entry = store.find(built.key)
+        if entry is None:
+            raise BuildError("the engine has gone from the store meanwhile: build it again")
+        store.publish(entry, project.source.parent, stamp_of(built, entry, project, spec.precision, overridden, forced))
+        return Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
+    except BuildError as error:
+        return Outcome(project.name, built, False, False, str(error), time.monotonic() - started_s)
+    except MemoryError:
+        error_text = "there is not enough memory: close other programs, or use fewer calibration samples"
+        return Outcome(project.name, built, False, False, error_text, time.monotonic() - started_s)
+    except OSError as error:
+        return Outcome(project.name, built, False, False, _told(error), time.monotonic() - started_s)
+
+
+def _told(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}: make room, or check the permissions"
+
+
+def _make(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, rebuild: bool) -> Built:
+    if spec.precision == "best":
+        return make_best(project, spec, target, store, report, rebuild=rebuild)
+    return make(project, spec, target, store, report, rebuild=rebuild)
+
+
+def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
+    if options.all:
+        return all_projects(options.model_repository)
+    return [open_project(name, options.model_repository, options.version) for name in options.models]

@@ -1,0 +1,186 @@
+"""From an FP32 model to the same model in the precision that was asked for, written for a target.
+
+    fp32             as it is, simplified
+    fp16, bf16       weights and activations cast; what would overflow or lose too much stays FP32
+    int8, fp8        ranges from samples -> Q/DQ; where the accuracy does not hold, the most harmful layers stay in floating point
+
+Whether the accuracy holds is first found on ONNX Runtime, which runs any Q/DQ model: a TensorRT build takes minutes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import onnx
+
+from engines.accuracy import judge, measure
+from engines.build_data import BuildData
+from engines.casting import cast, must_stay_fp32
+from engines.errors import BuildError
+from engines.onnx_runner import OnnxRunner
+from engines.progress import Report, part, silent
+from engines.quantization.calibration import calibrate
+from engines.quantization.placement import tensors_to_calibrate
+from engines.quantization.qdq import quantizable, quantize
+from engines.sensitivity import rank, search
+from engines.spec import BuildSpec
+from server.core.optimization_config import Calibration
+
+logger = logging.getLogger("headrace.build")
+
+Array = npt.NDArray[Any]
+
+# Rows of one run while comparing; more would take more memory and hardly less time.
+ROWS = 8
+# The search asks the same question many times; these many samples answer it well enough.
+SEARCH_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A model ready for its target.
+
+    Attributes:
+        model: in the precision asked for.
+        kept: nodes that stayed in floating point (int8, fp8) or FP32 (fp16, bf16).
+        calibrate: rows for TensorRT's own calibrator, which then makes the model INT8; None else.
+    """
+
+    model: onnx.ModelProto
+    kept: tuple[str, ...] = ()
+    calibrate: tuple[dict[str, Array], ...] | None = None
+
+
+def lower(
+    model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData, tables: Path, report: Report
+) -> Lowered:
+    """Write a model in a precision.
+
+    Args:
+        model: simplified, FP32; is not changed.
+        spec: what is wanted; not "best".
+        target: "onnxruntime" or "tensorrt".
+        data: samples.
+        tables: folder for calibration tables.
+        report: told how far the work is.
+
+    Raises:
+        BuildError: it cannot be done; says why.
+    """
+    if spec.precision == "fp32":
+        return Lowered(model)
+    if spec.precision in ("fp16", "bf16"):
+        samples = data.calibration or data.held_out
+        keep = must_stay_fp32(model, samples, spec.precision, report)
+        return Lowered(cast(model, spec.precision, keep), tuple(sorted(keep)))
+    if spec.calibration.method == "tensorrt":
+        return _leave_to_tensorrt(model, spec, target, data)
+    return _Quantizer(model, spec, target, data, tables).run(report)
+
+
+def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData) -> Lowered:
+    if target != "tensorrt" or spec.precision != "int8":
+        cure = "write calibration.method: entropy"
+        raise BuildError(
+            f"calibration.method tensorrt makes INT8 engines for TensorRT, not {spec.precision} for {target}: {cure}"
+        )
+    assert data.calibration is not None
+    return Lowered(model, calibrate=tuple(data.calibration.batches(ROWS)))
+
+
+class _Quantizer:
+    """One model on its way to Q/DQ."""
+
+    def __init__(self, model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData, tables: Path) -> None:
+        assert data.calibration is not None
+        self._model = model
+        self._spec = spec
+        self._target = target
+        self._data = data
+        self._calibration = data.calibration
+        self._tables = tables
+        self._nodes = quantizable(model)
+        self._ranges: dict[str, tuple[float, float]] = {}
+
+    def run(self, report: Report) -> Lowered:
+        told = self._spec.calibration
+        tensors = tensors_to_calibrate(self._model)
+        self._ranges = calibrate(self._model, tensors, self._calibration, told, self._tables, part(report, 0.0, 0.6))
+        keep = kept_by_name(self._nodes, told)
+        quantized = self._quantize(keep)
+        missed = self._missed(quantized, part(report, 0.6, 0.7))
+        if missed:
+            logger.info(
+                "the accuracy does not hold with every layer in %s: %s", self._spec.precision, "; ".join(missed)
+            )
+            keep = self._search(keep, part(report, 0.7, 1.0))
+            quantized = self._quantize(keep)
+        return Lowered(self._in_half(quantized, keep), tuple(sorted(keep)))
+
+    def _quantize(self, keep: set[str]) -> onnx.ModelProto:
+        return quantize(self._model, self._ranges, self._target, self._spec.precision, keep)
+
+    def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
+        held_out = self._data.held_out.head(SEARCH_SAMPLES)
+        accuracy = measure(OnnxRunner(self._model), OnnxRunner(quantized), held_out, ROWS, report)
+        return judge(accuracy, self._spec.bar)
+
+    def _search(self, keep: set[str], report: Report) -> set[str]:
+        candidates = [name for name in self._nodes if name not in keep]
+        # An engine that computes less than half of its layers in INT8 is none that anybody would ask for.
+        most = len(self._nodes) // 2 - len(keep)
+        ranking = rank(
+            self._model,
+            self._ranges,
+            self._target,
+            self._spec.precision,
+            self._calibration,
+            part(report, 0.0, 0.6),
+            candidates,
+        )
+        searching = part(report, 0.6, 1.0)
+        tries = 0
+
+        def holds(more: set[str]) -> bool:
+            nonlocal tries
+            tries += 1
+            searching(tries / (tries + 4), f"{len(more)} layers left in floating point")
+            return not self._missed(self._quantize(keep | more), silent)
+
+        try:
+            return keep | search([name for name, _ in ranking[: max(most, 0)]], holds)
+        except BuildError:
+            # The comparison of the artefact itself has the last word, and --force may want it all the same.
+            logger.warning(
+                "the accuracy does not hold with half of the %d layers left in floating point either", len(self._nodes)
+            )
+            return keep
+
+    def _in_half(self, quantized: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
+        """What stays in floating point does so in FP16 where that is faster: on TensorRT."""
+        if not keep or self._target != "tensorrt":
+            return quantized
+        return cast(quantized, "fp16", must_stay_fp32(self._model, self._calibration, "fp16", silent))
+
+
+def kept_by_name(nodes: list[str], calibration: Calibration) -> set[str]:
+    """The nodes that `calibration.keep` names.
+
+    Raises:
+        BuildError: a pattern names none.
+    """
+    keep: set[str] = set()
+    for pattern in calibration.keep:
+        named = set(fnmatch.filter(nodes, pattern))
+        if not named:
+            listed = ", ".join(nodes[:8]) + (", ..." if len(nodes) > 8 else "")
+            raise BuildError(
+                f"optimization.calibration.keep names '{pattern}', which is no node that is quantised: {listed}"
+            )
+        keep |= named
+    return keep

@@ -1,0 +1,117 @@
+"""One version of a model that something is to be built from: its folder, its configuration, its ONNX file."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.errors import BuildError
+from engines.onnx_graph import file_digest
+from server.config.config_reader import ModelFolder, read_model_folder, served_versions
+from server.config.model_files import check_model_file
+from server.core.errors import ConfigError
+from server.core.model_config import ModelConfig
+
+SOURCE = "model.onnx"
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """What a build starts from.
+
+    Attributes:
+        folder: the model's, configuration complete.
+        version: number of the version.
+        source: the ONNX file.
+    """
+
+    folder: ModelFolder
+    version: int
+    source: Path
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.folder.name
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model."""
+        return self.folder.config
+
+    def digest(self) -> str:
+        """Of the ONNX file and its data."""
+        return file_digest(self.source)
+
+
+def open_project(model: str, repository: Path, version: int | None = None) -> Project:
+    """Find a model and read its configuration.
+
+    Args:
+        model: its name in the repository, or the path of its folder.
+        repository: where names are looked up.
+        version: which one, the newest that is served if None.
+
+    Raises:
+        BuildError: no such model or version, or its configuration cannot be used; says why.
+    """
+    path = _folder(model, repository)
+    try:
+        folder = read_model_folder(path, path.parent)
+    except ConfigError as error:
+        raise BuildError(f"{path.name} cannot be built: {error}") from error
+    served = served_versions(folder.config, folder.versions)
+    chosen = max(served, default=0) if version is None else version
+    if chosen not in folder.versions:
+        there = ", ".join(map(str, folder.versions))
+        raise BuildError(f"{folder.name} has no version {chosen}: choose from {there}")
+    source = _source(folder, chosen)
+    findings = check_model_file(source, path.parent)
+    if findings:
+        raise BuildError(str(findings[0]))
+    return Project(folder, chosen, source)
+
+
+def all_projects(repository: Path) -> list[Project | BuildError]:
+    """Every model of a repository, those that cannot be read as the reason why.
+
+    Raises:
+        BuildError: there is no such repository, or nothing in it.
+    """
+    if not repository.is_dir():
+        raise BuildError(f"there is no model repository {repository}: name one with --model-repository")
+    names = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise BuildError(f"the model repository {repository} is empty: `headrace models build` fills one")
+    projects: list[Project | BuildError] = []
+    for name in names:
+        try:
+            projects.append(open_project(name, repository))
+        except BuildError as error:
+            projects.append(error)
+    return projects
+
+
+def with_precision(project: Project, precision: str) -> Project:
+    """The same project as if its configuration asked for another precision."""
+    optimization = project.config.optimization.model_copy(update={"precision": precision})
+    config = project.config.model_copy(update={"optimization": optimization})
+    return dataclasses.replace(project, folder=dataclasses.replace(project.folder, config=config))
+
+
+def _folder(model: str, repository: Path) -> Path:
+    direct = Path(model)
+    named = repository / model
+    for path in (named, direct):
+        if path.is_dir() and (path is named or "/" in model or not named.parent.is_dir()):
+            return Path(path).resolve()
+    there = sorted(p.name for p in repository.iterdir() if p.is_dir()) if repository.is_dir() else []
+    listed = f"{repository} has {', '.join(there)}" if there else f"there is no model repository {repository}"
+    raise BuildError(f"no model '{model}': {listed}; name another repository with --model-repository")
+
+
+def _source(folder: ModelFolder, version: int) -> Path:
+    if folder.config.backend == "onnxruntime":
+        return folder.model_file(version)
+    return folder.path / str(version) / SOURCE

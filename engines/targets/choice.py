@@ -1,0 +1,28 @@
+"""Which target a build is for."""
+
+from __future__ import annotations
+
+from engines.errors import BuildError
+from engines.targets.base import Target
+
+NAMES = ("auto", "onnxruntime", "tensorrt")
+
+
+def choose_target(name: str) -> Target:
+    """The target of a name; "auto": TensorRT where it and a GPU are, else ONNX Runtime.
+
+    Raises:
+        BuildError: TensorRT is asked for and not to be had; says what is missing.
+    """
+    from engines.targets.onnxruntime_target import OnnxRuntimeTarget
+
+    if name == "onnxruntime":
+        return OnnxRuntimeTarget()
+    from engines.targets.tensorrt_target import TensorRtTarget, available
+
+    missing = available()
+    if not missing:
+        return TensorRtTarget()
+    if name == "tensorrt":
+        raise BuildError(f"engines for TensorRT cannot be built here: {missing}")
+    return OnnxRuntimeTarget()

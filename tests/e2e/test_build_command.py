@@ -1,0 +1,252 @@
+"""`headrace build` as a user runs it: processes, files, exit statuses; what is built is then served over a real socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import tritonclient.http as triton
+from onnx import TensorProto, helper
+
+from tests import models
+from tests.serving import ROOT, serving
+
+FEATURES = 16
+CLASSES = 4
+
+
+def headrace(*words: str, cache: Path, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "server", *words, "--target", "onnxruntime", "--cache", str(cache)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def write_model(
+    repository: Path, optimization: str, name: str = "affine", model: onnx.ModelProto | None = None
+) -> Path:
+    """A model with samples for calibration (192) and held-out ones with the FP32 model's own answers as labels (64)."""
+    config = f"max_batch_size: 8\noptimization: {optimization}\n"
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    onnx.save_model(model or models.affine(FEATURES, CLASSES), folder / "1" / "model.onnx")
+    (folder / "config.yaml").write_text(config)
+    rows = np.random.default_rng(1).standard_normal((256, FEATURES)).astype(np.float32)
+    session = ort.InferenceSession(str(folder / "1" / "model.onnx"))
+    if [node.shape[1:] for node in session.get_inputs()] == [[FEATURES]]:
+        answers = session.run(None, {"X": rows})[0].argmax(axis=1)
+        np.savez(folder / "calibration.npz", X=rows[:192])
+        np.savez(folder / "accuracy.npz", X=rows[192:], labels=answers[192:])
+    return folder
+
+
+INT8 = "{precision: int8, calibration: {data: calibration.npz, method: minmax}, accuracy: {data: accuracy.npz%s}}"
+
+
+def stamp(folder: Path) -> dict[str, object]:
+    (found,) = json.loads((folder / "1" / "build.json").read_text())["builds"]
+    assert isinstance(found, dict)
+    return found
+
+
+def leftovers(folder: Path, cache: Path) -> list[str]:
+    """What a failed build may not leave: artefacts, stamps, entries."""
+    files = [p.name for p in (folder / "1").iterdir() if p.name != "model.onnx" and not p.name.startswith(".")]
+    return files + [str(p) for p in cache.rglob("*.onnx")]
+
+
+def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    folder = write_model(repository, INT8 % ", min_top1_agreement: 0.9, max_drop: 0.1")
+    done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "published" in done.stdout
+    found = stamp(folder)
+    assert found["precision"] == "int8"
+    assert not found["forced"]
+    artefact = onnx.load(folder / "1" / str(found["artefact"]))
+    assert {"QuantizeLinear", "DequantizeLinear"} <= {node.op_type for node in artefact.graph.node}
+    accuracy = found["accuracy"]
+    assert isinstance(accuracy, dict)
+    assert accuracy["samples"] == 64
+    assert 0.9 <= accuracy["top1_agreement"] <= 1
+    assert accuracy["reference_accuracy"] == 1, "the labels are the FP32 model's answers"
+
+    rows = np.random.default_rng(2).standard_normal((8, FEATURES)).astype(np.float32)
+    quantized = ort.InferenceSession(str(folder / "1" / str(found["artefact"]))).run(None, {"X": rows})[0]
+    plain = ort.InferenceSession(str(folder / "1" / "model.onnx")).run(None, {"X": rows})[0]
+    assert not np.array_equal(quantized, plain)
+    with serving(repository, tmp_path) as server:
+        client = triton.InferenceServerClient(server.address)
+        tensor = triton.InferInput("X", list(rows.shape), "FP32")
+        tensor.set_data_from_numpy(rows)
+        np.testing.assert_allclose(client.infer("affine", [tensor]).as_numpy("Y"), quantized, rtol=1e-4, atol=1e-4)
+        client.close()
+
+
+def test_the_second_build_comes_from_the_store(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    folder = write_model(tmp_path, INT8 % "")
+    assert headrace("build", str(folder), cache=cache).returncode == 0
+    first = (folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns
+    (folder / "1" / "build.json").unlink()
+    done = headrace("build", str(folder), cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "stored" in done.stdout
+    assert (folder / "1" / str(stamp(folder)["artefact"])).stat().st_mtime_ns == first
+
+
+def test_what_loses_too_much_is_refused_and_forced_with_a_mark(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    folder = write_model(tmp_path, "{precision: fp16, accuracy: {data: accuracy.npz, min_cosine: 1.0}}")
+    done = headrace("build", str(folder), cache=cache)
+    assert done.returncode == 1
+    assert "cosine" in done.stdout + done.stderr
+    assert "--force" in done.stdout + done.stderr
+    assert not (folder / "1" / "build.json").exists()
+    done = headrace("build", str(folder), "--force", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert stamp(folder)["forced"]
+    with serving(tmp_path, cache) as server:
+        client = triton.InferenceServerClient(server.address)
+        rows = client.get_model_repository_index()
+        assert any("accuracy" in row.get("reason", "") for row in rows if row["name"] == "affine"), rows
+        client.close()
+
+
+def test_every_model_of_a_repository(tmp_path: Path) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    write_model(repository, "{precision: fp16}", "half")
+    write_model(repository, "{}", "plain")
+    write_model(repository, "{precision: int8}", "unsampled")
+    done = headrace("build", "--all", "--model-repository", str(repository), cache=cache)
+    assert done.returncode == 1
+    assert "unsampled" in done.stdout
+    assert "optimization.calibration.data" in done.stdout
+    assert stamp(repository / "half")["precision"] == "fp16"
+    assert stamp(repository / "plain")["precision"] == "fp32"
+    assert leftovers(repository / "unsampled", tmp_path / "nothing") == []
+
+
+def test_best_takes_the_fastest_that_holds(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, INT8.replace("int8", "best") % "")
+    done = headrace("build", str(folder), cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    found = stamp(folder)
+    assert found["asked"] == "best"
+    assert found["precision"] in ("fp32", "fp16", "int8")
+
+
+def test_an_int8_engine_with_next_to_nothing_in_int8_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, INT8 % ", min_cosine: 1.0")
+    done = headrace("build", str(folder), cache=tmp_path / "cache")
+    assert done.returncode == 1, "leaving its only layer in floating point would have held the bar"
+    assert "half" in done.stdout + done.stderr
+
+
+def unsupported() -> onnx.ModelProto:
+    node = helper.make_node("Frobnicate", ["X"], ["Y"], name="odd_one", domain="example.org")
+    value = helper.make_tensor_value_info
+    graph = helper.make_graph(
+        [node], "g", [value("X", TensorProto.FLOAT, ["batch", 16])], [value("Y", TensorProto.FLOAT, ["batch", 16])]
+    )
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("example.org", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("optimization", "words", "told"),
+    [
+        ("{precision: int8}", [], ["calibration.data", "folder of pictures"]),
+        ("{precision: int8, calibration: {data: nowhere}}", [], ["nowhere", "folder of pictures"]),
+        ("{precision: int8, calibration: {data: ../../etc}}", [], ["../../etc"]),
+        ("{precision: int8, calibration: {data: wrong.npz}}", [], ["wrong.npz", "16"]),
+        ("{precision: fp8}", [], ["fp8", "onnxruntime"]),
+        ("{profiles: [{batch: [1, 64, 64]}]}", [], ["64", "max_batch_size", "8"]),
+        ("{profiles: [{batch: [4, 2, 1]}]}", [], ["ascend"]),
+        ("{precision: int8, calibration: {data: calibration.npz, method: tensorrt}}", [], ["entropy"]),
+        ("{precision: int8, calibration: {data: calibration.npz, keep: [nosuch]}}", [], ["nosuch"]),
+        ("{}", ["--version", "7"], ["version 7"]),
+    ],
+)
+def test_what_cannot_be_built_is_told(tmp_path: Path, optimization: str, words: Sequence[str], told: list[str]) -> None:
+    cache = tmp_path / "cache"
+    folder = write_model(tmp_path, optimization)
+    np.savez(folder / "wrong.npz", X=np.zeros((8, 3), np.float32))
+    done = headrace("build", str(folder), *words, cache=cache)
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
+    assert "Traceback" not in output
+    flat = " ".join(output.split())
+    for word in told:
+        assert word in flat
+    assert [name for name in leftovers(folder, cache) if name != "wrong.npz"] == []
+
+
+def test_an_operator_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    (folder / "1").mkdir(parents=True)
+    onnx.save_model(unsupported(), folder / "1" / "model.onnx")
+    (folder / "config.yaml").write_text("max_batch_size: 8\n")
+    done = headrace("build", str(folder), cache=tmp_path / "cache")
+    output = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 1
+    assert "Frobnicate" in output
+    assert "odd_one" in output
+    assert "Traceback" not in output
+
+
+def test_a_model_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "{}")
+    done = headrace("build", "resnet51", "--model-repository", str(tmp_path / "models"), cache=tmp_path / "cache")
+    assert done.returncode == 1
+    assert "affine" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_builder_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    cache = tmp_path / "cache"
+    folder = write_model(tmp_path, "{precision: int8, calibration: {data: slow.py:samples}}")
+    (folder / "slow.py").write_text(
+        "import pathlib, time\nimport numpy as np\n"
+        "def samples():\n"
+        "    pathlib.Path(__file__).with_name('began').touch()\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "        yield {'X': np.zeros(16, np.float32)}\n"
+    )
+    command = [sys.executable, "-m", "server", "build", str(folder), "--cache", str(cache)]
+    builder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "began").exists():
+        assert builder.poll() is None, builder.stdout and builder.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    builder.send_signal(number)
+    output, _ = builder.communicate(timeout=30)
+    assert builder.returncode != 0
+    assert "Traceback" not in output
+    assert [name for name in leftovers(folder, cache) if name.startswith(("model.", "build"))] == []
+    # The next one is not kept out by a lock, nor does it find half an entry.
+    (folder / "config.yaml").write_text(f"max_batch_size: 8\noptimization: {INT8 % ''}\n")
+    assert headrace("build", str(folder), cache=cache).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "{}")
+    (folder / "1").chmod(0o555)
+    try:
+        done = headrace("build", str(folder), cache=tmp_path / "cache")
+    finally:
+        (folder / "1").chmod(0o755)
+    assert done.returncode == 1
+    assert "permission" in (done.stdout + done.stderr).lower()
