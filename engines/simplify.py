@@ -49,6 +49,7 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     simple = raise_opset(simple, OPSET)
     graph = Graph(simple)
     _merge_affine(graph)
+    _biased_products_to_gemm(graph)
     _plain_gemm(graph)
     simple = graph.finish()
     for field in ("input", "output"):
@@ -200,7 +201,7 @@ def _merge_affine(graph: Graph) -> None:
     for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
         while (step := _only_reader(graph, norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
             scale, shift = graph.constant(norm.input[1]), graph.constant(norm.input[2])
-            if scale is None or shift is None or step.output[0] in graph.outputs:
+            if scale is None or shift is None:
                 break
             other = step.input[1] if step.input[0] == norm.output[0] else step.input[0]
             term = _by_channel(graph, graph.constant(other), norm.output[0], len(scale))
@@ -209,21 +210,18 @@ def _merge_affine(graph: Graph) -> None:
             scale, shift = (scale * term, shift * term) if step.op_type == "Mul" else (scale, shift + term)
             graph.rewire(norm, 1, graph.add_constant(f"{norm.name}_scale", scale))
             graph.rewire(norm, 2, graph.add_constant(f"{norm.name}_bias", shift))
-            graph.rewire(step, list(step.input).index(norm.output[0]), other)
-            _read_instead(graph, step.output[0], norm.output[0])
+            norm.output[0] = step.output[0]
             merged.add(step.name)
-    if merged:
-        kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in merged]
+    _drop(graph, merged)
+
+
+def _drop(graph: Graph, names: set[str]) -> None:
+    """Take nodes out whose outputs others make now, all at once."""
+    if names:
+        kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
         del graph.model.graph.node[:]
         graph.model.graph.node.extend(kept)
         graph.sort()
-
-
-def _read_instead(graph: Graph, old: str, new: str) -> None:
-    for reader in graph.consumers(old):
-        for index, name in enumerate(reader.input):
-            if name == old:
-                graph.rewire(reader, index, new)
 
 
 def _only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
@@ -241,6 +239,31 @@ def _by_channel(graph: Graph, values: Array | None, tensor: str, channels: int) 
     if len(full) != len(shape) or full[0] != 1 or math.prod(full[2:]) != 1 or full[1] not in (1, channels):
         return None
     return np.broadcast_to(values.reshape(-1), (channels,)).copy()
+
+
+def _biased_products_to_gemm(graph: Graph) -> None:
+    """A product of matrices and a bias by column is one Gemm, for which there are kernels that add the bias."""
+    done = set()
+    for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
+        step = _only_reader(graph, node.output[0])
+        weight, left = graph.shape(node.input[1]), graph.shape(node.input[0])
+        if (
+            step is None
+            or step.op_type != "Add"
+            or weight is None
+            or left is None
+            or len(left) != 2
+            or len(weight) != 2
+        ):
+            continue
+        bias = step.input[1] if step.input[0] == node.output[0] else step.input[0]
+        constant = graph.is_constant(node.input[1]) and graph.is_constant(bias)
+        if constant and graph.shape(bias) in ((weight[1],), (1, weight[1])):
+            node.op_type = "Gemm"
+            node.input.append(bias)
+            node.output[0] = step.output[0]
+            done.add(step.name)
+    _drop(graph, done)
 
 
 def _plain_gemm(graph: Graph) -> None:

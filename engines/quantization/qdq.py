@@ -73,6 +73,8 @@ def quantize(
         scheme = _UnsignedInt8(reduce_range)
     writer = _Writer(graph, placement, scheme, ranges)
     writer.write()
+    if target == "onnxruntime":
+        _avoid_float_gemm(graph, placement)
     _keep_output_names(graph, placement.stored, writer.pairs)
     return graph.finish()
 
@@ -273,6 +275,23 @@ def _copied(values: Array | TensorProto) -> Array | TensorProto:
     if isinstance(values, TensorProto):
         return TensorProto.FromString(values.SerializeToString())
     return values
+
+
+def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
+    """Write the addition behind an integer MatMul as a Sum.
+
+    ONNX Runtime makes one Gemm of a MatMul and the Add behind it, of matrices or where all sizes are known, before it looks at
+    Q/DQ pairs; then the product would run on dequantised weights. Sum of two is the same, and is left alone.
+    """
+    for node in graph.nodes:
+        one = placement.weighted.get(node.name)
+        if one is None or one.operator != "MatMul" or node.output[0] in placement.stored:
+            continue
+        shape = graph.shape(node.output[0])
+        matrices = shape is not None and (len(shape) == 2 or min(shape, default=0) >= 0)
+        for reader in graph.consumers(node.output[0]) if matrices else ():
+            if reader.op_type == "Add":
+                reader.op_type = "Sum"
 
 
 def _keep_output_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:

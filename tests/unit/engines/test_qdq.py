@@ -271,6 +271,24 @@ def test_weights_of_products_have_a_scale_for_each_column() -> None:
         assert axes == [(1, (8,)), (0, (6,)), (1, (8,))]
 
 
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("m = MatMul(h, w)  y = Add(m, b)", ("N", 8)),
+        ("m = MatMul(h, w)  y = Add(m, b)", (2, 5, 8)),
+        ("m = MatMul(h, w)  y = Add(m, h)", (4, 8)),
+        ("m = MatMul(h, w)  y = Add(m, b)", ("N", 5, 8)),
+    ],
+)
+def test_product_with_an_addition_behind_it_runs_on_integers(text: str, shape: tuple[int | str, ...]) -> None:
+    constants = networks.weights(w=(8, 8), b=(8,))
+    model = simplify(networks.network(f"h = Sigmoid(x)  {text}", constants, shape))
+    quantized = quantize(model, networks.measured_ranges(model, tensors_to_calibrate(model)), "onnxruntime")
+    found = networks.operators(networks.as_optimised(quantized))
+    assert found["QGemm"] + found["MatMulIntegerToFloat"] == 1
+    assert not {"Gemm", "MatMul", "DequantizeLinear"} & set(found)
+
+
 def test_missing_and_impossible_ranges_are_named() -> None:
     model, ranges = prepared("residual")
     missing = {name: span for name, span in ranges.items() if name != "a1r"}

@@ -107,6 +107,34 @@ def test_gemm_is_left_plain() -> None:
     _same(model, simple)
 
 
+def test_product_and_bias_are_one_gemm_that_keeps_the_products_name() -> None:
+    text = "m = MatMul(x, w)  h = Add(b, m)  r = Relu(h)  n = MatMul(r, v)  y = Add(n, row)"
+    model = networks.network(text, networks.weights(w=(6, 8), b=(8,), v=(8, 5), row=(1, 5)), ("N", 6))
+    simple = simplify(model)
+    assert [(node.op_type, node.name) for node in simple.graph.node] == [
+        ("Gemm", "node_m"),
+        ("Relu", "node_r"),
+        ("Gemm", "node_n"),
+    ]
+    onnx.checker.check_model(simple, full_check=True)
+    _same(model, simple)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "m = MatMul(x, w)  y = Add(m, x)",
+        "m = MatMul(x, w)  r = Relu(m)  y = Add(m, r)",
+        "m = MatMul(x, w)  y = Add(m, column)",
+    ],
+)
+def test_other_additions_stay(text: str) -> None:
+    model = networks.network(text, networks.weights(w=(6, 6), column=(4, 1)), (4, 6))
+    simple = simplify(model)
+    assert networks.operators(simple)["Add"] == 1
+    _same(model, simple)
+
+
 def test_shared_weights_of_gemms_with_factors_stay_apart() -> None:
     text = "h = Gemm <alpha=0.5> (x, w)  g = Gemm(x, w)  y = Add(h, g)"
     model = networks.network(text, networks.weights(w=(6, 8)), ("N", 6))
