@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -105,19 +106,17 @@ def show(console: Console, comparison: Comparison) -> None:
     console.print(
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
-    what, remarks = Table(), []
-    what.add_column(HEADINGS[0], no_wrap=True)
-    for heading in HEADINGS[1:-1]:
-        what.add_column(heading, justify="right")
-    for row in comparison.rows:
-        *cells, remark = cells_of(row)
-        if row.built is not None:
-            what.add_row(*map(Text, cells))
-        if remark:
-            remarks.append(f"{row.precision}: {plain(remark)}")
+    cells = [cells_of(row) for row in comparison.worked]
+    # A terminal is narrow: what no row can tell, such as an accuracy without labels, takes no column.
+    told = [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in cells)]
+    what = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in told:
+        what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
+    for line in cells:
+        what.add_row(*(Text(line[column]) for column in told))
     if what.row_count:
         console.print(what)
-    speed = Table(*SPEED_HEADINGS[:1])
+    speed = Table(*SPEED_HEADINGS[:1], box=SIMPLE_HEAD, pad_edge=False)
     for heading in SPEED_HEADINGS[1:]:
         speed.add_column(heading, justify="right")
     for row in comparison.worked:
@@ -126,8 +125,9 @@ def show(console: Console, comparison: Comparison) -> None:
             speed.add_row(*map(Text, speed_cells(comparison, row, rows)), end_section=last)
     if speed.row_count:
         console.print(speed)
-    for remark in remarks:
-        console.print(remark, highlight=False, soft_wrap=True, markup=False)
+    for row in comparison.rows:
+        if remark := cells_of(row)[-1]:
+            console.print(f"{row.precision}: {plain(remark)}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _started_when_told(display: BuildDisplay, name: str) -> Report:

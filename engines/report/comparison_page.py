@@ -58,7 +58,7 @@ def comparison_picture(comparison: Comparison) -> str:
     return side_by_side([(throughput, HEIGHT), (latency, HEIGHT), accuracy], names, title)
 
 
-HEADINGS = ("precision", "top-1", "cosine", "accuracy", "kept", "size", "memory", "built in", "remark")
+HEADINGS = ("precision", "top-1", "cosine", "accuracy", "kept", "size", "memory", "built", "remark")
 SPEED_HEADINGS = ("precision", "batch", "median", "p99", "rows/s", "against fp32")
 
 
