@@ -109,7 +109,7 @@ def show(console: Console, comparison: Comparison) -> None:
     cells = [cells_of(row) for row in comparison.worked]
     # A terminal is narrow: what no row can tell, such as an accuracy without labels, takes no column.
     told = [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in cells)]
-    what = Table(box=SIMPLE_HEAD, pad_edge=False)
+    what = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in told:
         what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
     for line in cells:
