@@ -88,8 +88,13 @@ def test_what_no_stamp_names_any_more_goes(store: Store, folder: Path) -> None:
     assert (folder / "notes.txt").exists()
 
 
-def test_publishing_again_touches_nothing(store: Store, folder: Path) -> None:
+@pytest.mark.parametrize("links", [True, False])
+def test_publishing_again_touches_nothing(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
     entry = _entry(store, "a")
+    if not links:
+        monkeypatch.setattr(publishing.os, "link", _failing(errno.EXDEV))
     store.publish(entry, folder, _stamp(entry))
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
     store.publish(entry, folder, _stamp(entry))
