@@ -90,7 +90,7 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
     precision = asked_precision(config)
     if choice.reason == "" and precision == "fp32" and not config.build_on_load:
         return Plan(runtime, source)
-    wanted = "an engine" if precision == "fp32" else f"the {precision} engine"
+    wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(precision, f"the {precision} engine")
     remark = f"{source.name} serves in place of {wanted}: {choice.reason or 'none is built'}"
     build = _build_digest(folder, digest or onnx_digest(source), runtime) if config.build_on_load else ""
     return Plan(runtime, source, remark=remark, cure=cure, build=build)
