@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-from server.config.stamps import Stamp, config_digest
 
 from engines.accuracy import Accuracy, judge, measure
 from engines.build_data import BuildData, open_data
@@ -29,6 +28,7 @@ from engines.spec import BuildSpec
 from engines.store import Entry, Store
 from engines.targets.base import Engine, Order, Target, Timing
 from server.config.machine import Machine
+from server.config.stamps import Stamp, config_digest
 
 Array = npt.NDArray[Any]
 
@@ -188,7 +188,10 @@ class _Build:
         timings = []
         for index, rows in enumerate(sizes):
             report(index / len(sizes), f"timing {rows} rows")
-            timings.append(engine.time(rows_of(self._data, rows, self._project), _TIMING_S))
+            timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
+            # Without a batch dimension an engine takes the first one for it.
+            batched = bool(self._project.config.max_batch_size)
+            timings.append(timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows))
         return timings
 
     def _facts(

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from engines.progress import Report
+from engines.report.style import size
 from server.config.machine import Machine
 
 if TYPE_CHECKING:
@@ -100,6 +101,6 @@ def _row(outcome: Outcome) -> list[str]:
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",
         f"{best:,.0f}" if best >= 100 else f"{best:.3g}",
-        f"{built.size_bytes / 1e6:.1f} MB",
+        size(built.size_bytes),
         f"{outcome.seconds:.1f} s",
     ]

@@ -26,13 +26,13 @@ from engines.report.comparison_page import (
 )
 from engines.report.page import save
 from engines.report.style import plain
-from engines.spec import spec_of
+from engines.spec import CALIBRATOR, spec_of
 from engines.store import DEFAULT_ROOT, Store
 from engines.targets.base import Target
 from engines.targets.choice import NAMES, choose_target
 from server.core.optimization_config import PRECISIONS
 
-_COMPARABLE = tuple(precision for precision in PRECISIONS if precision != "best")
+_COMPARABLE = (*(precision for precision in PRECISIONS if precision != "best"), CALIBRATOR)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ class Row:
     """One precision.
 
     Attributes:
-        precision: its word.
+        precision: its word, as `BuildSpec.at` takes it.
         reason: why there is nothing to tell, "" if there is.
         built: the artefact, None where there is a reason.
         memory_bytes: that the engine holds, None where it could not be measured.
@@ -162,6 +162,7 @@ def compare(
         engines: dict[str, Engine] = {}
         for precision in precisions:
             row = _build(project, spec.at(precision), target, store, reports.get(precision, silent), maker)
+            row = replace(row, precision=precision)
             if row.built is not None:
                 try:
                     engine = target.open(row.built.path, source)

@@ -18,6 +18,9 @@ from server.core.optimization_config import PRECISIONS, AccuracyBar, Calibration
 # Bumped when the same specification makes another artefact than before.
 RECIPE = 1
 
+# Not a precision of its own, but worth a row in a comparison.
+CALIBRATOR = "int8-tensorrt"
+
 _QUANTIZED = ("int8", "fp8")
 
 
@@ -69,7 +72,14 @@ class BuildSpec:
         return Bar(agreement, cosine, told.max_drop)
 
     def at(self, precision: str) -> BuildSpec:
-        """The same in another precision."""
+        """The same in another precision.
+
+        Args:
+            precision: one of `PRECISIONS`, or `CALIBRATOR`: INT8 by TensorRT 10's own calibrator.
+        """
+        if precision == CALIBRATOR:
+            calibration = self.calibration.model_copy(update={"method": "tensorrt"})
+            return replace(self, precision="int8", calibration=calibration)
         return replace(self, precision=precision)
 
     def digest(self) -> str:
