@@ -150,7 +150,10 @@ def _by_entropy(counts: Floats, edges: Floats) -> float:
     limit = min(float(edges[-1]), _ENTROPY_REACH * _by_percentile(counts, edges, _ENTROPY_PERCENTILE))
     below = np.concatenate([[0.0], np.cumsum(counts)])
     at = np.interp(np.linspace(0.0, limit, _ENTROPY_BINS + 1), edges, below)
-    bins = _least_divergence(np.diff(at), float(below[-1] - at[-1]))
+    inside = np.diff(at)
+    # What is smaller than one step becomes 0 or that step: how it is spread tells nothing, and would outweigh all else.
+    inside[: _ENTROPY_BINS // _ENTROPY_LEVELS] = 0.0
+    bins = _least_divergence(inside, float(below[-1] - at[-1]))
     return limit * bins / _ENTROPY_BINS
 
 

@@ -9,12 +9,12 @@ What it yields is kept in a temporary file, because samples are wanted more than
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
@@ -109,14 +109,14 @@ class _Kept:
 def _call(path: Path, function: str) -> Iterator[Any]:
     """What the function yields; errors of its code are told with file and line."""
     name = f"headrace_samples_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise BuildError(f"{path.name} is no Python file: write file.py:function")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     # Dataclasses and the like look their module up by its name.
     sys.modules[name] = module
     try:
-        _guarded(path, spec.loader.exec_module, module)
+        # Not imported: that would leave a cache in the model's folder.
+        code = _guarded(path, lambda: compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
+        _guarded(path, exec, code, module.__dict__)
         made = getattr(module, function, None)
         if not callable(made):
             there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

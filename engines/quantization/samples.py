@@ -113,10 +113,13 @@ class Samples:
         waiting: list[Sample] = []
         for number in self._numbers:
             sample = self._read(number)
-            if waiting and (len(waiting) == rows or _shapes(sample) != _shapes(waiting[0])):
+            if waiting and _shapes(sample) != _shapes(waiting[0]):
                 yield _stacked(waiting)
                 waiting = []
             waiting.append(sample)
+            if len(waiting) == rows:
+                yield _stacked(waiting)
+                waiting = []
         if waiting:
             yield _stacked(waiting)
 
