@@ -24,7 +24,17 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.casting_limits import must_stay_fp32
-from engines.casting_types import BOUNDING, HEAVY, MOVEMENT, TYPE_ATTRIBUTE, Format, Signature, format_of, signature
+from engines.casting_types import (
+    BOUNDING,
+    HEAVY,
+    MOVEMENT,
+    TYPE_ATTRIBUTE,
+    Format,
+    Signature,
+    at_opset_of,
+    format_of,
+    signature,
+)
 from engines.errors import BuildError
 from engines.onnx_graph import Graph, copy_model
 
@@ -37,8 +47,6 @@ __all__ = ["Quantized", "cast", "must_stay_fp32"]
 #   "scales":  everything, the scales included. TensorRT 10.6 finds no kernel for Conv + Relu then.
 Quantized = Literal["regions", "layers", "scales"]
 
-# The first version of ONNX's operators with a BF16 convolution and pooling.
-_BF16_OPSET = 22
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
 _CHECK_LIMIT_BYTES = 2**31 - 1
 
@@ -62,26 +70,12 @@ def cast(
         BuildError: the outcome is no valid ONNX model, or the precision is none of the two.
     """
     numbers = format_of(precision)
-    raised = _raise_opset(model) if precision == "bf16" else None
-    graph = Graph(copy_model(model) if raised is None else raised)
+    graph = Graph(copy_model(at_opset_of(model, numbers)))
     _lift_constants(graph)
     writer = _Writer(graph, numbers, _choose(graph, numbers, frozenset(keep), quantized))
     written = writer.write()
     _check(written, model, precision)
     return written
-
-
-def _raise_opset(model: onnx.ModelProto) -> onnx.ModelProto | None:
-    """The model at an opset with BF16 convolutions; None where it is there, or cannot be brought there."""
-    opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-    if opset >= _BF16_OPSET:
-        return None
-    try:
-        raised: onnx.ModelProto = onnx.version_converter.convert_version(model, _BF16_OPSET)
-    except Exception:  # the converter raises RuntimeError and what its C++ throws: operators that it does not know
-        return None
-    same = {node.name for node in raised.graph.node} >= {node.name for node in model.graph.node}
-    return raised if same else None
 
 
 def _lift_constants(graph: Graph) -> None:
@@ -150,7 +144,7 @@ def _computed_from_shapes(graph: Graph) -> set[str]:
             values.update(node.output)
         elif by_value or by_shape:
             shapes.update(node.output)
-            found.add(_key(node))
+            found |= {_key(node)} if by_shape else set()
     return found
 
 

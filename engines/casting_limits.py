@@ -33,7 +33,17 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto
 
-from engines.casting_types import BOUNDING, HEAVY, MOVEMENT, Format, format_of, schema_of, signature, upstream
+from engines.casting_types import (
+    BOUNDING,
+    HEAVY,
+    MOVEMENT,
+    Format,
+    at_opset_of,
+    format_of,
+    schema_of,
+    signature,
+    upstream,
+)
 from engines.errors import BuildError
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
@@ -92,15 +102,16 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
         BuildError: a node has no name, or ONNX Runtime cannot run the model.
     """
     numbers = format_of(precision)
-    graph = Graph(copy_model(model))
+    graph = Graph(copy_model(at_opset_of(model, numbers)))
     unnamed = next((node for node in graph.nodes if not node.name), None)
     if unnamed is not None:
         raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")
     keep = {node.name for node in graph.nodes if _by_rule(graph, node)}
-    keep |= _written_out_norms(graph) | _angles(graph) | _by_weights(graph, numbers)
+    norms = _written_out_norms(graph)
+    keep |= {name for norm in norms for name in norm.nodes} | _angles(graph) | _by_weights(graph, numbers)
     if samples is not None and len(samples):
         keep |= _by_activations(graph, numbers, samples.head(SAMPLES), report)
-    return keep
+    return keep | _affine_in_fp32(norms, keep)
 
 
 # By rule
@@ -122,22 +133,43 @@ def _long(sizes: tuple[int, ...]) -> bool:
     return min(sizes, default=1) > 0 and math.prod(sizes) > _LONG_SOFTMAX
 
 
-def _written_out_norms(graph: Graph) -> set[str]:
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm that is written out: what it norms, its nodes, and the scale and shift behind it."""
+
+    source: onnx.NodeProto | None
+    nodes: frozenset[str]
+    affine: frozenset[str]
+
+
+def _written_out_norms(graph: Graph) -> list[_Norm]:
     """Means of squares whose root divides, with all that belongs to them."""
-    found: set[str] = set()
+    norms = []
     for mean in (node for node in graph.nodes if node.op_type in ("ReduceMean", "ReduceSum")):
         square = graph.producer(mean.input[0])
         if square is None or not _squares(graph, square):
             continue
-        behind = _behind(graph, mean)
-        if behind:
-            found |= {square.name, mean.name, *behind}
-            # The mean that was taken off before, and the difference.
-            centred = graph.producer(square.input[0])
-            if centred is not None and centred.op_type == "Sub":
-                means = [graph.producer(name) for name in centred.input]
-                found |= {centred.name, *(m.name for m in means if m is not None and m.op_type == "ReduceMean")}
-    return found
+        divided, behind = _behind(graph, mean)
+        if not divided:
+            continue
+        nodes = {square.name, mean.name, *behind}
+        # The mean that was taken off before, and the difference.
+        source, centred = square.input[0], graph.producer(square.input[0])
+        if centred is not None and centred.op_type == "Sub":
+            source = centred.input[0]
+            means = [graph.producer(name) for name in centred.input]
+            nodes |= {centred.name, *(m.name for m in means if m is not None and m.op_type == "ReduceMean")}
+        norms.append(_Norm(graph.producer(source), frozenset(nodes), _affine(graph, divided)))
+    return norms
+
+
+def _affine_in_fp32(norms: list[_Norm], keep: set[str]) -> set[str]:
+    """Scales and shifts that stay FP32 with their norm: those of norms of FP32 tensors.
+
+    ONNX Runtime fuses a norm with what is behind it into an operator of one type, that of the tensor before the cast that
+    leads into the norm; its type check fails where the scale has another.
+    """
+    return {name for norm in norms if norm.source is None or norm.source.name in keep for name in norm.affine}
 
 
 def _squares(graph: Graph, node: onnx.NodeProto) -> bool:
@@ -147,20 +179,33 @@ def _squares(graph: Graph, node: onnx.NodeProto) -> bool:
     return exponent is not None and bool(np.all(exponent == 2))
 
 
-def _behind(graph: Graph, mean: onnx.NodeProto) -> set[str]:
-    """From a mean of squares to the division by its root, by name; nothing if there is no root."""
-    found: set[str] = set()
-    waiting = graph.consumers(mean.output[0])
-    while waiting:
-        node = waiting.pop()
+def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], set[str]]:
+    """From a mean of squares on: the nodes that divide by its root, and the names of all up to them; nothing without a root."""
+    divided: list[onnx.NodeProto] = []
+    names: set[str] = set()
+    for node in graph.consumers(mean.output[0]):
         if node.op_type in _BETWEEN_MEAN_AND_ROOT:
-            below = _behind(graph, node)
-            found |= {node.name, *below} if below else set()
+            below, found = _behind(graph, node)
+            divided += below
+            names |= {node.name, *found} if found else set()
         elif node.op_type == "Sqrt" or (node.op_type == "Pow" and graph.is_constant(node.input[1])):
-            divisions = [r for r in graph.consumers(node.output[0]) if r.op_type in ("Div", "Reciprocal", "Mul")]
-            products = [m for r in divisions if r.op_type == "Reciprocal" for m in graph.consumers(r.output[0])]
-            found |= {node.name, *(r.name for r in divisions), *(m.name for m in products if m.op_type == "Mul")}
-    return found
+            readers = [r for r in graph.consumers(node.output[0]) if r.op_type in ("Div", "Reciprocal", "Mul")]
+            inverses = [r for r in readers if graph.is_constant(r.input[0]) or r.op_type == "Reciprocal"]
+            products = [m for r in inverses for m in graph.consumers(r.output[0]) if m.op_type == "Mul"]
+            divided += [r for r in readers if r not in inverses] + products
+            names |= {node.name, *(n.name for n in (*readers, *products))}
+    return divided, names
+
+
+def _affine(graph: Graph, normed: list[onnx.NodeProto]) -> frozenset[str]:
+    """Names of the scale and the shift behind a norm."""
+    found: set[str] = set()
+    nodes = normed
+    for operator in ("Mul", "Add"):
+        readers = [reader for node in nodes for reader in graph.consumers(node.output[0])]
+        nodes = [r for r in readers if r.op_type == operator and any(graph.is_constant(name) for name in r.input)]
+        found |= {node.name for node in nodes}
+    return frozenset(found)
 
 
 def _angles(graph: Graph) -> set[str]:

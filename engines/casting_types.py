@@ -14,6 +14,7 @@ from onnx import TensorProto, defs
 
 from engines.errors import BuildError
 from engines.onnx_graph import Graph
+from engines.simplify import raise_opset
 
 Array = npt.NDArray[Any]
 
@@ -43,16 +44,16 @@ class Format:
         element_type: `TensorProto.DataType`.
         dtype: NumPy's.
         largest: finite value.
-        smallest: half the smallest positive value: what is below becomes zero.
         epsilon: between 1 and the next value.
+        opset: the first in which convolutions and pooling may have it.
     """
 
     name: str
     element_type: int
     dtype: Any
     largest: float
-    smallest: float
     epsilon: float
+    opset: int
 
     def round(self, values: Array) -> Array:
         """FP32 values as the format has them, in FP32; those beyond `largest` become infinite."""
@@ -68,10 +69,8 @@ class Format:
 
 
 FORMATS = {
-    "fp16": Format("fp16", TensorProto.FLOAT16, np.dtype(np.float16), 65504.0, 2.0**-25, 2.0**-10),
-    "bf16": Format(
-        "bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127, 2.0**-134, 2.0**-7
-    ),
+    "fp16": Format("fp16", TensorProto.FLOAT16, np.dtype(np.float16), 65504.0, 2.0**-10, 1),
+    "bf16": Format("bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127, 2.0**-7, 22),
 }
 
 
@@ -84,6 +83,16 @@ def format_of(precision: str) -> Format:
     if precision not in FORMATS:
         raise BuildError(f"a model cannot be cast to '{precision}': say {' or '.join(FORMATS)}")
     return FORMATS[precision]
+
+
+def at_opset_of(model: onnx.ModelProto, numbers: Format) -> onnx.ModelProto:
+    """The model at an opset that knows a format, as it is where it cannot be brought there; the given one is not changed."""
+    try:
+        raised = raise_opset(model, numbers.opset)
+    except BuildError:
+        return model
+    same = {node.name for node in raised.graph.node} >= {node.name for node in model.graph.node}
+    return raised if same else model
 
 
 @dataclass(frozen=True, slots=True)
