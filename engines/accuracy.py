@@ -220,7 +220,7 @@ class _Comparison:
         return Accuracy(
             samples=self.samples,
             data=data,
-            top1_agreement=0.0 if self.problem and agreement is not None else agreement,
+            top1_agreement=0.0 if self.problem and self.chosen else agreement,
             cosine=0.0 if self.problem else cosine,
             max_abs=self.max_abs,
             accuracy=self.right / self.labelled if labelled else None,
