@@ -94,7 +94,7 @@ def make(
     key = store.key(parts)
     if not rebuild and (entry := store.find(key)) is not None:
         return _built(entry, spec, machine, key, cached=True)
-    with store.building(key):
+    with store.building(key, waits=lambda note: report(0.0, note)):
         # Another builder may have been faster.
         if not rebuild and (entry := store.find(key)) is not None:
             return _built(entry, spec, machine, key, cached=True)

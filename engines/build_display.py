@@ -63,8 +63,8 @@ class BuildDisplay:
         self._progress.stop_task(self._tasks[outcome.name])
 
 
-def show_outcomes(console: Console, outcomes: Sequence[Outcome], machine: Machine) -> None:
-    """Print a table of what was built, then what could not be built or published, and why."""
+def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome], machine: Machine) -> None:
+    """Print a table of what was built; to `errors` what could not be built or published, and why."""
     title = f"Engines for {machine.target} {machine.version} on {machine.device} ({machine.capability})"
     table = Table("model", "engine", "", title=escape(title), title_justify="left")
     for heading in ("top-1", "accuracy", "rows/s", "size", "time"):
@@ -79,10 +79,10 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], machine: Machin
         if outcome.error:
             verb = "was not published" if outcome.built else "was not built"
             head = f"[red]{escape(name.rstrip(': '))} {verb}:[/] " if name else ""
-            console.print(f"{head}{escape(outcome.error)}", highlight=False, soft_wrap=True)
+            errors.print(f"{head}{escape(outcome.error)}", highlight=False, soft_wrap=True)
         elif outcome.forced and outcome.built is not None:
             missed = escape("; ".join(outcome.built.refusal))
-            console.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
+            errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
 
 
 def _row(outcome: Outcome) -> list[str]:

@@ -17,6 +17,7 @@ from engines.spec import BuildSpec, spec_of
 from engines.store import DEFAULT_ROOT, Store
 from engines.targets.base import Target
 from engines.targets.choice import NAMES, choose_target
+from server.core.errors import HeadraceError
 from server.core.optimization_config import PRECISIONS
 
 
@@ -90,7 +91,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             outcome = build_one(project, options, target, store, display.report(project.name))
             outcomes.append(outcome)
             display.finish(outcome)
-    show_outcomes(console, outcomes, target.describe())
+    show_outcomes(console, Console(stderr=True), outcomes, target.describe())
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 
@@ -109,15 +110,16 @@ def build_one(project: Project, options: argparse.Namespace, target: Target, sto
         entry = store.find(built.key)
         if entry is None:
             raise BuildError("the engine has gone from the store meanwhile: build it again")
-        store.publish(entry, project.source.parent, stamp_of(built, entry, project, spec.precision, overridden, forced))
+        stamp = stamp_of(built, entry, project, spec.precision, overridden, forced)
+        store.publish(entry, project.version_folder, stamp)
         return Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
-    except BuildError as error:
-        return Outcome(project.name, built, False, False, str(error), time.monotonic() - started_s)
+    except HeadraceError as error:
+        told = str(error)
     except MemoryError:
-        error_text = "there is not enough memory: close other programs, or use fewer calibration samples"
-        return Outcome(project.name, built, False, False, error_text, time.monotonic() - started_s)
+        told = "there is not enough memory: close other programs, or use fewer calibration samples"
     except OSError as error:
-        return Outcome(project.name, built, False, False, _told(error), time.monotonic() - started_s)
+        told = _told(error)
+    return Outcome(project.name, built, False, False, told, time.monotonic() - started_s)
 
 
 def _told(error: OSError) -> str:

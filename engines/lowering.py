@@ -29,6 +29,7 @@ from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
 from engines.sensitivity import rank, search
 from engines.spec import BuildSpec
+from server.config.machine import cpu_capability, has_vnni
 from server.core.optimization_config import Calibration
 
 logger = logging.getLogger("headrace.build")
@@ -123,7 +124,9 @@ class _Quantizer:
         return Lowered(self._in_half(quantized, keep), tuple(sorted(keep)))
 
     def _quantize(self, keep: set[str]) -> onnx.ModelProto:
-        return quantize(self._model, self._ranges, self._target, self._spec.precision, keep)
+        # Without VNNI the products of a uint8 and an int8 overflow 16 bits in pairs: weights of 7 bits do not.
+        narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
+        return quantize(self._model, self._ranges, self._target, self._spec.precision, keep, reduce_range=narrow)
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
         held_out = self._data.held_out.head(SEARCH_SAMPLES)

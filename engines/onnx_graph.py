@@ -24,6 +24,8 @@ Array = npt.NDArray[Any]
 
 # A serialized protobuf cannot be larger.
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
+# Shapes and axes are smaller; their values count while shapes are inferred.
+_SMALL_BYTES = 1024
 
 
 class Graph:
@@ -210,7 +212,7 @@ class Graph:
 
     def _infer(self) -> None:
         try:
-            inferred = onnx.shape_inference.infer_shapes(self.model, data_prop=True)
+            inferred = onnx.shape_inference.infer_shapes(_without_weights(self.model), data_prop=True)
         except Exception:  # inference is a service: models with operators it does not know go without
             return
         known = {value.name for value in self.model.graph.value_info}
@@ -240,6 +242,21 @@ class Graph:
             for inner in (attribute.g, *attribute.graphs):
                 names |= {name for child in inner.node for name in self._reads(child)}
         return names
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with large constants as inputs: inference needs their types, and would copy their values."""
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    bare.graph.name = model.graph.name
+    for field in ("node", "input", "output", "value_info"):
+        getattr(bare.graph, field).extend(getattr(model.graph, field))
+    given = {value.name for value in model.graph.input}
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) <= _SMALL_BYTES and not tensor.external_data:
+            bare.graph.initializer.append(tensor)
+        elif tensor.name not in given:
+            bare.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return bare
 
 
 def _keep(field: Any, used: set[str]) -> None:

@@ -40,6 +40,11 @@ class Project:
         """Of the model."""
         return self.folder.config
 
+    @property
+    def version_folder(self) -> Path:
+        """Where artefacts are published."""
+        return self.folder.path / str(self.version)
+
     def digest(self) -> str:
         """Of the ONNX file and its data."""
         return file_digest(self.source)

@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from engines.errors import BuildError
 from engines.targets.base import ShapeRange
 from server.core.model_config import ModelConfig
-from server.core.optimization_config import PRECISIONS, AccuracyBar, Calibration, EngineProfile
+from server.core.optimization_config import (
+    PRECISIONS,
+    AccuracyBar,
+    Calibration,
+    EngineProfile,
+    asked_precision,
+    tensorrt_accelerator,
+)
 
 # Bumped when the same specification makes another artefact than before.
 RECIPE = 1
@@ -106,12 +113,12 @@ def spec_of(config: ModelConfig, precision: str = "") -> BuildSpec:
         BuildError: an accelerator's parameter is not understood, or a free dimension has no profile.
     """
     told = config.optimization
-    asked, workspace_bytes = _tensorrt_accelerator(config)
+    workspace_bytes = _check_accelerator(config)
     if told.workspace_mb is not None:
         workspace_bytes = told.workspace_mb << 20
     profiles = told.profiles or (EngineProfile(),)
     return BuildSpec(
-        precision=precision or told.precision or asked or "fp32",
+        precision=precision or asked_precision(told),
         profiles=tuple(_shape_range(config, profile) for profile in profiles),
         workspace_bytes=workspace_bytes,
         calibration=told.calibration,
@@ -119,22 +126,19 @@ def spec_of(config: ModelConfig, precision: str = "") -> BuildSpec:
     )
 
 
-def _tensorrt_accelerator(config: ModelConfig) -> tuple[str, int | None]:
-    accelerators = config.optimization.execution_accelerators
-    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
-        if accelerator.name.lower() not in ("tensorrt", "auto"):
-            continue
-        mode = accelerator.parameters.get("precision_mode", "FP32").lower()
-        if mode not in PRECISIONS:
-            words = ", ".join(word.upper() for word in PRECISIONS[:-1])
-            raise BuildError(
-                f"{config.name}: precision_mode '{mode}' of the tensorrt accelerator: write one of {words}"
-            )
-        size = accelerator.parameters.get("max_workspace_size_bytes", "")
-        if size and not size.isdecimal():
-            raise BuildError(f"{config.name}: max_workspace_size_bytes is '{size}': write a number of bytes")
-        return mode, int(size) if size and int(size) else None
-    return "", None
+def _check_accelerator(config: ModelConfig) -> int | None:
+    """Hold Triton's accelerator to what it can ask for; the scratch memory in bytes that it allows, None: no bound."""
+    accelerator = tensorrt_accelerator(config.optimization)
+    if accelerator is None:
+        return None
+    mode = accelerator.parameters.get("precision_mode", "fp32")
+    if mode.lower() not in PRECISIONS:
+        words = ", ".join(word.upper() for word in PRECISIONS[:-1])
+        raise BuildError(f"{config.name}: precision_mode '{mode}' of the tensorrt accelerator: write one of {words}")
+    size = accelerator.parameters.get("max_workspace_size_bytes", "0")
+    if not size.isdecimal():
+        raise BuildError(f"{config.name}: max_workspace_size_bytes is '{size}': write a number of bytes")
+    return int(size) or None
 
 
 def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:

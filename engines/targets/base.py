@@ -18,6 +18,9 @@ import onnx
 
 from engines.progress import Report
 from server.config.machine import Machine
+from server.config.stamps import Timing
+
+__all__ = ["Array", "Engine", "Layer", "Machine", "Order", "Runner", "ShapeRange", "Target", "Timing"]
 
 Array = npt.NDArray[Any]
 
@@ -48,23 +51,6 @@ class Order:
     timing_cache: Path | None = None
     calibrate: tuple[dict[str, Array], ...] | None = None
     calibration_table: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """How fast an engine is on one batch size, inputs where the engine wants them, nothing else running.
-
-    Attributes:
-        rows: of the batch.
-        median_us: of one execution.
-        p99_us: of one execution.
-        rows_per_s: sustained, back to back.
-    """
-
-    rows: int
-    median_us: float
-    p99_us: float
-    rows_per_s: float
 
 
 @dataclass(frozen=True, slots=True)

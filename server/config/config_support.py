@@ -12,6 +12,7 @@ from typing import Any
 from server.config.document import Document
 from server.core.errors import Finding
 from server.core.model_config import Location, Problem
+from server.core.optimization_config import TENSORRT_ACCELERATORS
 
 _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
@@ -61,7 +62,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "slo": "nothing is promised yet",
 }
 # ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
-TENSORRT_ACCELERATORS = ("tensorrt", "auto")
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
 # What these say is what happens anyway.

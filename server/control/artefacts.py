@@ -10,13 +10,13 @@ from pathlib import Path
 
 from server.config.config_completion import contradictions
 from server.config.config_reader import ModelFolder
-from server.config.config_support import TENSORRT_ACCELERATORS
 from server.config.machine import onnxruntime_machine
 from server.config.model_files import sample_paths
 from server.config.onnx_signature import read_signature
 from server.config.stamps import Choice, Stamp, choose_in, config_digest, onnx_digest, read_stamps
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig
+from server.core.optimization_config import asked_precision
 
 # What measurements are called in a stamp -> how people say them.
 _MEASURED = {
@@ -82,30 +82,18 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
         return Plan(runtime, folder.model_file(version))
     config, source = folder.config, folder.source_file(version)
     place = folder.path / str(version)
-    cure = f"headrace build {folder.name}"
+    cure = f"headrace build {folder.name} --target {runtime}"
     choice, digest = _choose(place, source, config)
     if choice.stamp is not None:
         remark = f"{_engine(choice.stamp)} is below its accuracy bar: {'; '.join(choice.stamp.refusal)}"
         return Plan(runtime, source, choice.path, choice.stamp, remark if choice.stamp.forced else "", cure)
-    precision = asked_precision(config)
+    precision = asked_precision(config.optimization)
     if choice.reason == "" and precision == "fp32" and not config.build_on_load:
         return Plan(runtime, source)
     wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(precision, f"the {precision} engine")
     remark = f"{source.name} serves in place of {wanted}: {choice.reason or 'none is built'}"
     build = _build_digest(folder, digest or onnx_digest(source), runtime) if config.build_on_load else ""
     return Plan(runtime, source, remark=remark, cure=cure, build=build)
-
-
-def asked_precision(config: ModelConfig) -> str:
-    """The precision that a configuration asks for, its own or that of Triton's TensorRT accelerator; "fp32" if none."""
-    told = config.optimization
-    if told.precision is not None:
-        return told.precision
-    accelerators = told.execution_accelerators
-    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
-        if accelerator.name.lower() in TENSORRT_ACCELERATORS:
-            return accelerator.parameters.get("precision_mode", "fp32").lower()
-    return "fp32"
 
 
 def check_engine(plan: Plan, config: ModelConfig) -> None:

@@ -168,3 +168,26 @@ class Optimization(ConfigPart):
 
 
 HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "workspace_mb", "calibration", "accuracy")
+
+# Names of accelerators that ask for TensorRT: Triton's own word, and that of its ONNX Runtime backend.
+TENSORRT_ACCELERATORS = ("tensorrt", "auto")
+
+
+def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
+    """Triton's own way to ask for a TensorRT engine, None where nobody does."""
+    accelerators = optimization.execution_accelerators
+    for accelerator in accelerators.gpu_execution_accelerator if accelerators else ():
+        if accelerator.name.lower() in TENSORRT_ACCELERATORS:
+            return accelerator
+    return None
+
+
+def asked_precision(optimization: Optimization) -> str:
+    """The precision that a configuration asks for, its own word or that of Triton's TensorRT accelerator; "fp32" if none.
+
+    The accelerator's word is not checked.
+    """
+    if optimization.precision is not None:
+        return optimization.precision
+    accelerator = tensorrt_accelerator(optimization)
+    return "fp32" if accelerator is None else accelerator.parameters.get("precision_mode", "fp32").lower()

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from server.control.artefacts import asked_precision
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry
 from server.core.model_config import ModelConfig
+from server.core.optimization_config import asked_precision
 from tests.fake_builder import publish
 from tests.models import add_model, affine, sum_difference
 from tests.unit.control.control_thread import ask, index, put, run, same
@@ -148,7 +148,7 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
         reason = reason_of(registry)
         assert reason.startswith("model.onnx serves in place of the int8 engine: ")
         assert words in reason
-        assert reason.endswith(" (headrace build m)")
+        assert reason.endswith(" (headrace build m --target onnxruntime)")
         assert str(tmp_path) not in reason
 
     run(repository, check, ALL)
@@ -160,7 +160,7 @@ def test_an_engine_of_another_machine_stays_aside(repository: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_missed(repository: Path) -> None:
-    expected = "model.onnx serves in place of the int8 engine: none is built (headrace build m)"
+    expected = "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
     assert serves(repository, 1) == expected
     (repository / "m" / "config.yaml").unlink()
     assert serves(repository, 1) == ""
@@ -195,7 +195,7 @@ def test_a_broken_engine_leaves_the_model_serving(repository: Path, engine: byte
     path = publish(repository / "m", 1, engine)
     reason = serves(repository, 1)
     assert reason.startswith(f"model.onnx serves in place of the int8 engine, which cannot be loaded: {path.name}")
-    assert reason.endswith("(headrace build m --rebuild)")
+    assert reason.endswith("(headrace build m --target onnxruntime --rebuild)")
 
 
 @pytest.mark.parametrize("location", ["../../../secret", "link"])
@@ -293,7 +293,7 @@ def test_a_model_for_tensorrt_runs_its_onnx_file_where_that_is_allowed(tmp_path:
     ],
 )
 def test_the_precision_asked_for(told: dict[str, Any], precision: str) -> None:
-    assert asked_precision(ModelConfig.model_validate({"optimization": told})) == precision
+    assert asked_precision(ModelConfig.model_validate({"optimization": told}).optimization) == precision
 
 
 def test_every_version_has_its_own_engine(repository: Path) -> None:

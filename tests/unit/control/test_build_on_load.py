@@ -254,7 +254,9 @@ def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: Worksho
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         await settled(registry)
-        expected = "model.onnx serves in place of the int8 engine: none is built (headrace build m)"
+        expected = (
+            "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
+        )
         assert reason_of(registry) == expected
         await reconciler.load("m", None, {})
         assert reason_of(registry) == expected
