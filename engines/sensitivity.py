@@ -1,15 +1,15 @@
 """Which layers quantisation harms most, and the fewest that have to stay in floating point.
 
-The harm of a layer is the error of the model's outputs when this layer alone is quantised. To measure it takes a session and
-a run of the whole network for each layer, too much for a network of many. So all layers are first looked at in one run, in
-which each shows the noise that quantisation adds to its own output (`layer_noise`). That is what the layer adds, though not
-what the layers behind it make of it; so the noisiest 16 are then measured as said. The error of the others is estimated from
-their noise, and from what became of the noise of those that were measured, never above these.
+The harm of a layer is the error of the model's outputs when this layer alone is quantised. It is measured for every layer, which
+takes a session and a run of the whole network each: with 16 samples on two cores about a second for each layer of resnet50.
+
+Cheaper would be the noise that each layer's quantisation adds to its own output, of all layers in one run. It does not tell the
+harm: on efficientnet_lite0 it found at best 5 of the 8 most harmful layers (rank correlation at most 0.63), because what counts
+is what the layers behind make of it. The harm measured on 8 samples found 7 or 8 of those measured on 32 (0.96).
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,8 @@ import numpy.typing as npt
 import onnx
 
 from engines.errors import BuildError
-from engines.layer_noise import layer_noise
-from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
-from engines.progress import Report, part
-from engines.quantization.placement import place
+from engines.progress import Report
 from engines.quantization.qdq import quantizable, quantize
 
 if TYPE_CHECKING:
@@ -30,12 +27,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-# Layers whose harm is measured at the model's outputs.
-MEASURED = 16
-# On so many samples.
-SAMPLES = 32
-# The noise is looked at on fewer: every value of a layer's output counts.
-_NOISE_SAMPLES = 8
+# The harm is measured on so many samples.
+SAMPLES = 16
 _ROWS = 8
 
 
@@ -55,47 +48,27 @@ def rank(
         ranges: of its tensors, calibrated.
         target: "tensorrt" or "onnxruntime".
         precision: "int8" or "fp8".
-        samples: the first 32 are run.
+        samples: the first 16 are run.
         report: told after every layer.
         nodes: names of the layers to look at; all that would be quantised if None.
 
     Returns:
-        By layer the energy of the error over the energy of the output, of the worst output.
+        By layer the energy of the error over the energy of the output, of the worst floating-point output.
 
     Raises:
         BuildError: ONNX Runtime cannot run the model, or cannot run it quantised.
     """
     layers = quantizable(model)
-    named = list(layers if nodes is None else nodes)
-    samples = samples.head(SAMPLES)
-    noise: dict[str, float] = {}
-    if len(named) > MEASURED:
-        quantized = quantize(model, ranges, target, precision)
-        stored = place(Graph(copy_model(model)), target, precision).stored
-        noise = layer_noise(model, quantized, stored, named, samples.head(_NOISE_SAMPLES), part(report, 0.0, 0.2))
-        named.sort(key=lambda name: -noise[name])
-    batches = list(samples.batches(_ROWS))
+    named = layers if nodes is None else nodes
+    batches = list(samples.head(SAMPLES).batches(_ROWS))
     reference = OnnxRunner(model)
     expected = [reference.run(rows) for rows in batches]
-    measured: dict[str, float] = {}
-    measuring = part(report, 0.2 if noise else 0.0, 1.0)
-    for i, name in enumerate(named[:MEASURED]):
+    harm: dict[str, float] = {}
+    for i, name in enumerate(named):
         runner = OnnxRunner(quantize(model, ranges, target, precision, [other for other in layers if other != name]))
-        measured[name] = _output_error(expected, [runner.run(rows) for rows in batches])
-        measuring((i + 1) / min(len(named), MEASURED), f"harm of {name}")
-    ranking = sorted(measured.items(), key=lambda item: -item[1])
-    return ranking + _estimated(named[MEASURED:], noise, measured)
-
-
-def _estimated(
-    names: Sequence[str], noise: Mapping[str, float], measured: Mapping[str, float]
-) -> list[tuple[str, float]]:
-    """Errors of layers that were not measured, in the order of their noise."""
-    if not names:
-        return []
-    passed = statistics.median(error / max(noise[name], 1e-30) for name, error in measured.items())
-    least = min(measured.values())
-    return [(name, min(noise[name] * passed, least)) for name in names]
+        harm[name] = _output_error(expected, [runner.run(rows) for rows in batches])
+        report((i + 1) / len(named), f"harm of {name}")
+    return sorted(harm.items(), key=lambda item: -item[1])
 
 
 def _output_error(expected: Sequence[Mapping[str, Array]], given: Sequence[Mapping[str, Array]]) -> float:
