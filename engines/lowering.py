@@ -2,7 +2,8 @@
 
     fp32             as it is, simplified
     fp16, bf16       weights and activations cast; what would overflow or lose too much stays FP32
-    int8, fp8        ranges from samples -> Q/DQ; where the accuracy does not hold, the most harmful layers stay in floating point
+    int8, fp8        ranges from samples -> Q/DQ -> biases corrected; if the accuracy does not hold, the most harmful layers
+                     stay in floating point
 
 Whether the accuracy holds is first found on ONNX Runtime, which runs any Q/DQ model: a TensorRT build takes minutes.
 """
@@ -24,6 +25,7 @@ from engines.casting import cast, must_stay_fp32
 from engines.errors import BuildError
 from engines.onnx_runner import OnnxRunner
 from engines.progress import Report, part, silent
+from engines.quantization.bias_correction import SAMPLES, correct_biases
 from engines.quantization.calibration import calibrate
 from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
@@ -111,22 +113,33 @@ class _Quantizer:
     def run(self, report: Report) -> Lowered:
         told = self._spec.calibration
         tensors = tensors_to_calibrate(self._model)
-        self._ranges = calibrate(self._model, tensors, self._calibration, told, self._tables, part(report, 0.0, 0.6))
+        self._ranges = calibrate(self._model, tensors, self._calibration, told, self._tables, part(report, 0.0, 0.4))
         keep = kept_by_name(self._nodes, told)
-        quantized = self._quantize(keep)
-        missed = self._missed(quantized, part(report, 0.6, 0.7))
+        quantized = self._corrected(keep, part(report, 0.4, 0.6))
+        missed = self._missed(quantized, part(report, 0.6, 0.65))
         if missed:
             logger.info(
                 "the accuracy does not hold with every layer in %s: %s", self._spec.precision, "; ".join(missed)
             )
-            keep = self._search(keep, part(report, 0.7, 1.0))
-            quantized = self._quantize(keep)
+            keep = self._search(keep, part(report, 0.65, 0.95))
+            quantized = self._corrected(keep, part(report, 0.95, 1.0))
         return Lowered(self._in_half(quantized, keep), tuple(sorted(keep)))
 
-    def _quantize(self, keep: set[str]) -> onnx.ModelProto:
+    def _corrected(self, keep: set[str], report: Report) -> onnx.ModelProto:
+        """The quantised model with its biases corrected, unless that brings it further from the original."""
+        plain = self._quantize(self._model, keep)
+        nodes = [name for name in self._nodes if name not in keep]
+        model = correct_biases(self._model, plain, nodes, self._calibration, part(report, 0.0, 0.6))
+        corrected = self._quantize(model, keep)
+        reference, few = OnnxRunner(self._model), self._calibration.head(SAMPLES)
+        before = measure(reference, OnnxRunner(plain), few, ROWS, part(report, 0.6, 0.8))
+        after = measure(reference, OnnxRunner(corrected), few, ROWS, part(report, 0.8, 1.0))
+        return corrected if after.cosine > before.cosine else plain
+
+    def _quantize(self, model: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
         # Without VNNI the products of a uint8 and an int8 overflow 16 bits in pairs: weights of 7 bits do not.
         narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
-        return quantize(self._model, self._ranges, self._target, self._spec.precision, keep, reduce_range=narrow)
+        return quantize(model, self._ranges, self._target, self._spec.precision, keep, reduce_range=narrow)
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
         held_out = self._data.held_out.head(SEARCH_SAMPLES)
@@ -153,7 +166,7 @@ class _Quantizer:
             nonlocal tries
             tries += 1
             searching(tries / (tries + 4), f"{len(more)} layers left in floating point")
-            return not self._missed(self._quantize(keep | more), silent)
+            return not self._missed(self._quantize(self._model, keep | more), silent)
 
         try:
             return keep | search([name for name, _ in ranking[: max(most, 0)]], holds)
