@@ -31,7 +31,7 @@ from engines.casting_types import (
     TYPE_ATTRIBUTE,
     Format,
     Signature,
-    at_opset_of,
+    at_opset,
     format_of,
     signature,
 )
@@ -48,6 +48,8 @@ __all__ = ["Quantized", "cast", "must_stay_fp32"]
 Quantized = Literal["regions", "layers", "scales"]
 
 _QDQ = ("QuantizeLinear", "DequantizeLinear")
+# The first version of Q and DQ with scales of 16 bits.
+_SCALES_OPSET = 19
 _CHECK_LIMIT_BYTES = 2**31 - 1
 
 
@@ -70,7 +72,8 @@ def cast(
         BuildError: the outcome is no valid ONNX model, or the precision is none of the two.
     """
     numbers = format_of(precision)
-    graph = Graph(copy_model(at_opset_of(model, numbers)))
+    opset = max(numbers.opset, _SCALES_OPSET if quantized == "scales" else 0)
+    graph = Graph(copy_model(at_opset(model, opset)))
     _lift_constants(graph)
     writer = _Writer(graph, numbers, _choose(graph, numbers, frozenset(keep), quantized))
     written = writer.write()

@@ -38,7 +38,7 @@ from engines.casting_types import (
     HEAVY,
     MOVEMENT,
     Format,
-    at_opset_of,
+    at_opset,
     format_of,
     schema_of,
     signature,
@@ -102,7 +102,7 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
         BuildError: a node has no name, or ONNX Runtime cannot run the model.
     """
     numbers = format_of(precision)
-    graph = Graph(copy_model(at_opset_of(model, numbers)))
+    graph = Graph(copy_model(at_opset(model, numbers.opset)))
     unnamed = next((node for node in graph.nodes if not node.name), None)
     if unnamed is not None:
         raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")

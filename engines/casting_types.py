@@ -85,10 +85,10 @@ def format_of(precision: str) -> Format:
     return FORMATS[precision]
 
 
-def at_opset_of(model: onnx.ModelProto, numbers: Format) -> onnx.ModelProto:
-    """The model at an opset that knows a format, as it is where it cannot be brought there; the given one is not changed."""
+def at_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """The model at this opset or a later one, as it is where it cannot be brought there; the given one is not changed."""
     try:
-        raised = raise_opset(model, numbers.opset)
+        raised = raise_opset(model, version)
     except BuildError:
         return model
     same = {node.name for node in raised.graph.node} >= {node.name for node in model.graph.node}

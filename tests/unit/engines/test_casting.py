@@ -16,6 +16,8 @@ from engines.errors import BuildError
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
 from engines.progress import silent
+from engines.quantization.placement import tensors_to_calibrate
+from engines.quantization.qdq import quantize
 from engines.quantization.samples import Samples
 from engines.simplify import simplify
 from tests.onnx_blocks import Network, small_cnn, transformer_block
@@ -216,8 +218,14 @@ def test_a_transformer_block_is_cast_and_answers_as_before(written_out: bool) ->
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("path", LIGHT, ids=lambda path: path.stem)
 def test_networks_of_many_families_are_cast(path: Path, precision: str) -> None:
-    model = simplify(onnx.load(path))
-    # These files hold no weights but zeros or ones, so only types can be held against them.
+    model = onnx.load(path)
+    if path.stem.removeprefix("light_") in ("vgg19", "zfnet512", "bvlc_alexnet"):
+        # Their weights, which these files only describe, would be hundreds of megabytes.
+        for i, node in enumerate(model.graph.node):
+            node.name = f"{node.op_type}{i}"
+    else:
+        model = simplify(model)
+    # The weights are all of one number, so only types can be held against them.
     written = cast(model, precision, must_stay_fp32(model, None, precision, silent))
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
@@ -227,7 +235,7 @@ def test_networks_of_many_families_are_cast(path: Path, precision: str) -> None:
     assert operators(written)["Cast"] <= 2 + 2 * operators(written)["LRN"]
 
 
-def test_the_largest_family_runs_in_fp16() -> None:
+def test_one_of_them_answers_as_before_in_fp16() -> None:
     model = simplify(onnx.load(next(path for path in LIGHT if path.stem == "light_squeezenet")))
     model = _with_random_weights(model)
     shape = [d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim]
@@ -270,7 +278,7 @@ def test_another_precision_is_refused() -> None:
 
 def quantized_cnn() -> onnx.ModelProto:
     """Q/DQ around conv1 and conv3, none around conv2, and a classifier that is not linked with any of them."""
-    net = Network(opset=19)
+    net = Network()
     x = net.input("x", ["N", 4, 8, 8])
     one = net.node("Relu", net.conv(_pair(net, x, "q1"), (4, 4), "conv1"), name="relu1")
     two = net.node("Relu", net.conv(one, (4, 4), "conv2"), name="relu2")
@@ -307,3 +315,17 @@ def test_what_is_cast_of_a_quantised_model(quantized: str, low: set[str]) -> Non
     random = np.random.default_rng(0)
     inputs = {"x": random.standard_normal((2, 4, 8, 8), np.float32), "y": random.standard_normal((2, 4), np.float32)}
     assert cosine(run(model, **inputs), run(written, **inputs)) > 0.999
+
+
+def test_what_quantize_left_in_floating_point_is_cast() -> None:
+    model = simplify(small_cnn())
+    picture = np.random.default_rng(1).standard_normal((4, 3, 16, 16), np.float32)
+    ranges = dict.fromkeys(tensors_to_calibrate(model), (-4.0, 4.0))
+    quantized = quantize(model, ranges, "tensorrt", "int8", ["conv2"])
+    written = cast(quantized, "fp16", must_stay_fp32(model, Samples.of({"picture": picture}), "fp16", silent))
+    onnx.checker.check_model(written, full_check=True)
+    kinds = types(written)
+    assert kinds["conv2"] == {TensorProto.FLOAT16}
+    assert kinds["conv1"] == kinds["conv3"] == kinds["classifier"] == {TensorProto.FLOAT}
+    assert operators(written)["Cast"] == 2
+    assert cosine(run(quantized, picture=picture), run(written, picture=picture)) > 0.9999
