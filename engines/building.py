@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +78,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if bool(options.models) == options.all:
         raise BuildError("name the models to build, or say --all")
     projects = _projects(options)
-    target = choose_target(options.target)
+    with ThreadPoolExecutor(1) as pool:
+        # Reading a large model takes as long as waking a GPU; neither waits for the other.
+        digests = [pool.submit(project.digest) for project in projects if isinstance(project, Project)]
+        target = choose_target(options.target)
+        wait(digests)
     store = Store(options.cache)
 
     from engines.build_display import BuildDisplay, show_outcomes

@@ -14,6 +14,8 @@ from engines.onnx_graph import copy_model
 
 Array = npt.NDArray[Any]
 
+_FP8 = (onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT8E5M2)
+
 
 class OnnxRunner:
     """A session of a model that may also give what is inside of it.
@@ -35,7 +37,9 @@ class OnnxRunner:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         levels = ort.GraphOptimizationLevel
-        options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimize else levels.ORT_DISABLE_ALL
+        # The optimiser does not know the types of FP8 and refuses such models; the kernels run them.
+        plain = not optimize or any(tensor.data_type in _FP8 for tensor in model.graph.initializer)
+        options.graph_optimization_level = levels.ORT_DISABLE_ALL if plain else levels.ORT_ENABLE_ALL
         try:
             self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # the binding's exceptions share no other base

@@ -15,6 +15,9 @@ from server.core.model_config import ModelConfig
 
 SOURCE = "model.onnx"
 
+# By path, inode, size and time of change. External data are not looked at twice in one process.
+_DIGESTS: dict[tuple[str, int, int, int], str] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Project:
@@ -46,8 +49,12 @@ class Project:
         return self.folder.path / str(self.version)
 
     def digest(self) -> str:
-        """Of the ONNX file and its data."""
-        return file_digest(self.source)
+        """Of the ONNX file and its data; read once as long as the file stays as it is."""
+        state = self.source.stat()
+        known = (str(self.source), state.st_ino, state.st_size, state.st_mtime_ns)
+        if known not in _DIGESTS:
+            _DIGESTS[known] = file_digest(self.source)
+        return _DIGESTS[known]
 
 
 def open_project(model: str, repository: Path, version: int | None = None) -> Project:

@@ -116,6 +116,9 @@ class _Parser:
             self._network.read(model)
         return not self._errors
 
+    def supports_operator(self, name: str) -> bool:
+        return name not in self._trt.state.unsupported
+
     def supports_model_v2(self, data: bytes) -> bool:
         self._find(onnx.ModelProto.FromString(data))
         bad = [error.node() for error in self._errors]

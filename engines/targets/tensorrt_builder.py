@@ -109,15 +109,23 @@ def _faults(api: TensorRt, parser: Any, model: onnx.ModelProto) -> list[ParserFa
         node = int(error.node())
         operator = str(error.node_operator() or "")
         name = node_label(model, node, str(error.node_name() or "")) if operator or error.node_name() else ""
+        # An assertion that is written as false is how 10.6 says that a node without an importer is no plug-in either.
+        bare = text.lower() == "false"
         unsupported = code.startswith("UNSUPPORTED") or "No importer registered" in text or "Plugin not found" in text
-        faults.append(ParserFault(name, operator, text, unsupported))
+        unsupported = unsupported or bare or bool(operator and not parser.supports_operator(operator))
+        faults.append(ParserFault(name, operator, "" if bare else text, unsupported))
     return faults
 
 
 def _unsupported(parser: Any, model: onnx.ModelProto, known: list[ParserFault]) -> list[ParserFault]:
-    """Nodes in the parts that TensorRT does not support, of which it has given no error."""
-    found = []
+    """Nodes of operators or in parts that TensorRT does not support, of which it has given no error."""
     told = {fault.node for fault in known}
+    found = [
+        ParserFault(label, node.op_type, "", True)
+        for index, node in enumerate(model.graph.node)
+        if not parser.supports_operator(node.op_type) and (label := node_label(model, index)) not in told
+    ]
+    told |= {fault.node for fault in found}
     for subgraph in range(parser.num_subgraphs):
         if not parser.is_subgraph_supported(subgraph):
             for index in parser.get_subgraph_nodes(subgraph):
