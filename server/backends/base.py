@@ -6,10 +6,18 @@
 
 Ownership: the arrays given to `run` belong to the caller again when it returns; those that come back belong to the caller and
 share no memory with the inputs. `run` may block; it must not keep the interpreter's lock while it computes.
+
+An execution that can overlap batches offers more (`PipelinedExecution`); one batch then takes this road:
+
+    begin(like, rows) -> Flight       the instance's thread; host memory for a batch, which the caller fills
+    launch(flight)                    the instance's thread; copy in, compute and copy out are queued
+    finish(flight) -> outputs         the finisher's thread; waits for this flight, in the order of launch
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +42,73 @@ class Execution(Protocol):
 
     def close(self) -> None:
         """Give back what the execution holds; called once, from the instance's thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A batch on its way through a pipelined execution.
+
+    Ownership: the caller's from `begin` to `launch`, the backend's from then on; nobody keeps it after `finish` or `discard`.
+
+    Attributes:
+        inputs: by name, C-contiguous host arrays of exactly `rows` rows (pinned on a GPU); the caller fills them.
+        rows: rows in the batch.
+        handle: the backend's own.
+    """
+
+    inputs: dict[str, Array]
+    rows: int
+    handle: object = None
+
+
+class PipelinedExecution(Execution, Protocol):
+    """One instance's way to run the model with several batches under way at the same time.
+
+    Two threads use it: the instance's own, and its finisher, which calls nothing but `finish`. Launches run in order and so do
+    finishes; a flight is finished while later ones are begun and launched. `run` is begin, launch and finish in one; it is
+    called from the instance's thread and only while no flight is open. `close` comes once nothing is called any more; flights
+    that are open then (a thread died) are waited for and dropped.
+
+    Attributes:
+        depth: flights that may be open, that is between `begin` and the end of `finish` (or `discard`); at least 2.
+    """
+
+    depth: int
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A free flight; never blocks, since the caller keeps to `depth`. From the instance's thread.
+
+        Args:
+            like: inputs by name, as of one request: the flight's arrays have their dtypes, and their shapes but for the first
+                dimension, which is `rows`. All inputs of the model are there, none holds objects.
+            rows: at least 1, at most the model's `max_batch_size`.
+
+        Raises:
+            Exception: there is none to be had for such inputs; nothing is open then.
+        """
+
+    def launch(self, flight: Flight) -> None:
+        """Queue copy in, compute and copy out, and return at once. From the instance's thread.
+
+        The caller does not touch the flight's inputs any more.
+
+        Raises:
+            Exception: nothing was launched; the flight has been given back.
+        """
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """Wait for a flight, without the interpreter's lock. From the finisher's thread, in the order of launch.
+
+        Returns:
+            All outputs of the model by name, `rows` rows each; they belong to the caller and share no memory with the flight.
+
+        Raises:
+            InputRefused: the values cannot be processed.
+            Exception: anything else is the model's failure. The flight has been given back in any case.
+        """
+
+    def discard(self, flight: Flight) -> None:
+        """Give back a flight that was begun and is not launched, since nobody waits for it. From the instance's thread."""
 
 
 class LoadedModel(Protocol):
