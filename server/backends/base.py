@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from server.core.errors import BadRequest
 from server.core.tensor import Array
@@ -27,6 +27,10 @@ from server.core.tensor import Array
 
 class InputRefused(BadRequest):
     """The model itself found the values wrong (an index out of range, text that is not UTF-8): the caller's fault."""
+
+
+class ExecutionLost(Exception):
+    """Raised by an execution that cannot run anything any more (a sticky error of the device): its instance dies of it."""
 
 
 class Execution(Protocol):
@@ -37,7 +41,8 @@ class Execution(Protocol):
 
         Raises:
             InputRefused: the values cannot be processed.
-            Exception: anything else is the model's failure.
+            ExecutionLost: nothing can be run any more.
+            Exception: anything else is the model's failure on these inputs.
         """
 
     def close(self) -> None:
@@ -68,6 +73,8 @@ class PipelinedExecution(Execution, Protocol):
     finishes; a flight is finished while later ones are begun and launched. `run` is begin, launch and finish in one; it is
     called from the instance's thread and only while no flight is open. `close` comes once nothing is called any more; flights
     that are open then (a thread died) are waited for and dropped.
+
+    Any of the calls may raise ExecutionLost.
 
     Attributes:
         depth: flights that may be open, that is between `begin` and the end of `finish` (or `discard`); at least 2.
@@ -109,6 +116,11 @@ class PipelinedExecution(Execution, Protocol):
 
     def discard(self, flight: Flight) -> None:
         """Give back a flight that was begun and is not launched, since nobody waits for it. From the instance's thread."""
+
+
+def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
+    """True if batches can overlap; one that stands before another execution may have a depth of 1, which is none."""
+    return getattr(execution, "depth", 1) > 1
 
 
 class LoadedModel(Protocol):
