@@ -6,6 +6,7 @@ project -> spec -> data -> key -> in the store? -> Built
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from engines.accuracy import Accuracy, judge, measure
 from engines.build_data import BuildData, open_data
-from engines.errors import BuildError
+from engines.errors import BuildError, NoKernelError
 from engines.lowering import ROWS, Lowered, lower
 from engines.onnx_graph import read_onnx
 from engines.onnx_runner import OnnxRunner
@@ -30,10 +31,14 @@ from engines.targets.base import Engine, Order, Target, Timing
 from server.config.machine import Machine
 from server.config.stamps import Stamp, config_digest
 
+logger = logging.getLogger("headrace.build")
+
 Array = npt.NDArray[Any]
 
 # How long each batch size is timed for the stamp; `headrace compare` takes its time.
 _TIMING_S = 0.3
+# How often a model is built before it is given up, each time with fewer layers in 8 bits.
+_TRIES = 6
 _SOURCES = ("onnx", "onnxruntime", "numpy")
 
 
@@ -155,7 +160,7 @@ class _Build:
         lowered = lower(model, self._spec, self._target.name, self._data, self._store.tables, part(report, 0.0, 0.45))
         with self._store.scratch() as scratch:
             artefact = scratch / f"model{self._target.suffix}"
-            self._target.build(lowered.model, self._order(lowered), artefact, part(report, 0.45, 0.8))
+            lowered = self._built(lowered, artefact, part(report, 0.45, 0.8))
             engine = self._target.open(artefact, lowered.model)
             try:
                 accuracy = measure(
@@ -167,6 +172,20 @@ class _Build:
             seconds = time.monotonic() - started_s
             facts = self._facts(lowered, accuracy, timings, seconds)
             return self._store.add(self._key, artefact, facts)
+
+    def _built(self, lowered: Lowered, artefact: Path, report: Report) -> Lowered:
+        """Build; layers for which the target has no kernel in 8 bits are left in floating point. Returns what was built."""
+        for tried in range(_TRIES):
+            try:
+                self._target.build(lowered.model, self._order(lowered), artefact, report)
+                break
+            except NoKernelError as error:
+                other = lowered.without(error.nodes) if lowered.without and tried < _TRIES - 1 else None
+                if other is None:
+                    raise
+                logger.warning("%s: %s; built again without", self._project.name, error)
+                lowered = other
+        return lowered
 
     def _order(self, lowered: Lowered) -> Order:
         return Order(

@@ -9,5 +9,17 @@ class BuildError(HeadraceError):
     """A model or an engine cannot be built."""
 
 
+class NoKernelError(BuildError):
+    """The target has no kernel for a layer in the precision that it is written in.
+
+    Attributes:
+        nodes: ONNX nodes of that layer that read quantised tensors; empty where it has none.
+    """
+
+    def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.nodes = nodes
+
+
 class AccuracyRefused(BuildError):
     """The artefact works but lost too much; it is not published without --force."""

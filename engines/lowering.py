@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,14 @@ class Lowered:
         model: in the precision asked for.
         kept: nodes that stayed in floating point (int8, fp8) or FP32 (fp16, bf16).
         calibrate: rows for TensorRT's own calibrator, which then makes the model INT8; None else.
+        without: the same for a target that has no kernel for some nodes in 8 bits: they stay in floating point too; where they
+            do already, or none is named, floating point is FP32. None where nothing is left to be tried.
     """
 
     model: onnx.ModelProto
     kept: tuple[str, ...] = ()
     calibrate: tuple[dict[str, Array], ...] | None = None
+    without: Callable[[Collection[str]], Lowered | None] | None = None
 
 
 def lower(
@@ -123,7 +127,19 @@ class _Quantizer:
             )
             keep = self._search(keep, part(report, 0.65, 0.95))
             quantized = self._corrected(keep, part(report, 0.95, 1.0))
-        return Lowered(self._in_half(quantized, keep), tuple(sorted(keep)))
+        return self._lowered(quantized, keep, half=True)
+
+    def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> Lowered:
+        """What is built from a quantised model; `half`: what stays in floating point may be FP16."""
+        model = self._in_half(quantized, keep) if half else quantized
+
+        def without(nodes: Collection[str]) -> Lowered | None:
+            more = set(nodes) - keep
+            if more:
+                return self._lowered(self._corrected(keep | more, silent), keep | more, half)
+            return self._lowered(quantized, keep, half=False) if model is not quantized else None
+
+        return Lowered(model, tuple(sorted(keep)), without=without)
 
     def _corrected(self, keep: set[str], report: Report) -> onnx.ModelProto:
         """The quantised model with its biases corrected, unless that brings it further from the original."""

@@ -26,6 +26,7 @@ class FakeCuda:
         live: addresses of allocated device and pinned memory.
         room_bytes: device memory that is left.
         captured: work recorded while a graph is captured, None outside of that.
+        busy: True if something was queued on the stream that nobody has waited for.
         refuse_capture: makes captures fail.
         now_us: the stream's clock.
         work_us: what one launch takes.
@@ -36,6 +37,7 @@ class FakeCuda:
         self.live: set[int] = set()
         self.room_bytes = 1 << 30
         self.captured: list[Callable[[], None]] | None = None
+        self.busy = False
         self.refuse_capture = False
         self.now_us = 0.0
         self.work_us = 50.0
@@ -116,6 +118,7 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
 
         def synchronize(self) -> None:
             assert cuda.captured is None, "waiting spoils a capture"
+            cuda.busy = False
 
     class Event:
         def __init__(self) -> None:
@@ -150,6 +153,7 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
     def htod(target: int, source: Any, stream: Stream) -> None:
         assert cuda.captured is None
         assert source.flags.c_contiguous
+        cuda.busy = True
         ctypes.memmove(target, source.ctypes.data, source.nbytes)
 
     def dtoh(target: Any, source: int, stream: Stream) -> None:

@@ -6,6 +6,7 @@ What the real one refuses, the fake refuses: a builder without a current context
 from __future__ import annotations
 
 import base64
+import contextlib
 import enum
 import json
 from collections.abc import Callable
@@ -27,10 +28,12 @@ class State:
         unsupported: operators without an importer.
         one_error: True if the parser stops at the first node it does not support.
         failure: what the builder logs when it gives up; it builds if this is empty.
+        refuses: by model what the builder logs in vain, "" if it builds it.
         gpu: name of the GPU, which timing caches are for.
         network_flags: what networks were created with.
         config: the last builder configuration.
         calibrated: sums over the batches that the calibrator has given.
+        broken: True if executions fail.
         late_shapes: True if outputs' shapes are known only once they are computed.
         levels: of the messages logged.
     """
@@ -39,10 +42,12 @@ class State:
         self.unsupported: set[str] = set()
         self.one_error = False
         self.failure: list[str] = []
+        self.refuses: Callable[[onnx.ModelProto], str] = lambda model: ""
         self.gpu = "Fake H1"
         self.network_flags: list[int] = []
         self.config: Any = None
         self.calibrated: list[float] = []
+        self.broken = False
         self.late_shapes = False
         self.steps = 0
         self.contexts = 0
@@ -275,7 +280,9 @@ class _Builder:
         monitor.phase_start("Building Engine", None, 2)
         monitor.phase_start("Timing", "Building Engine", 4)
         for step in range(4):
-            self._state.on_step()
+            # The real one lets no exception out of a callback either.
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):
+                self._state.on_step()
             self._state.steps += 1
             if not monitor.step_complete("Timing", step):
                 self._logger.log(1, "Build canceled by user")
@@ -284,9 +291,10 @@ class _Builder:
         monitor.step_complete("Building Engine", 0)
         if config.calibrator is not None:
             self._calibrate(network, config)
-        for text in self._state.failure:
+        failure = [*self._state.failure, *filter(None, [self._state.refuses(model)])]
+        for text in failure:
             self._logger.log(1, text)
-        if self._state.failure:
+        if failure:
             return None
         if config.cache is not None:
             found = {node.op_type for node in model.graph.node} | set(config.cache.content["kernels"])

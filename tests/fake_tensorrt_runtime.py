@@ -1,4 +1,4 @@
-"""The runtime side of the fake TensorRT: plans are run by ONNX's reference implementation."""
+"""The runtime side of the fake TensorRT: plans are run by ONNX Runtime, unoptimised."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import helper
-from onnx.reference import ReferenceEvaluator
 
+from engines.onnx_runner import OnnxRunner
 from tests.fake_cuda import FakeCuda
 
 MAGIC = b"PLAN"
@@ -54,6 +54,7 @@ class _Engine:
     def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, told: dict[str, Any]) -> None:
         self.trt, self.cuda, self.logger = trt, cuda, logger
         self.model = onnx.ModelProto.FromString(base64.b64decode(told["onnx"]))
+        self.runner = OnnxRunner(self.model, optimize=False)
         self.profiles = told["profiles"] or [{}]
         self.num_optimization_profiles = len(self.profiles)
         graph = self.model.graph
@@ -87,11 +88,17 @@ class _Engine:
         return _Context(self)
 
     def create_engine_inspector(self) -> Any:
+        dequantized = {node.output[0] for node in self.model.graph.node if node.op_type == "DequantizeLinear"}
         layers = [
             {
                 "Name": node.name,
                 "LayerType": node.op_type,
-                "Inputs": [{"Name": node.input[0], "Format/Datatype": "Row major linear FP32"}],
+                "Inputs": [
+                    {
+                        "Name": node.input[0],
+                        "Format/Datatype": f"Row major linear {'INT8' if node.input[0] in dequantized else 'FP32'}",
+                    }
+                ],
                 "Outputs": [],
                 "TacticName": f"fake_{node.op_type.lower()}",
                 "Metadata": f"[ONNX Layer: {node.name}]",
@@ -142,29 +149,34 @@ class _Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert stream == 77
-        self._engine.cuda.submit(self._execute)
-        return True
+        if self._engine.trt.state.broken:
+            return False
+        done: list[bool] = []
+        self._engine.cuda.submit(lambda: done.append(self._execute()))
+        return all(done)
 
-    def _execute(self) -> None:
+    def _execute(self) -> bool:
         for name, values in self._run(zeros=False).items():
             values = np.ascontiguousarray(values)
             address = self._addresses.get(name)
             if self._engine.trt.state.late_shapes:
                 address = self._allocators[name].reallocate_output_async(name, 0, values.nbytes, 256, 77)
+                if not address:
+                    return False
                 self._allocators[name].notify_shape(name, values.shape)
             assert address
             ctypes.memmove(address, values.ctypes.data, values.nbytes)
         if self.profiler is not None:
             for number, node in enumerate(self._engine.model.graph.node):
                 self.profiler.report_layer_time(node.name, 0.01 * (number + 1))
+        return True
 
     def _run(self, zeros: bool) -> dict[str, Any]:
         feeds = {}
         for name, shape in self._shapes.items():
             kind = self._engine.get_tensor_dtype(name)
             feeds[name] = np.zeros(shape, _NUMPY[kind]) if zeros else array_at(self._addresses[name], shape, kind)
-        evaluator = ReferenceEvaluator(self._engine.model)
-        return dict(zip(evaluator.output_names, evaluator.run(None, feeds), strict=True))
+        return self._engine.runner.run(feeds)
 
 
 def array_at(address: int, shape: Any, kind: DataType) -> Any:

@@ -21,6 +21,8 @@ logger = logging.getLogger("headrace.tensorrt")
 
 _OLDEST = 10
 _ERRORS_KEPT = 20
+# A warning that may be why no kernel is left in the end.
+_SHORTAGE = "memory is insufficient"
 
 
 class Log:
@@ -42,6 +44,8 @@ class Log:
                 logger.debug("%s", text)
         elif severity == 2:
             logger.info("%s", text)
+            if self._collecting is not None and _SHORTAGE in text:
+                self._collecting.append(text)
         elif self._collecting is None:
             logger.error("%s", text)
         else:
@@ -50,7 +54,10 @@ class Log:
 
     @contextlib.contextmanager
     def collect(self) -> Iterator[deque[str]]:
-        """The errors logged from here on, oldest first, the last few if there are many. May be nested."""
+        """The errors, and warnings of too little memory, logged from here on, oldest first, the last few if there are many.
+
+        May be nested.
+        """
         outer, self._collecting = self._collecting, deque(maxlen=_ERRORS_KEPT)
         try:
             yield self._collecting

@@ -17,10 +17,10 @@ from engines.progress import Report, part
 from engines.targets.base import Order
 from engines.targets.tensorrt_api import TensorRt
 from engines.targets.tensorrt_calibrator import CalibrationFeed, entropy_calibrator, even_batches
-from engines.targets.tensorrt_errors import ParserFault, explain_build, explain_parser, node_label
+from engines.targets.tensorrt_errors import ParserFault, build_failure, explain_parser, node_label
 from engines.targets.tensorrt_files import TimingCache, write_whole
 from engines.targets.tensorrt_profiles import add_profiles, check_profiles, set_shape
-from engines.targets.tensorrt_progress import Progress, progress_monitor
+from engines.targets.tensorrt_progress import Progress, progress_monitor, signals_stop
 from server.cuda.device import Gpu
 
 # A serialized protobuf cannot be larger; such models go through files.
@@ -63,7 +63,7 @@ def build_plan(
         report(_PARSED, "building")
         plan = _build(api, builder, network, config, order, report)
         if plan is None:
-            raise BuildError(explain_build(errors, model, api.version, order.workspace_bytes, gpu.name))
+            raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
         cache.save(config)
         write_whole(path, memoryview(plan))
     report(1.0, "done")
@@ -165,10 +165,12 @@ def _build(api: TensorRt, builder: Any, network: Any, config: Any, order: Order,
     try:
         if order.calibrate is not None:
             batches = even_batches(order.calibrate)
-            feed = CalibrationFeed(batches, order.calibration_table, part(report, _PARSED, _CALIBRATED))
+            calibrating = part(report, _PARSED, _CALIBRATED)
+            feed = CalibrationFeed(batches, order.calibration_table, _stoppable(calibrating, progress))
             calibrator = entropy_calibrator(api.trt, feed)
             api.allow_int8(config, calibrator, _calibration_profile(builder, network, batches[0]))
-        plan = builder.build_serialized_network(network, config)
+        with signals_stop(progress):
+            plan = builder.build_serialized_network(network, config)
     finally:
         if feed is not None:
             feed.close()
@@ -176,6 +178,17 @@ def _build(api: TensorRt, builder: Any, network: Any, config: Any, order: Order,
         if raised is not None:
             raise raised
     return plan
+
+
+def _stoppable(report: Report, progress: Progress) -> Report:
+    """A report that raises what has stopped the build."""
+
+    def told(done: float, note: str) -> None:
+        if progress.raised is not None:
+            raise progress.raised
+        report(done, note)
+
+    return told
 
 
 def _calibration_profile(builder: Any, network: Any, batch: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TensorRtEngine:
         Raises:
             BuildError: an input is missing, of the wrong type or in no profile, or the GPU failed.
         """
-        with self._working("running") as errors:
+        with self._running("running") as errors:
             allocated = self._prepare(self._context, inputs)
             self._send()
             self._enqueue(self._context, errors)
@@ -96,7 +96,7 @@ class TensorRtEngine:
         Raises:
             BuildError: as for `run`.
         """
-        with self._working("timing") as errors:
+        with self._running("timing") as errors:
             allocated = self._prepare(self._context, inputs)
             self._send()
             # The first execution of a shape sets things up that a graph cannot.
@@ -122,7 +122,7 @@ class TensorRtEngine:
         Raises:
             BuildError: as for `run`.
         """
-        with self._working("profiling") as errors:
+        with self._running("profiling") as errors:
             # A context of its own: a profiler slows down all that its context does.
             context = self._new_context(errors)
             times = LayerTimes()
@@ -156,6 +156,7 @@ class TensorRtEngine:
             return
         with self._working("closing"):
             self._closed = True
+            self._settle()
             for tensor in self._tensors.values():
                 tensor.close()
             # In this order, with the device current: each holds what comes after it.
@@ -171,6 +172,21 @@ class TensorRtEngine:
             raise BuildError(f"{self._name} is closed")
         with as_build_error(f"{doing} {self._name}"), current(self._device), self._api.log.collect() as errors:
             yield errors
+
+    @contextmanager
+    def _running(self, doing: str) -> Iterator[Any]:
+        """`_working`, after which nothing is under way any more, whatever happens: the buffers are free for the next batch."""
+        with self._working(doing) as errors:
+            try:
+                yield errors
+            except BaseException:
+                self._settle()
+                raise
+
+    def _settle(self) -> None:
+        # What has failed was told by whoever needed it.
+        with suppress(DeviceError):
+            self._stream.synchronize()
 
     def _new_context(self, errors: Any) -> Any:
         context = self._engine.create_execution_context()
@@ -234,6 +250,7 @@ class TensorRtEngine:
             # Kept with the engine: TensorRT does not hold it.
             self._allocators[tensor.name] = memory, output_allocator(self._api.trt, memory)
         memory, allocator = self._allocators[tensor.name]
+        memory.begin()
         context.set_output_allocator(tensor.name, allocator)
         return memory
 
@@ -266,6 +283,9 @@ class TensorRtEngine:
 
     def _enqueue(self, context: Any, errors: Any) -> None:
         if not context.execute_async_v3(self._stream.handle):
+            for memory, _ in self._allocators.values():
+                if memory.raised is not None:
+                    raise memory.raised
             raise BuildError(f"{self._name} failed on the GPU: {errors[-1] if errors else 'TensorRT gives no reason'}")
 
     def _capture(self, errors: Any) -> Graph | None:

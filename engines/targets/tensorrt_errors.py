@@ -8,16 +8,26 @@ from dataclasses import dataclass
 
 import onnx
 
+from engines.errors import BuildError, NoKernelError
+
 # Texts of libnvinfer 10 and 11; the name may hold dots, plus signs and braces.
 _NO_KERNEL = re.compile(
     r"(?:Could not find any implementation for node|No supported formats for) (.+?)"
     r"(?P<workspace> due to insufficient workspace\b.*)?(?: due to .*)?\.?\)?\s*$"
 )
-_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|insufficient memory|Requested size was", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|insufficient memory|memory is insufficient|Requested size was", re.IGNORECASE
+)
+_TOO_LARGE = re.compile(
+    r"volume exceeds|exceeds \(2\^31\)-1|maximum (?:supported )?element count|TENSOR_VOLUME"
+    r"|larger than total memory|getTotalGlobalMem"
+)
+_SMALLER = "lower the largest shapes in optimization.profiles"
 _OTHER_DEVICE = re.compile(
     r"incompatible device|not compatible with this version|expecting (?:compute|library version)"
 )
 _NAMES_SHOWN = 8
+_QDQ = ("QuantizeLinear", "DequantizeLinear")
 _QUANTIZED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -74,10 +84,10 @@ def mentioned(text: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name and re.search(rf"(?<![\w/])(?<!\w\.){re.escape(name)}(?![\w/]|\.\w)", text)]
 
 
-def explain_build(
+def build_failure(
     errors: Collection[str], model: onnx.ModelProto, version: str, workspace_bytes: int | None, gpu: str
-) -> str:
-    """Why the builder gave up.
+) -> BuildError:
+    """Why the builder gave up; a `NoKernelError` where other precisions of some layers may help.
 
     Args:
         errors: what it logged, oldest first.
@@ -87,6 +97,9 @@ def explain_build(
         gpu: for people.
     """
     bound = "" if workspace_bytes is None else f" of {workspace_bytes >> 20} MiB"
+    more_memory = f"{_SMALLER}, or close what else uses the GPU"
+    if workspace_bytes is not None:
+        more_memory = f"raise optimization.workspace_mb, {more_memory}"
     for error in reversed(list(errors)):
         found = _NO_KERNEL.search(error)
         if found is None:
@@ -94,20 +107,24 @@ def explain_build(
         nodes = mentioned(found[1], [node.name for node in model.graph.node])
         layer = _shortened(found[1])
         if found["workspace"] and workspace_bytes is not None:
-            return f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}: raise optimization.workspace_mb"
-        quantized = any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+            told = f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}"
+            return BuildError(f"{told}: raise optimization.workspace_mb")
         named = f" (ONNX nodes {', '.join(nodes)})" if nodes else ""
         told = f"TensorRT {version} finds no kernel for {layer}{named} on {gpu}"
-        if quantized:
+        if any(_NO_MEMORY.search(other) or _TOO_LARGE.search(other) for other in errors):
+            return BuildError(f"{told}, some were passed over for want of memory: {more_memory}")
+        if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             listed = ", ".join(f'"{name}"' for name in _computing(model, nodes)) or "..."
-            return f"{told}: keep it in floating point by optimization.calibration.keep: [{listed}]"
-        return f"{told}: take another precision, or raise optimization.workspace_mb"
+            cure = f"keep it in floating point by optimization.calibration.keep: [{listed}]"
+            return NoKernelError(f"{told}: {cure}", _quantized(model, nodes))
+        return NoKernelError(f"{told}: take another precision, or raise optimization.workspace_mb")
     if any(_NO_MEMORY.search(error) for error in errors):
-        cure = "lower the largest shapes in optimization.profiles, or close what else uses the GPU"
-        if workspace_bytes is not None:
-            cure = f"raise optimization.workspace_mb, {cure}"
-        return f"TensorRT {version} ran out of memory on {gpu}{f' with a workspace{bound}' if bound else ''}: {cure}"
-    return f"TensorRT {version} cannot build the engine: {_last(errors)}"
+        within = f" with a workspace{bound}" if bound else ""
+        return BuildError(f"TensorRT {version} ran out of memory on {gpu}{within}: {more_memory}")
+    large = next((error for error in errors if _TOO_LARGE.search(error)), None)
+    if large is not None:
+        return BuildError(f"TensorRT {version} cannot hold tensors this large ({large.strip()}): {_SMALLER}")
+    return BuildError(f"TensorRT {version} cannot build the engine: {_last(errors)}")
 
 
 def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
@@ -122,6 +139,13 @@ def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
 def _computing(model: onnx.ModelProto, names: Collection[str]) -> list[str]:
     """Those nodes whose inputs are quantized; what follows them in a fused layer is not."""
     return [node.name for node in model.graph.node if node.name in names and node.op_type in _QUANTIZED]
+
+
+def _quantized(model: onnx.ModelProto, names: Collection[str]) -> tuple[str, ...]:
+    """Those nodes that read what a DequantizeLinear makes."""
+    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    reading = [node for node in model.graph.node if node.op_type not in _QDQ and not made.isdisjoint(node.input)]
+    return tuple(node.name for node in reading if node.name in names)
 
 
 def _shortened(layer: str) -> str:

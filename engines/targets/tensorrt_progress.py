@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +55,17 @@ class Progress:
         with self._catching():
             self._phases.pop(phase, None)
 
+    def stop(self, error: BaseException) -> None:
+        """Let the build end at its next step; the first to say so is what it ends with."""
+        self.raised = self.raised or error
+
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
         try:
             with self._lock:
                 yield
         except BaseException as error:
-            self.raised = self.raised or error
+            self.stop(error)
 
     def _tell(self, phase: str) -> None:
         roots = [name for name, found in self._phases.items() if found.parent not in self._phases]
@@ -73,6 +78,35 @@ class Progress:
         phase = self._phases[name]
         inner = max((self._done(child) for child, found in self._phases.items() if found.parent == name), default=0.0)
         return (phase.done + min(inner, 1.0)) / phase.steps
+
+
+@contextlib.contextmanager
+def signals_stop(progress: Progress) -> Iterator[None]:
+    """Meanwhile a signal stops the build, and what its handler raises is kept in `progress.raised`.
+
+    Python handles a signal on entering the next function of the main thread. While TensorRT builds, that is a callback, which
+    TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
+    """
+    before: dict[int, Callable[[int, Any], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            handler = signal.getsignal(number)
+            if callable(handler):  # else it is ignored, or ends the process
+                before[number] = handler
+
+    def keep(number: int, frame: Any) -> None:
+        try:
+            before[number](number, frame)
+        except BaseException as error:
+            progress.stop(error)
+
+    try:
+        for number in before:
+            signal.signal(number, keep)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:

@@ -142,6 +142,11 @@ class OutputMemory:
         self.shape: tuple[int, ...] | None = None
         self.raised: BaseException | None = None
 
+    def begin(self) -> None:
+        """Forget the last execution."""
+        self.shape = None
+        self.raised = None
+
     def reallocate(self, size_bytes: int) -> int:
         """Make room for so much; returns its address, 0 if there is none."""
         try:

@@ -11,6 +11,7 @@ import pytest
 from engines.errors import BuildError
 from engines.targets.base import Order
 from engines.targets.tensorrt_target import TensorRtTarget
+from server.cuda.driver import current
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import affine
 from tests.tensorrt_case import X, Y, batches, build
@@ -114,6 +115,42 @@ def test_outputs_whose_shapes_come_late(trt: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
     np.testing.assert_array_equal(engine.run({"x": np.tile(X, (3, 1))})["y"], np.tile(Y, (3, 1)))
     engine.close()
+
+
+def test_a_late_output_without_room_is_told_and_forgotten(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    trt.state.late_shapes = True
+    engine = TensorRtTarget().open(build(tmp_path))
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    many = np.tile(X, (4, 1))
+    # Room for the input, which is larger, but not for both.
+    with current():
+        engine._inputs[0].stage(many)
+    cuda.room_bytes = 8
+    with pytest.raises(BuildError, match=r"running model.plan: allocating 64 bytes of GPU memory failed"):
+        engine.run({"x": many})
+    cuda.room_bytes = 1000
+    np.testing.assert_array_equal(engine.run({"x": many})["y"], np.tile(Y, (4, 1)))
+    engine.close()
+
+
+def test_a_failed_execution_leaves_nothing_under_way(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    trt.state.broken = True
+    for call in (engine.run, engine.layers, lambda inputs: engine.time(inputs, 0.01)):
+        with pytest.raises(BuildError, match="failed on the GPU: TensorRT gives no reason"):
+            call({"x": X})
+        assert not cuda.busy
+        assert cuda.depth == 0
+    trt.state.broken = False
+    np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
+    engine.close()
+
+
+def test_closing_waits_for_what_is_under_way(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    engine = TensorRtTarget().open(build(tmp_path))
+    cuda.busy = True
+    engine.close()
+    assert not cuda.busy
 
 
 def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from engines.errors import BuildError
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_api import load
 from engines.targets.tensorrt_target import TensorRtTarget, available
 from server.config.machine import Machine
 from tests.fake_cuda import FakeCuda
@@ -147,12 +150,30 @@ def test_the_builders_errors_are_told(trt: Any, tmp_path: Path) -> None:
             Order("fp32", ORDER.profiles, workspace_bytes=1 << 20),
             "ran out of memory on Fake H1 with a workspace of 1 MiB: raise optimization.workspace_mb, lower the largest",
         ),
+        (
+            "Error Code 4: x: tensor volume exceeds 2147483647, dimensions are [9]",
+            ORDER,
+            "tensors this large .* lower the",
+        ),
         ("Error Code 9: something new", ORDER, "cannot build the engine: Error Code 9: something new"),
     ):
         trt.state.failure = [failure]
         with pytest.raises(BuildError, match=words):
             build(tmp_path, model, order)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_passed_over_for_memory_is_told(trt: Any, tmp_path: Path) -> None:
+    def short(model: onnx.ModelProto) -> str:
+        logger.log(2, "Tactic Device request: 900MB Available: 800MB. Device memory is insufficient to use tactic.")
+        return "Could not find any implementation for node matmul."
+
+    trt.state.refuses = short
+    logger = load().logger
+    with pytest.raises(
+        BuildError, match=r"for want of memory: lower the largest shapes in optimization.profiles, or close"
+    ):
+        build(tmp_path)
 
 
 def test_a_quantized_layer_without_kernel_is_to_be_kept(trt: Any, tmp_path: Path) -> None:
@@ -182,6 +203,39 @@ def test_an_interrupt_stops_the_build(trt: Any, tmp_path: Path) -> None:
         build(tmp_path, report=report)
     assert trt.state.steps < 4
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["ctrl-c", "sigterm"]
+)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_signal_stops_the_build(
+    trt: Any, tmp_path: Path, number: int, raised: type[BaseException], calibrated: bool
+) -> None:
+    if calibrated and not trt.__version__.startswith("10."):
+        return
+
+    def terminate(_number: int, _frame: object) -> None:
+        raise SystemExit(143)
+
+    # What a handler raises inside of TensorRT does not come out of it.
+    trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == 3 * calibrated else None
+    rows = tuple({"x": np.full((2, 3), n, np.float32)} for n in (1, 2)) if calibrated else None
+    before = signal.signal(signal.SIGTERM, terminate), signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(raised):
+            build(tmp_path, order=Order("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (terminate, before[1])
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+    assert trt.state.steps in (1, 4)
+    assert trt.state.calibrated == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_outside_of_the_main_thread_leaves_signals_alone(trt: Any, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(build, tmp_path).result().exists()
 
 
 def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+"""Layers for which TensorRT has no kernel in 8 bits are left in floating point, without being told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from engines.build import Built, make
+from engines.errors import BuildError
+from engines.progress import silent
+from engines.spec import spec_of
+from engines.store import Store
+from engines.targets.tensorrt_target import TensorRtTarget
+from tests.engine_projects import write_project
+from tests.unit.engines.networks import inputs_of, residual
+
+NO_KERNEL = "Error Code 10: Internal Error (Could not find any implementation for node {}.)"
+
+
+def dequantized(model: onnx.ModelProto, name: str) -> bool:
+    """True if a node reads what a DequantizeLinear makes."""
+    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    return any(node.name == name and not made.isdisjoint(node.input) for node in model.graph.node)
+
+
+def element_types(model: onnx.ModelProto) -> set[int]:
+    return {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
+
+
+def built(trt: Any, folder: Path, refuses: Callable[[onnx.ModelProto], str], **calibration: Any) -> Built:
+    trt.state.refuses = refuses
+    model = residual()
+    accuracy = {"min_top1_agreement": 0.0, "min_cosine": 0.0}
+    project = write_project(
+        folder / "repository", model, inputs_of(model, 16), calibration=calibration, precision="int8", accuracy=accuracy
+    )
+    return make(project, spec_of(project.config), TensorRtTarget(), Store(folder / "store"), silent)
+
+
+def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) -> None:
+    asked = []
+
+    def refuses(model: onnx.ModelProto) -> str:
+        asked.append(model)
+        for layer, name in (("node_c1 + node_c1r", "node_c1"), ("node_mean", "node_mean")):
+            if dequantized(model, name):
+                return NO_KERNEL.format(layer)
+        return ""
+
+    one = built(trt, tmp_path, refuses)
+    assert one.kept == ("node_c1", "node_mean")
+    assert len(asked) == 3
+    assert all(dequantized(asked[-1], name) for name in ("node_stem", "node_a1", "node_a2", "node_y"))
+    # What is not in 8 bits is in FP16.
+    assert element_types(asked[-1]) == {onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT}
+
+
+def test_without_a_mixed_kernel_floating_point_is_fp32(trt: Any, tmp_path: Path) -> None:
+    asked = []
+
+    def refuses(model: onnx.ModelProto) -> str:
+        asked.append(model)
+        return NO_KERNEL.format("node_c1") if element_types(model) else ""
+
+    one = built(trt, tmp_path, refuses, keep=["node_c1"])
+    assert one.kept == ("node_c1",)
+    assert [bool(element_types(model)) for model in asked] == [True, False]
+    assert not dequantized(asked[-1], "node_c1")
+    assert dequantized(asked[-1], "node_c2")
+
+
+def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path) -> None:
+    asked = []
+
+    def refuses(model: onnx.ModelProto) -> str:
+        asked.append(model)
+        return NO_KERNEL.format("node_stem")
+
+    with pytest.raises(BuildError, match="finds no kernel for node_stem"):
+        built(trt, tmp_path, refuses)
+    # In INT8, in FP16, in FP32.
+    assert len(asked) == 3
+    assert not list((tmp_path / "store").glob("*/stamp.json"))
