@@ -224,7 +224,15 @@ def test_a_killed_builder_leaves_nothing(tmp_path: Path, number: signal.Signals)
         "        yield {'X': np.zeros(16, np.float32)}\n"
     )
     command = [sys.executable, "-m", "server", "build", str(folder), "--cache", str(cache)]
-    builder = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    builder = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # What a shell starts in the background ignores SIGINT, and so would all that the tests start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not (folder / "began").exists():
         assert builder.poll() is None, builder.stdout and builder.stdout.read()
