@@ -1,8 +1,9 @@
 """How well an artefact answers, against the FP32 model on the same samples, and whether that is good enough.
 
-    top-1 agreement     share of the largest outputs that are the same ones, in the first floating-point output with classes
-        along its last axis: [N, classes], or [N, positions, classes] of sequences, where every position counts. Without such an
-        output it is the share of equal values in the first output of whole numbers; without either nothing is said.
+    top-1 agreement     share of the largest outputs that are the same ones, in the output that has a label file, else in the
+        first floating-point one with classes along its last axis: [N, classes], or [N, positions, classes] of sequences, where
+        every position counts. Without such an output it is the share of equal values in the first one of whole numbers, truth
+        values or text; without either nothing is said.
     cosine              between the outputs of a sample, mean over samples; of several floating-point outputs the worst counts
     max abs             largest difference of a value in any floating-point output
     accuracy            share of samples whose label has the largest output, where there are labels and one answer a sample
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_CURE = (
+_CURE = "ask for a higher precision, or lower the bar in optimization.accuracy"
+_QUANTIZED_CURE = (
     "keep the layers that lose most in floating point (optimization.calibration.keep), calibrate with more samples like "
     "those the model will see, or ask for a higher precision"
 )
@@ -91,7 +93,9 @@ class Accuracy:
             raise BuildError(f"what was measured of an artefact cannot be read ({error}): build it anew") from error
 
 
-def measure(reference: Runs, engine: Runs, samples: Samples, rows: int, report: Report) -> Accuracy:
+def measure(
+    reference: Runs, engine: Runs, samples: Samples, rows: int, report: Report, *, output: str = ""
+) -> Accuracy:
     """Run both on all samples and compare.
 
     Args:
@@ -100,39 +104,41 @@ def measure(reference: Runs, engine: Runs, samples: Samples, rows: int, report: 
         samples: held out from calibration.
         rows: of one batch, at most.
         report: told after every batch.
+        output: the one that classifies, "" to look for it.
 
     Raises:
         BuildError: there are no samples, or one of them does not run.
     """
     if not len(samples):
         raise BuildError("there are no samples to compare with: name some in optimization.accuracy.data")
-    comparison = _Comparison(samples.labels)
+    comparison = _Comparison(samples.labels, output or None)
     for inputs in samples.batches(rows):
         count = len(next(iter(inputs.values()))) if samples.batched else 1
-        comparison.add(reference.run(inputs), engine.run(inputs), count, samples.batched)
+        comparison.add(reference.run(inputs), engine.run(inputs), count)
         report(comparison.samples / len(samples), f"comparing {samples.origin}")
     return comparison.accuracy(samples.origin)
 
 
-def judge(accuracy: Accuracy, bar: Bar) -> list[str]:
+def judge(accuracy: Accuracy, bar: Bar, *, quantized: bool = True) -> list[str]:
     """What an artefact misses, a sentence each, measured and demanded; the last one says what to do.
 
     Args:
         accuracy: measured.
         bar: to reach.
+        quantized: it is INT8 or FP8, which more can be done for.
     """
     missed = [accuracy.problem] if accuracy.problem else []
     agreement = accuracy.top1_agreement
     if agreement is not None and agreement < bar.min_top1_agreement:
         missed.append(f"its top-1 agreement with FP32 is {agreement:.2%}, {bar.min_top1_agreement:.2%} is demanded")
-    if accuracy.cosine < bar.min_cosine:
+    if not accuracy.cosine >= bar.min_cosine:  # nor is a NaN
         missed.append(f"the cosine with FP32's outputs is {accuracy.cosine:.5f}, {bar.min_cosine:.5f} is demanded")
     drop = accuracy.drop
     if drop is not None and bar.max_drop is not None and drop > bar.max_drop + 1e-12:
         now, before = accuracy.accuracy or 0.0, accuracy.reference_accuracy or 0.0
         missed.append(f"its accuracy is {now:.2%} after {before:.2%}: {drop:.2%} lost, {bar.max_drop:.2%} allowed")
     if missed:
-        missed[-1] += f": {_CURE}"
+        missed[-1] += f": {_QUANTIZED_CURE if quantized else _CURE}"
     if drop is None and bar.max_drop is not None:
         cure = "give samples with labels in optimization.accuracy.data, or leave max_drop out"
         missed.append(f"the accuracy that was lost cannot be told without labels, max_drop demands it: {cure}")
@@ -152,9 +158,9 @@ class _Comparison:
     """Sums over the samples so far."""
 
     labels: Array | None
+    chosen: str | None = None
     samples: int = 0
     outputs: dict[str, _Output] = field(default_factory=dict)
-    chosen: str | None = None
     same: int = 0
     compared: int = 0
     right: int = 0
@@ -163,10 +169,10 @@ class _Comparison:
     max_abs: float = 0.0
     problem: str = ""
 
-    def add(self, expected: Mapping[str, Array], given: Mapping[str, Array], count: int, batched: bool) -> None:
+    def add(self, expected: Mapping[str, Array], given: Mapping[str, Array], count: int) -> None:
         """Count in a batch of `count` samples."""
         first, self.samples = self.samples, self.samples + count
-        wanted = {name: _by_row(array, count, batched) for name, array in expected.items()}
+        wanted = {name: _by_row(array, count) for name, array in expected.items()}
         for name, rows in wanted.items():
             got = given.get(name)
             if got is None or got.shape != expected[name].shape:
@@ -174,25 +180,26 @@ class _Comparison:
                 self.problem = self.problem or f"output {name} {shape}, FP32's has {list(expected[name].shape)}"
             elif rows.dtype.kind == "f":
                 self._add_floats(name, rows, got.reshape(rows.shape))
-        if self.chosen is None:
+        if self.chosen is None or self.chosen not in wanted:
             self.chosen = _with_classes(wanted)
         if self.chosen in wanted and not self.problem:
             rows = wanted[self.chosen]
             self._add_classes(rows, given[self.chosen].reshape(rows.shape), first)
 
     def _add_floats(self, name: str, expected: Array, given: Array) -> None:
-        told = np.isfinite(expected)
-        broken = int(np.count_nonzero(~np.isfinite(given) & told))
+        finite = np.isfinite(expected)
+        broken = int(np.count_nonzero(~np.isfinite(given) & finite))
         if broken:
             self.problem = (
                 self.problem or f"output {name} has {broken} values that are NaN or infinite, FP32's has none there"
             )
             return
-        if not told.any():
-            self.problem = self.problem or f"output {name} of the FP32 model itself is NaN or infinite throughout"
+        if not finite.any():
+            told = f"output {name} of the FP32 model itself is NaN or infinite throughout: look at the samples and the model"
+            self.problem = self.problem or told
             return
-        a = np.where(told, expected, 0).reshape(len(expected), -1).astype(np.float64)
-        b = np.where(told, given, 0).reshape(len(given), -1).astype(np.float64)
+        a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
+        b = np.where(finite, given, 0).reshape(len(given), -1).astype(np.float64)
         self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0.0)))
         sums = self.outputs.setdefault(name, _Output())
         sums.cosines += float(_cosines(a, b).sum())
@@ -230,16 +237,16 @@ class _Comparison:
         )
 
 
-def _by_row(array: Array, count: int, batched: bool) -> Array:
+def _by_row(array: Array, count: int) -> Array:
     """[samples, ...]; an output without a batch dimension is one row."""
-    return array if batched and array.ndim and len(array) == count else array[np.newaxis]
+    return array if array.ndim and len(array) == count else array[np.newaxis]
 
 
 def _with_classes(rows: Mapping[str, Array]) -> str:
     for name, array in rows.items():
         if array.dtype.kind == "f" and array.ndim in (2, 3) and array.shape[-1] > 1:
             return name
-    return next((name for name, array in rows.items() if array.dtype.kind in "iu" and array.ndim > 0), "")
+    return next((name for name, array in rows.items() if array.dtype.kind in "iubOSU" and array.ndim > 0), "")
 
 
 def _cosines(a: Array, b: Array) -> Array:

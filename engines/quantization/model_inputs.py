@@ -160,13 +160,21 @@ def layouts_of(config: ModelConfig) -> dict[str, InputLayout]:
     }
 
 
+def class_output(config: ModelConfig) -> str:
+    """The output that classifies by the configuration, the first with a label file; "" where none has one."""
+    return next((output.name for output in config.output if output.label_filename), "")
+
+
 def class_names(config: ModelConfig) -> tuple[str, int]:
     """The label file ("" if none) and the number of classes (0 if not known) of the output that classifies."""
-    labelled = [output for output in config.output if output.label_filename] or list(config.output)
-    if not labelled:
+    name = class_output(config)
+    found = [output for output in config.output if output.name == name]
+    if not found and len(config.output) > 1:
         return "", 0
-    dims = labelled[0].dims
-    return labelled[0].label_filename, max(dims[-1], 0) if dims else 0
+    output = next(iter(found or config.output), None)
+    if output is None:
+        return "", 0
+    return output.label_filename, max(output.dims[-1], 0) if output.dims else 0
 
 
 def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:

@@ -158,3 +158,39 @@ def test_json_and_back() -> None:
     assert Accuracy.from_json({**told, "later": 1}) == accuracy
     with pytest.raises(BuildError, match="build it anew"):
         Accuracy.from_json({"cosine": 1.0})
+
+
+def test_labels_count_without_a_batch_dimension() -> None:
+    """The model's own first dimension is 1: [1, classes] is the answer to one sample."""
+    samples = Samples(
+        lambda number: {"index": np.array([number])}, [b""] * 4, "data", labels=np.array([0, 1, 0, 0]), batched=False
+    )
+    accuracy = compare({"logits": LOGITS}, {"logits": LOGITS}, samples)
+    assert (accuracy.top1_agreement, accuracy.reference_accuracy) == (1.0, 0.75)
+
+
+def test_the_output_with_the_label_file_classifies() -> None:
+    outputs = {"embedding": LOGITS[:, ::-1].copy(), "logits": LOGITS}
+    samples = indexes(labels=[0, 1, 0, 0])
+    accuracy = measure(Recorded(**outputs), Recorded(**outputs), samples, 3, silent, output="logits")
+    assert (accuracy.output, accuracy.reference_accuracy) == ("logits", 0.75)
+    accuracy = measure(Recorded(**outputs), Recorded(**outputs), samples, 3, silent, output="gone")
+    assert accuracy.output == "embedding"
+
+
+@pytest.mark.parametrize("values", [[True, True, False, False], ["a", "b", "c", "d"]])
+def test_truth_values_and_text_agree_or_not(values: list[Any]) -> None:
+    expected = np.array(values, bool if isinstance(values[0], bool) else object)
+    accuracy = compare({"out": expected}, {"out": np.array([*values[:3], values[0]], expected.dtype)})
+    assert (accuracy.output, accuracy.top1_agreement) == ("out", 0.75)
+
+
+def test_a_cosine_that_is_no_number_is_missed() -> None:
+    assert judge(Accuracy(2, "data", 1.0, float("nan"), 0.0), Bar(0.9, 0.9, None))
+
+
+def test_only_quantised_models_can_keep_layers_in_floating_point() -> None:
+    missed = Accuracy(2, "data", 0.5, 1.0, 0.0)
+    assert "calibration.keep" in judge(missed, Bar(0.9, 0.9, None))[0]
+    assert "calibration.keep" not in judge(missed, Bar(0.9, 0.9, None), quantized=False)[0]
+    assert "higher precision" in judge(missed, Bar(0.9, 0.9, None), quantized=False)[0]
