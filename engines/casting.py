@@ -36,7 +36,7 @@ from engines.casting_types import (
     signature,
 )
 from engines.errors import BuildError
-from engines.onnx_graph import Graph, copy_model
+from engines.onnx_graph import Graph, captured, copy_model
 
 __all__ = ["Quantized", "cast", "must_stay_fp32"]
 
@@ -238,7 +238,7 @@ class _Writer:
         self._numbers = numbers
         self._chosen = chosen
         # Who reads these by a name that cannot be changed: the model's caller, and subgraphs.
-        self._fixed = set(graph.outputs) | {name for node in graph.nodes for name in _captured(node)}
+        self._fixed = set(graph.outputs) | {name for node in graph.nodes for name in captured(node)}
         # Tensors whose maker was cast; FP32 tensors and their 16-bit twins, and the other way round.
         self._made: set[str] = set()
         self._low: dict[str, str] = {}
@@ -320,14 +320,6 @@ class _Writer:
                     if name == made:
                         graph.rewire(reader, i, source)
             graph.remove(node)
-
-
-def _captured(node: onnx.NodeProto) -> set[str]:
-    """What a node's subgraphs read, tensors of their own included."""
-    graphs = [g for a in node.attribute for g in ((a.g, *a.graphs) if a.HasField("g") else a.graphs)]
-    inner = [child for g in graphs for child in g.node]
-    outputs = {value.name for g in graphs for value in g.output}
-    return outputs | {name for child in inner for name in (*child.input, *_captured(child)) if name}
 
 
 def _check(written: onnx.ModelProto, source: onnx.ModelProto, precision: str) -> None:

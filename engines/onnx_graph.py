@@ -244,6 +244,13 @@ class Graph:
         return names
 
 
+def captured(node: onnx.NodeProto) -> set[str]:
+    """Names that a node's subgraphs read or give, tensors of their own included; they know tensors outside by these names."""
+    graphs = [inner for a in node.attribute for inner in (a.g, *a.graphs) if inner.node or inner.output]
+    names = {value.name for inner in graphs for value in inner.output}
+    return names | {n for inner in graphs for child in inner.node for n in (*child.input, *captured(child)) if n}
+
+
 def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with large constants as inputs: inference needs their types, and would copy their values."""
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)

@@ -47,5 +47,15 @@ class OnnxRunner:
         self.outputs = [node.name for node in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs, and the inner tensors asked for, by name."""
-        return dict(zip(self.outputs, self._session.run(self.outputs, dict(inputs)), strict=True))
+        """All outputs, and the inner tensors asked for, by name.
+
+        Raises:
+            BuildError: the model refuses the inputs, or fails on them.
+        """
+        try:
+            found = self._session.run(self.outputs, dict(inputs))
+        except Exception as error:  # the binding's exceptions share no other base
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+            first = " ".join(str(error).split())[:300]
+            raise BuildError(f"the model fails on samples of {shapes}: {first}: check the samples") from error
+        return dict(zip(self.outputs, found, strict=True))

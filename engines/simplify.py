@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import helper, version_converter
+from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from engines.errors import BuildError
 from engines.onnx_graph import Array, Graph, copy_model, write_onnx
@@ -26,6 +26,7 @@ _IR_VERSION = 8
 # ONNX Runtime's fusions that would lose the name of a node or put reshapes around a matrix product.
 _LEFT_OUT = ["MatMulAddFusion"]
 _STANDARD = ("", "ai.onnx")
+_HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # What ONNX Runtime keeps in memory beyond this, it writes beside the file.
 _LARGE_BYTES = 1 << 30
 
@@ -48,6 +49,7 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     simple = _optimized(graph.finish())
     simple = raise_opset(simple, OPSET)
     graph = Graph(simple)
+    _fold_casts(graph)
     _merge_affine(graph)
     _biased_products_to_gemm(graph)
     _plain_gemm(graph)
@@ -193,6 +195,23 @@ def _constants_to_initializers(model: onnx.ModelProto) -> None:
             model.graph.initializer[-1].name = node.output[0]
     del model.graph.node[:]
     model.graph.node.extend(kept)
+
+
+def _fold_casts(graph: Graph) -> None:
+    """Constants of 16 bits that are cast become FP32.
+
+    ONNX Runtime has no FP16 kernels for CPUs: it writes such a model in FP32, and casts the weights whenever it runs.
+    """
+    done = set()
+    for node in [node for node in graph.nodes if node.op_type == "Cast" and node.output[0] not in graph.outputs]:
+        values = graph.constant(node.input[0])
+        if values is None or graph.element_type(node.input[0]) not in _HALVES:
+            continue
+        if graph.attribute(node, "to") == TensorProto.FLOAT:
+            tensor = numpy_helper.from_array(values.astype(np.float32), node.output[0])
+            graph.model.graph.initializer.append(tensor)
+            done.add(node.name)
+    _drop(graph, done)
 
 
 def _merge_affine(graph: Graph) -> None:

@@ -88,24 +88,15 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
     runner = OnnxRunner(model, inner)
     rows, done = 1, 0
     if samples.batched:
-        first = _run(runner, next(samples.head(1).batches(1)))
+        first = runner.run(next(samples.head(1).batches(1)))
         rows = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(sum(array.nbytes for array in first.values()), 1)))
     for batch in samples.batches(rows):
         report(done / len(samples), f"calibrating on {samples.origin}: {done} done")
-        found = {**_run(runner, batch), **batch}
+        found = {**runner.run(batch), **batch}
         for name, histogram in histograms.items():
             if name in found:
                 histogram.add(found[name])
         done += len(next(iter(batch.values()))) if samples.batched else 1
-
-
-def _run(runner: OnnxRunner, batch: dict[str, Array]) -> dict[str, Array]:
-    try:
-        return runner.run(batch)
-    except Exception as error:  # the binding's exceptions share no other base
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.items())
-        first = " ".join(str(error).split())[:300]
-        raise BuildError(f"the FP32 model fails on samples of {shapes}: {first}: check the samples") from error
 
 
 def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method: str, percentile: float) -> str:

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto
 
 from engines.errors import BuildError
-from engines.onnx_graph import Array, Graph, copy_model
+from engines.onnx_graph import Array, Graph, captured, copy_model
 from engines.quantization import fp8
 from engines.quantization.operators import Weighted, all_weighted
 from engines.quantization.placement import Placement, place
@@ -75,7 +75,7 @@ def quantize(
     writer.write()
     if target == "onnxruntime":
         _avoid_float_gemm(graph, placement)
-    _keep_output_names(graph, placement.stored, writer.pairs)
+    _keep_names(graph, placement.stored, writer.pairs)
     return graph.finish()
 
 
@@ -294,9 +294,13 @@ def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
                 reader.op_type = "Sum"
 
 
-def _keep_output_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
-    """An output of the model that exists in 8 bits only is what comes out of its pair; what goes in gets another name."""
-    renamed = {name: graph.fresh(f"{name}_float") for name in graph.outputs if name in stored}
+def _keep_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
+    """Who reads a tensor by a name that stays, the model's caller or a subgraph, gets what comes out of its pair, if it is stored.
+
+    What goes in gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
+    """
+    fixed = dict.fromkeys([*graph.outputs, *sorted({name for node in graph.nodes for name in captured(node)})])
+    renamed = {name: graph.fresh(f"{name}_float") for name in fixed if name in stored}
     renamed |= {pairs[name]: name for name in list(renamed)}
     for node in graph.nodes:
         for field in (node.input, node.output):

@@ -61,3 +61,8 @@ def test_what_cannot_be_loaded_is_told() -> None:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("example.org", 1)]
     with pytest.raises(BuildError, match="Frobnicate"):
         OnnxRunner(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+
+
+def test_inputs_that_the_model_refuses_are_told() -> None:
+    with pytest.raises(BuildError, match=r"fails on samples of X \[2, 15\].*check the samples"):
+        OnnxRunner(models.affine(16, 4)).run({"X": np.zeros((2, 15), np.float32)})

@@ -321,3 +321,20 @@ def test_quantised_models_are_left_as_they_are() -> None:
     once = quantize(model, ranges, "tensorrt")
     assert quantizable(once) == []
     assert networks.operators(quantize(once, ranges, "tensorrt")) == networks.operators(once)
+
+
+def test_a_subgraph_reads_a_stored_tensor_by_its_name() -> None:
+    """It knows the tensor by its name alone; were the FP32 one kept for it, the layer before would not run on integers."""
+    text = """
+        a = Conv(x, w)  r = Relu(a)  m = ReduceMean <keepdims=0> (r)  c = Greater(m, limit)
+        q = If (c) <then_branch = t () => (float[N,4,8,8] t) { t = Mul(r, two) },
+                    else_branch = e () => (float[N,4,8,8] e) { e = Neg(r) }>
+        s = Add(q, r)  y = Conv(s, w)
+    """
+    constants = {**networks.weights(w=(4, 4, 1, 1)), "limit": np.float32(0.0), "two": np.float32(2.0)}
+    model = simplify(networks.network(text, constants, ("N", 4, 8, 8)))
+    quantized = quantize(model, networks.measured_ranges(model, tensors_to_calibrate(model)), "onnxruntime")
+    onnx.checker.check_model(quantized, full_check=True)
+    assert networks.operators(networks.as_optimised(quantized))["QLinearConv"] == 2
+    x = networks.inputs_of(model)
+    assert networks.cosine(OnnxRunner(model).run(x)["y"], OnnxRunner(quantized).run(x)["y"]) > 0.999

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from engines.errors import BuildError
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
+from engines.quantization.qdq import quantizable
 from engines.simplify import OPSET, raise_opset, simplify
 from tests.unit.engines import networks
 
@@ -192,3 +193,19 @@ def test_simple_models_stay_as_they_are() -> None:
     again = simplify(copy_model(simple))
     assert networks.operators(again) == networks.operators(simple)
     assert [node.name for node in again.graph.node] == [node.name for node in simple.graph.node]
+
+
+def test_a_model_of_fp16_has_fp32_constants_inside() -> None:
+    """Else none of its layers would have a weight that can be quantised."""
+    model = networks.network("c = Conv(x, w, b)  y = Relu(c)", networks.weights(w=(4, 3, 3, 3), b=(4,)), ("N", 3, 8, 8))
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    simple = simplify(model)
+    assert quantizable(simple) == ["node_c"]
+    assert [*simple.graph.input, *simple.graph.output] == [*model.graph.input, *model.graph.output]
+    picture = np.random.default_rng(1).standard_normal((2, 3, 8, 8)).astype(np.float16)
+    expected, found = (OnnxRunner(one).run({"x": picture})["y"] for one in (model, simple))
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, atol=2e-3)
