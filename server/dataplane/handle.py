@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from server.backends.base import LoadedModel
+from server.backends.base import Execution, LoadedModel, is_pipelined
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
 from server.core.errors import (
@@ -24,14 +24,17 @@ from server.core.errors import (
     Unavailable,
 )
 from server.core.request import InferRequest
-from server.core.tensor import ModelSpec
+from server.core.tensor import BYTES, ModelSpec
+from server.dataplane.answers import Answers
 from server.dataplane.batch import cut
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.instance import Deliver, Instance, WarmUp
+from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
 from server.dataplane.join import Joint, PartCompletion
+from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import QueueLimits, Scheduler
 from server.dataplane.sequencer import Sequencer
+from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 
 logger = logging.getLogger("headrace.model")
@@ -101,6 +104,8 @@ class ModelHandle:
         self._clock = clock
         self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
         self._sequencer = Sequencer() if policy.preserve_ordering else None
+        deliver = settle_all if self._sequencer is None else self._sequencer.deliver
+        self._answers = Answers(recorder, deliver, self._scheduler.report)
         self._lock = threading.Lock()
         self._leases = 0
         self._started = False
@@ -252,17 +257,23 @@ class ModelHandle:
         return True
 
     def _instance(self, index: int) -> Instance:
-        deliver: Deliver = settle_all if self._sequencer is None else self._sequencer.deliver
+        name = f"{self.spec.name}/{self.spec.version}#{index}"
         return Instance(
-            name=f"{self.spec.name}/{self.spec.version}#{index}",
+            name=name,
             open_execution=lambda: self._model.execution(index),
-            scheduler=self._scheduler,
-            max_rows=self.policy.batch.max_rows,
-            recorder=self.recorder,
-            deliver=deliver,
+            make_runner=lambda execution, on_death: self._runner(name, execution, on_death),
             on_exit=self._instance_ended,
-            clock=self._clock,
         )
+
+    def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> Runner:
+        """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
+        scheduler, answers, clock = self._scheduler, self._answers, self._clock
+        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, answers, clock)
+        inputs = self.spec.inputs
+        numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
+        if not (is_pipelined(execution) and self.spec.max_batch_size and numbers):
+            return serial
+        return Pipeline(name + " finisher", execution, scheduler, len(inputs), serial, answers, on_death, clock)
 
     def _stillborn(self, cause: BaseException) -> ConfigError:
         where = f"{self.spec.name}/{self.spec.version}"

@@ -1,42 +1,45 @@
-"""One instance of a model: a thread that pulls batches, runs them and settles their answers."""
+"""One instance of a model: a thread that opens an execution, warms it up and serves with it until there is no more to do."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Protocol
 
 from server.backends.base import Execution
-from server.core.clock import Clock, monotonic_ns
-from server.core.completion import Completion, Outcome
-from server.core.errors import HeadraceError, ModelFailed
-from server.core.request import BatchTimes, InferResponse
-from server.core.tensor import Array
-from server.dataplane.batch import Staging, split
-from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, Scheduler
-from server.observability.recorder import Recorder
+from server.core.errors import ModelFailed
 
 logger = logging.getLogger("headrace.instance")
 
-Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
 WarmUp = Callable[[Execution], None]
+OnDeath = Callable[[BaseException], None]
+
+
+class Runner(Protocol):
+    """How an instance takes batches to its execution: `SerialRunner` or `Pipeline`."""
+
+    def serve(self) -> None:
+        """On the instance's thread: run batches until the scheduler is closed and empty and all are settled."""
+
+    def give_up(self, error: Exception) -> None:
+        """From any thread: answer everything that is under way with an error, since the backend does not come back."""
+
+
+MakeRunner = Callable[[Execution, OnDeath], Runner]
 
 
 class Instance:
-    """Runs batches of one model version on its own thread until the scheduler is closed and empty.
+    """Serves one model version on its own thread until the scheduler is closed and empty.
 
     Args:
         name: of the thread, for logs and profilers.
         open_execution: makes the execution, on the instance's thread.
-        scheduler: where batches come from.
-        max_rows: rows in the largest batch.
-        recorder: counts what is done.
-        deliver: settles answers.
-        on_exit: called once from the thread when it ends, with the error that killed it, or None.
-        clock: monotonic nanoseconds.
+        make_runner: chooses how batches are run, by what the execution offers; a runner with threads of its own calls its second
+            argument from one that dies.
+        on_exit: called once when the instance ends or dies, with the error that killed it, or None; from whichever of its
+            threads is the first to know.
 
     Attributes:
         opened: done once the execution is open and warm; holds the error if it is not to be had.
@@ -46,22 +49,16 @@ class Instance:
         self,
         name: str,
         open_execution: Callable[[], Execution],
-        scheduler: Scheduler,
-        max_rows: int,
-        recorder: Recorder,
-        deliver: Deliver,
+        make_runner: MakeRunner,
         on_exit: Callable[[BaseException | None], None],
-        clock: Clock = monotonic_ns,
     ) -> None:
         self.name = name
         self._open_execution = open_execution
-        self._scheduler = scheduler
-        self._staging = Staging(max_rows)
-        self._recorder = recorder
-        self._deliver = deliver
+        self._make_runner = make_runner
         self._on_exit = on_exit
-        self._clock = clock
-        self._held: list[Entry] = []
+        self._runner: Runner | None = None
+        self._lock = threading.Lock()  # guards _dead; `on_exit` is called under it, and nothing else taken
+        self._dead = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._warm_up: WarmUp | None = None
         self.opened: Future[None] = Future()
@@ -82,109 +79,44 @@ class Instance:
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error, since the backend does not come back."""
-        self._deliver([(entry.completion, error) for entry in self._held])
+        runner = self._runner
+        if runner is not None:
+            runner.give_up(error)
 
     def _main(self) -> None:
-        cause: BaseException | None = None
         try:
             execution = self._open_execution()
             try:
                 self._prepare(execution)
-                self._pull(execution)
+                self._runner = runner = self._make_runner(execution, self._died)
+                self.opened.set_result(None)
+                runner.serve()
             finally:
                 execution.close()
         except BaseException as error:  # a dying instance says so, whatever it dies of
-            cause = error
+            self._died(error)
+        else:
+            self._on_exit(None)
         finally:
-            # First the count, then the answers: who has been told that it died finds the model no longer ready.
-            try:
-                self._on_exit(cause)
-            finally:
-                if cause is not None:
-                    self._end(cause)
+            self._runner = None  # it points back here: without the circle the memory is free at once
 
-    def _end(self, cause: BaseException) -> None:
-        if not self.opened.done():
-            self.opened.set_exception(cause)
-            return
-        self.give_up(ModelFailed("the instance that ran the request died"))
-        logger.error("instance %s died", self.name, exc_info=cause)
+    def _died(self, cause: BaseException) -> None:
+        """Say so once; answer what is held each time, since more may have been pulled meanwhile."""
+        # First the count, then the answers: who has been told that it died finds the model no longer ready.
+        try:
+            with self._lock:
+                first, self._dead = not self._dead, True
+                if first:
+                    self._on_exit(cause)
+        finally:
+            if not self.opened.done():
+                self.opened.set_exception(cause)
+            else:
+                self.give_up(ModelFailed("the instance that ran the request died"))
+                if first:
+                    logger.error("instance %s died", self.name, exc_info=cause)
 
     def _prepare(self, execution: Execution) -> None:
         warm_up, self._warm_up = self._warm_up, None  # its arrays may be large
         if warm_up is not None:
             warm_up(execution)
-        del warm_up
-        self.opened.set_result(None)
-
-    def _pull(self, execution: Execution) -> None:
-        sleeper = threading.Lock()
-        sleeper.acquire()
-        while (batch := self._scheduler.next_batch(sleeper)) is not None:
-            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
-            self._held = batch.entries
-            if batch.entries:
-                self.execute(execution, batch)
-            self._held = []
-
-    def execute(self, execution: Execution, batch: Batch) -> None:
-        """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
-        try:
-            times, results = self._run(execution, batch.entries, batch.taken_ns)
-        except Exception as error:  # whatever a backend raises belongs to this batch alone
-            self._recorder.failed_batch(batch.reason.value)
-            if len(batch.entries) == 1:
-                self._fail(batch.entries[0], error)
-                return
-            logger.debug("a batch of %d failed as a whole: running its members singly", len(batch.entries))
-            for entry in batch.entries:
-                if not entry.completion.done:
-                    self.execute(execution, Batch([entry], batch.reason, self._clock()))
-            return
-        pairs: list[tuple[Completion, Outcome]] = [
-            (entry.completion, InferResponse(outputs, times))
-            for entry, outputs in zip(batch.entries, results, strict=True)
-        ]
-        taken = self._deliver(pairs)
-        answered = batch.entries
-        if taken != len(answered):  # some callers left while the batch ran: theirs is no success
-            answered = [
-                entry
-                for entry, (completion, outcome) in zip(answered, pairs, strict=True)
-                if completion.outcome is outcome or completion.outcome is None
-            ]
-        self._record(batch, answered, times)
-
-    def _run(
-        self, execution: Execution, entries: list[Entry], taken_ns: int
-    ) -> tuple[BatchTimes, list[dict[str, Array]]]:
-        inputs = self._staging.stack(entries)
-        assembled_ns = self._clock()
-        outputs = execution.run(inputs)
-        computed_ns = self._clock()
-        results = split(outputs, entries)
-        return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
-
-    def _record(self, batch: Batch, answered: list[Entry], times: BatchTimes) -> None:
-        done_ns, taken_ns = times.split_ns, times.taken_ns
-        leading = [entry for entry in answered if entry.leads]
-        self._recorder.batch(
-            sum([entry.rows for entry in answered]),
-            sum([entry.rows for entry in batch.entries]),
-            batch.reason.value,
-            times,
-            [taken_ns - entry.enqueued_ns for entry in leading],
-            [done_ns - entry.received_ns for entry in leading],
-        )
-        self._scheduler.report(done_ns - taken_ns)
-
-    def _fail(self, entry: Entry, error: Exception) -> None:
-        if isinstance(error, HeadraceError):
-            failure: HeadraceError = error
-        else:
-            reference = uuid.uuid4().hex[:12]
-            logger.error("request failed in the model (reference %s)", reference, exc_info=error)
-            failure = ModelFailed(
-                f"the model failed on this request; the server's log has the cause ({reference})", reference
-            )
-        self._deliver([(entry.completion, failure)])

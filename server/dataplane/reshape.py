@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from server.backends.base import Execution
+from collections.abc import Mapping
+
+from server.backends.base import Execution, Flight, PipelinedExecution, is_pipelined
 from server.core.tensor import Array
 
 
 class ReshapingExecution:
-    """An execution behind `reshape`; see `server.backends.base.Execution`.
+    """An execution behind `reshape`, pipelined if that one is; see `server.backends.base`.
 
     Args:
         inner: the model's own execution.
         inputs: by input name, the model's shape without the batch dimension, at most one size -1.
         outputs: by output name, the shape callers see, likewise.
         batched: True if there is a batch dimension in front.
+
+    Attributes:
+        depth: the inner one's; 1 if it is not pipelined.
     """
 
     def __init__(
@@ -23,19 +28,51 @@ class ReshapingExecution:
         self._inputs = inputs
         self._outputs = outputs
         self._batched = batched
+        self.depth = inner.depth if is_pipelined(inner) else 1
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""
-        results = self._inner.run(
-            {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
-        )
-        return {name: self._reshaped(array, self._outputs.get(name)) for name, array in results.items()}
+        return self._seen(self._inner.run(self._wanted(inputs)))
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A flight whose inputs are the inner one's memory in the callers' shape."""
+        inner = self._pipelined().begin(self._wanted(like), rows)
+        inputs = {name: array.reshape((rows, *like[name].shape[1:])) for name, array in inner.inputs.items()}
+        return Flight(inputs, rows, inner)
+
+    def launch(self, flight: Flight) -> None:
+        """Launch the inner flight."""
+        self._pipelined().launch(_inner(flight))
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """All outputs in the callers' shape."""
+        return self._seen(self._pipelined().finish(_inner(flight)))
+
+    def discard(self, flight: Flight) -> None:
+        """Discard the inner flight."""
+        self._pipelined().discard(_inner(flight))
 
     def close(self) -> None:
         """Close the inner one."""
         self._inner.close()
 
+    def _pipelined(self) -> PipelinedExecution:
+        if not is_pipelined(self._inner):
+            raise TypeError("the execution behind this one takes one batch at a time")
+        return self._inner
+
+    def _wanted(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
+
+    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
+
     def _reshaped(self, array: Array, shape: tuple[int, ...] | None) -> Array:
         if shape is None:
             return array
         return array.reshape((array.shape[0], *shape) if self._batched else shape)
+
+
+def _inner(flight: Flight) -> Flight:
+    assert isinstance(flight.handle, Flight), "a flight of ours carries the inner one"
+    return flight.handle

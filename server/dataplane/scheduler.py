@@ -155,20 +155,22 @@ class Scheduler:
         with self._lock:
             return self._poll(now_ns)
 
-    def next_batch(self, sleeper: threading.Lock) -> Batch | None:
-        """Block until there is a batch to run; None when the scheduler is closed and empty.
+    def next_batch(self, sleeper: threading.Lock, interrupted: Callable[[], bool] = lambda: False) -> Batch | None:
+        """Block until there is a batch to run; None when the scheduler is closed and empty, or if there is none and
+        `interrupted` says so.
 
         Args:
             sleeper: a lock that the calling thread owns and holds, on which it sleeps.
+            interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
         """
         while True:
             with self._lock:
                 answer = self._poll(self._clock())
-                if type(answer) is Batch:
+                if type(answer) is Batch or interrupted():
                     # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
                     if self._queue.count and self._sleepers and self._worth_waking():
                         self._sleepers.pop().release()
-                    return answer
+                    return answer if type(answer) is Batch else None
                 if self._closed:
                     return None
                 timeout_s = _FOREVER
@@ -186,6 +188,14 @@ class Scheduler:
                         self._sleepers.remove(sleeper)
                         continue
                 sleeper.acquire()  # somebody woke us in the moment our time was up: consume that
+
+    def interrupt(self, sleeper: threading.Lock) -> None:
+        """From any thread: have the `next_batch` that sleeps on `sleeper`, if one does, ask whether it is interrupted."""
+        with self._lock:
+            if sleeper not in self._sleepers:
+                return  # it is awake, or about to be: it asks anyway
+            self._sleepers.remove(sleeper)
+        sleeper.release()
 
     def report(self, busy_ns: int) -> None:
         """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""

@@ -1,0 +1,98 @@
+"""What becomes of a batch: every member's answer or error, and the count of it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+
+from server.core.completion import Completion, Outcome
+from server.core.errors import HeadraceError, ModelFailed
+from server.core.request import BatchTimes, InferResponse
+from server.core.tensor import Array
+from server.dataplane.batching import CloseReason
+from server.dataplane.queue import Entry
+from server.observability.recorder import Recorder
+
+logger = logging.getLogger("headrace.instance")
+
+Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
+
+
+class Answers:
+    """Settles the members of batches and counts what was done; from any thread.
+
+    Args:
+        recorder: counts.
+        deliver: settles answers; gives the number that still had a taker, if it knows.
+        report: told how long an instance was busy with a batch, nanoseconds.
+    """
+
+    def __init__(self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None]) -> None:
+        self._recorder = recorder
+        self._deliver = deliver
+        self._report = report
+
+    def settle(
+        self,
+        entries: list[Entry],
+        reason: CloseReason,
+        times: BatchTimes,
+        results: list[dict[str, Array]],
+        busy_ns: int,
+    ) -> None:
+        """A batch was run: give every member its rows.
+
+        Args:
+            entries: the members.
+            reason: why the batch was closed.
+            times: its stations.
+            results: outputs by name for each member.
+            busy_ns: how long the instance was kept by it.
+        """
+        pairs: list[tuple[Completion, Outcome]] = [
+            (entry.completion, InferResponse(outputs, times)) for entry, outputs in zip(entries, results, strict=True)
+        ]
+        taken = self._deliver(pairs)
+        answered = entries
+        if taken != len(answered):  # some callers left while the batch ran: theirs is no success
+            answered = [
+                entry
+                for entry, (completion, outcome) in zip(answered, pairs, strict=True)
+                if completion.outcome is outcome or completion.outcome is None
+            ]
+        leading = [entry for entry in answered if entry.leads]
+        self._recorder.batch(
+            sum([entry.rows for entry in answered]),
+            sum([entry.rows for entry in entries]),
+            reason.value,
+            times,
+            [times.taken_ns - entry.enqueued_ns for entry in leading],
+            [times.split_ns - entry.received_ns for entry in leading],
+        )
+        self._report(busy_ns)
+
+    def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
+        """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.
+
+        Returns:
+            The members that should be run again, each on its own.
+        """
+        self._recorder.failed_batch(reason.value)
+        if len(entries) > 1:
+            logger.debug("a batch of %d failed as a whole: running its members singly", len(entries))
+            return [entry for entry in entries if not entry.completion.done]
+        if isinstance(error, HeadraceError):
+            failure: HeadraceError = error
+        else:
+            reference = uuid.uuid4().hex[:12]
+            logger.error("request failed in the model (reference %s)", reference, exc_info=error)
+            failure = ModelFailed(
+                f"the model failed on this request; the server's log has the cause ({reference})", reference
+            )
+        self.give_up(entries, failure)
+        return []
+
+    def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
+        """Answer all of `entries` with an error."""
+        self._deliver([(entry.completion, error) for entry in entries])

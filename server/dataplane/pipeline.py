@@ -1,0 +1,228 @@
+"""Several batches of one instance under way at the same time: while one computes, the next is pulled, filled and launched.
+
+Two threads: the instance's own pulls, begins, fills and launches; its finisher waits for each flight in the order of launch,
+splits and settles. They talk through two queues: `_launched` one way, `_landed` back. A batch that fails as a whole comes back
+that way, and its members take the road again one by one, ahead of what waits, while later flights go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from queue import SimpleQueue
+
+from server.backends.base import ExecutionLost, Flight, PipelinedExecution
+from server.core.clock import Clock, monotonic_ns
+from server.core.request import BatchTimes
+from server.dataplane.answers import Answers
+from server.dataplane.batch import fill, split
+from server.dataplane.batching import CloseReason
+from server.dataplane.instance import OnDeath
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.serial import SerialRunner
+
+
+class _Run:
+    """A batch, or one member of a batch that failed, on its way.
+
+    Ownership: the instance's thread until it is put into `_launched`, the finisher from then on.
+    """
+
+    __slots__ = ("assembled_ns", "entries", "flight", "reason", "taken_ns")
+
+    def __init__(self, entries: list[Entry], reason: CloseReason, taken_ns: int) -> None:
+        self.entries = entries
+        self.reason = reason
+        self.taken_ns = taken_ns
+        self.assembled_ns = 0
+        self.flight: Flight | None = None
+
+
+class Pipeline:
+    """Runs an execution that overlaps batches; see `server.dataplane.instance.Runner`.
+
+    Batches go through the execution's `run`, with nothing else under way, if they lack an optional input.
+
+    Ownership: `_open`, `_again` and `_last_ns` belong to one thread each, as said below. `_held` has no lock: each change and the
+    copy that `give_up` takes is one step of the interpreter.
+
+    Args:
+        name: of the finisher's thread.
+        execution: what runs.
+        scheduler: where batches come from.
+        inputs: how many inputs the model has.
+        serial: runs on the same execution what cannot be pipelined.
+        answers: settles what came of the batches.
+        on_death: called from the thread that dies, before anything else is waited for.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        execution: PipelinedExecution,
+        scheduler: Scheduler,
+        inputs: int,
+        serial: SerialRunner,
+        answers: Answers,
+        on_death: OnDeath,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self._execution = execution
+        self._scheduler = scheduler
+        self._inputs = inputs
+        self._serial = serial
+        self._answers = answers
+        self._on_death = on_death
+        self._clock = clock
+        self._held: set[_Run] = set()
+        self._launched: SimpleQueue[_Run | None] = SimpleQueue()
+        self._landed: SimpleQueue[list[_Run] | BaseException] = SimpleQueue()
+        self._open = 0  # the instance's: flights that were launched and have not come back through _landed
+        self._again: deque[_Run] = deque()  # the instance's: members to run singly
+        self._last_ns = 0  # the finisher's: when the flight before was done
+        self._sleeper = threading.Lock()
+        self._sleeper.acquire()
+        self._finisher = threading.Thread(target=self._finish_all, name=name, daemon=True)
+
+    def serve(self) -> None:
+        """Run batches until the scheduler is closed and empty and all flights have come back."""
+        self._finisher.start()
+        try:
+            self._pull()
+        except BaseException as error:
+            self._on_death(error)  # now: the flights that are still open may take as long as the device does
+            raise
+        finally:
+            self._launched.put(None)
+            self._finisher.join()
+
+    def give_up(self, error: Exception) -> None:
+        """From any thread: answer everything that was pulled and is not settled with an error."""
+        self._answers.give_up([entry for run in list(self._held) for entry in run.entries], error)
+
+    # On the instance's thread
+
+    def _pull(self) -> None:
+        depth = self._execution.depth
+        while True:
+            while self._open >= depth or self._news():
+                self._land()
+            run = self._next()
+            if run is not None:
+                self._fly(run)
+            elif self._open or self._news():
+                self._land()
+            else:
+                return
+
+    def _news(self) -> bool:
+        return not self._landed.empty()
+
+    def _land(self) -> None:
+        """Wait for the finisher to be done with a flight."""
+        landed = self._landed.get()
+        if isinstance(landed, BaseException):
+            raise RuntimeError("the finisher died") from landed
+        self._open -= 1
+        self._again.extend(landed)
+
+    def _next(self) -> _Run | None:
+        """What to launch next; None if there is nothing more, or if there is news."""
+        if self._again:
+            run = self._again.popleft()
+            run.taken_ns = self._clock()
+            return run
+        batch = self._scheduler.next_batch(self._sleeper, self._news)
+        if batch is None:
+            return None
+        run = _Run(batch.entries, batch.reason, batch.taken_ns)
+        self._held.add(run)
+        return run
+
+    def _fly(self, run: _Run) -> None:
+        entries = run.entries = [entry for entry in run.entries if not entry.completion.done]
+        if not entries:
+            self._held.discard(run)
+        elif len(entries[0].inputs) != self._inputs:
+            while self._open:
+                self._land()
+            self._serial.execute(Batch(entries, run.reason, run.taken_ns))
+            self._held.discard(run)
+        else:
+            try:
+                launched = self._launch(run)
+            except ExecutionLost:
+                raise
+            except Exception as error:  # whatever else a backend raises belongs to this batch alone
+                self._again.extend(self._failed(run, error))
+                return
+            if launched:
+                self._open += 1
+                self._launched.put(run)
+            else:
+                self._held.discard(run)
+
+    def _launch(self, run: _Run) -> bool:
+        """Begin, fill and launch; False if all callers have left meanwhile."""
+        execution, entries = self._execution, run.entries
+        flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]))
+        try:
+            fill(flight.inputs, entries)
+        except Exception:
+            execution.discard(flight)
+            raise
+        if all(entry.completion.done for entry in entries):
+            execution.discard(flight)
+            return False
+        run.flight = flight
+        run.assembled_ns = self._clock()
+        execution.launch(flight)
+        return True
+
+    # On the finisher's thread
+
+    def _finish_all(self) -> None:
+        try:
+            while (run := self._launched.get()) is not None:
+                again = self._finish(run)
+                del run  # its arrays may be large, and the next may be long in coming
+                self._landed.put(again)
+                if again:
+                    self._scheduler.interrupt(self._sleeper)
+        except BaseException as error:  # a dying thread says so, whatever it dies of
+            try:
+                self._on_death(error)
+            finally:
+                self._landed.put(error)
+                self._scheduler.interrupt(self._sleeper)
+
+    def _finish(self, run: _Run) -> list[_Run]:
+        """Wait for a flight and settle its members; those that must be run again if it failed."""
+        flight, run.flight = run.flight, None
+        assert flight is not None, "a run is launched with its flight"
+        try:
+            outputs = self._execution.finish(flight)
+            computed_ns = self._clock()
+            results = split(outputs, run.entries)
+        except ExecutionLost:
+            raise
+        except Exception as error:
+            return self._failed(run, error)
+        times = BatchTimes(run.taken_ns, run.assembled_ns, computed_ns, self._clock())
+        # The time for which it kept the instance from others is what does not overlap with the flight before.
+        busy_ns = times.split_ns - max(run.taken_ns, self._last_ns)
+        self._last_ns = times.split_ns
+        self._answers.settle(run.entries, run.reason, times, results, busy_ns)
+        self._held.discard(run)
+        return []
+
+    # On either
+
+    def _failed(self, run: _Run, error: Exception) -> list[_Run]:
+        singly = self._answers.failed(run.entries, run.reason, error)
+        runs = [_Run([entry], run.reason, run.taken_ns) for entry in singly]
+        self._held.update(runs)
+        self._held.discard(run)
+        return runs

@@ -1,0 +1,77 @@
+"""One batch at a time: pull, stack, run, split, settle."""
+
+from __future__ import annotations
+
+import threading
+
+from server.backends.base import Execution, ExecutionLost
+from server.core.clock import Clock, monotonic_ns
+from server.core.request import BatchTimes
+from server.core.tensor import Array
+from server.dataplane.answers import Answers
+from server.dataplane.batch import Staging, split
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import Batch, Scheduler
+
+
+class SerialRunner:
+    """Runs an execution that takes one batch after the other; see `server.dataplane.instance.Runner`.
+
+    Args:
+        execution: what runs; used from the thread that calls `serve` (or `execute`).
+        scheduler: where batches come from.
+        max_rows: rows in the largest batch.
+        answers: settles what came of them.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        scheduler: Scheduler,
+        max_rows: int,
+        answers: Answers,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self._execution = execution
+        self._scheduler = scheduler
+        self._staging = Staging(max_rows)
+        self._answers = answers
+        self._clock = clock
+        self._held: list[Entry] = []
+
+    def serve(self) -> None:
+        """Run batches until the scheduler is closed and empty."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        while (batch := self._scheduler.next_batch(sleeper)) is not None:
+            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
+            self._held = batch.entries
+            if batch.entries:
+                self.execute(batch)
+            self._held = []
+
+    def give_up(self, error: Exception) -> None:
+        """From any thread: answer what is being run with an error."""
+        self._answers.give_up(self._held, error)
+
+    def execute(self, batch: Batch) -> None:
+        """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
+        try:
+            times, results = self._run(batch.entries, batch.taken_ns)
+        except ExecutionLost:
+            raise
+        except Exception as error:  # whatever else a backend raises belongs to this batch alone
+            for entry in self._answers.failed(batch.entries, batch.reason, error):
+                if not entry.completion.done:
+                    self.execute(Batch([entry], batch.reason, self._clock()))
+            return
+        self._answers.settle(batch.entries, batch.reason, times, results, times.split_ns - times.taken_ns)
+
+    def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
+        inputs = self._staging.stack(entries)
+        assembled_ns = self._clock()
+        outputs = self._execution.run(inputs)
+        computed_ns = self._clock()
+        results = split(outputs, entries)
+        return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
