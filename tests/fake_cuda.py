@@ -46,8 +46,8 @@ class FakeCuda:
         self.devices = 1
         self.graphs: set[int] = set()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queue work on the stream: done at once, or recorded for a graph."""
+    def submit(self, work: Callable[[], None], stream: int = 77) -> None:
+        """Queue work on a stream: done at once, or recorded for a graph."""
         assert self.depth > 0, "no context is current"
         if self.captured is not None:
             self.captured.append(work)
@@ -206,7 +206,7 @@ class _Library:
 
     def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
         for work in self._work[executable.value - 1000]:
-            self._cuda.submit(work)
+            self._cuda.submit(work, stream.value)
         return 0
 
     def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802

@@ -64,6 +64,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     trt.TensorIOMode = enum.Enum("TensorIOMode", "NONE INPUT OUTPUT")
     trt.TensorLocation = enum.Enum("TensorLocation", "DEVICE HOST")
     trt.ProfilingVerbosity = enum.Enum("ProfilingVerbosity", "LAYER_NAMES_ONLY DETAILED NONE")
+    trt.ExecutionContextAllocationStrategy = enum.Enum("ExecutionContextAllocationStrategy", "STATIC USER_MANAGED")
     trt.LayerInformationFormat = enum.Enum("LayerInformationFormat", "ONELINE JSON")
     trt.MemoryPoolType = enum.Enum("MemoryPoolType", "WORKSPACE TACTIC_DRAM")
     trt.BuilderFlag = enum.Enum("BuilderFlag", "FP16 BF16 INT8 FP8 TF32" if old else "TF32 EDITABLE_TIMING_CACHE")

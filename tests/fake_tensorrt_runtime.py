@@ -83,9 +83,9 @@ class _Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> Any:
         return self.profiles[profile][name]
 
-    def create_execution_context(self) -> _Context | None:
+    def create_execution_context(self, strategy: Any = None) -> _Context | None:
         self.trt.state.contexts += 1
-        return _Context(self)
+        return _Context(self, owns_memory=strategy is None)
 
     def create_engine_inspector(self) -> Any:
         dequantized = {node.output[0] for node in self.model.graph.node if node.op_type == "DequantizeLinear"}
@@ -110,13 +110,19 @@ class _Engine:
 
 
 class _Context:
-    def __init__(self, engine: _Engine) -> None:
+    def __init__(self, engine: _Engine, owns_memory: bool) -> None:
         self._engine = engine
+        self._scratch: int | None = 0 if owns_memory else None
         self.active_optimization_profile = 0
         self.profiler: Any = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._allocators: dict[str, Any] = {}
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert memory
+        assert size == self._engine.device_memory_size_v2
+        self._scratch = memory
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self.active_optimization_profile = index
@@ -148,11 +154,12 @@ class _Context:
         return list(self._run(zeros=True)[name].shape)
 
     def execute_async_v3(self, stream: int) -> bool:
-        assert stream == 77
+        assert stream
+        assert self._scratch is not None, "nobody has given it device memory"
         if self._engine.trt.state.broken:
             return False
         done: list[bool] = []
-        self._engine.cuda.submit(lambda: done.append(self._execute()))
+        self._engine.cuda.submit(lambda: done.append(self._execute()), stream)
         return all(done)
 
     def _execute(self) -> bool:

@@ -1,0 +1,146 @@
+"""Streams that are late: work is done only when somebody waits for it, and then in the worst order that events allow.
+
+Whatever relies on work being done without having waited for it, or overwrites what is still to be read, gives wrong answers here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests import fake_cuda
+from tests.fake_cuda import FakeCuda
+
+_Step = Callable[[], bool]
+
+
+class LateCuda(FakeCuda):
+    """A fake GPU with queues.
+
+    Attributes:
+        queues: work that is still to be done, by stream.
+        broken: True makes everything that asks the GPU fail, as after an illegal access.
+        waits: how often a thread waited for an event.
+    """
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        super().__init__()
+        self.queues: dict[int, deque[_Step]] = {}
+        self.broken = False
+        self.waits = 0
+        self.lock = threading.RLock()
+
+    # Both are a thread's own matter.
+
+    @property
+    def depth(self) -> int:
+        return getattr(self._here, "depth", 0)
+
+    @depth.setter
+    def depth(self, value: int) -> None:
+        self._here.depth = value
+
+    @property
+    def captured(self) -> Any:
+        return getattr(self._here, "captured", None)
+
+    @captured.setter
+    def captured(self, value: Any) -> None:
+        self._here.captured = value
+
+    def submit(self, work: Callable[[], None], stream: int = 77) -> None:
+        assert self.depth > 0, "no context is current"
+        if self.captured is not None:
+            self.captured.append(work)
+            return
+        self.launches += 1
+        self.queue(stream, lambda: work() is None)
+
+    def queue(self, stream: int, step: _Step) -> None:
+        """Queue a step; it returns False as long as it cannot be done."""
+        with self.lock:
+            self.queues[stream].append(step)
+
+    def advance(self, done: Callable[[], bool]) -> None:
+        """Work, the last stream first, until it is done."""
+        with self.lock:
+            while not done():
+                moved = False
+                for queue in list(self.queues.values())[::-1]:
+                    while queue and not done() and queue[0]():
+                        queue.popleft()
+                        moved = True
+                assert moved or done(), "what is waited for never happens"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
+    """Let `server.cuda` find the fake until the test is over."""
+    fake_cuda.install(monkeypatch, cuda)
+    import pycuda.driver as module
+
+    handles = itertools.count(77)
+
+    def check() -> None:
+        if cuda.broken:
+            raise module.Error("an illegal memory access was encountered")
+
+    class Stream:
+        def __init__(self, flags: int) -> None:
+            assert flags == 1
+            assert cuda.depth > 0
+            self.handle = next(handles)
+            cuda.queues[self.handle] = deque()
+
+        def synchronize(self) -> None:
+            assert cuda.captured is None, "waiting spoils a capture"
+            check()
+            cuda.advance(lambda: not cuda.queues[self.handle])
+
+        def wait_for_event(self, event: Event) -> None:
+            version = event.recorded
+            cuda.queue(self.handle, lambda: event.done >= version)
+
+        def __del__(self) -> None:
+            assert not cuda.queues.pop(self.handle), "work was under way"
+
+    class Event:
+        def __init__(self, flags: int = 0) -> None:
+            assert cuda.depth > 0
+            self.recorded = self.done = 0
+
+        def record(self, stream: Stream) -> None:
+            self.recorded += 1
+            cuda.queue(stream.handle, self._happen)
+
+        def _happen(self) -> bool:
+            self.done += 1
+            return True
+
+        def synchronize(self) -> None:
+            check()
+            cuda.waits += 1
+            version = self.recorded
+            cuda.advance(lambda: self.done >= version)
+            check()
+
+    def copy(target: int, source: int, size: int, stream: Stream) -> None:
+        assert cuda.captured is None
+        assert cuda.depth > 0
+        cuda.queue(stream.handle, lambda: ctypes.memmove(target, source, size) is not None)
+
+    monkeypatch.setattr(module, "Stream", Stream)
+    monkeypatch.setattr(module, "Event", Event)
+    monkeypatch.setattr(module, "mem_get_info", check, raising=False)
+    monkeypatch.setattr(
+        module, "memcpy_htod_async", lambda to, values, stream: copy(to, values.ctypes.data, values.nbytes, stream)
+    )
+    monkeypatch.setattr(
+        module, "memcpy_dtoh_async", lambda values, at, stream: copy(values.ctypes.data, at, values.nbytes, stream)
+    )
