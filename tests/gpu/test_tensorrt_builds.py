@@ -1,0 +1,175 @@
+"""Whole builds for a real GPU, from a model's folder to an artefact in the store that was compared with FP32: every precision.
+
+`pytest -rP tests/gpu/test_tensorrt_builds.py` prints what the engines consist of.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines.build import Built, make
+from engines.errors import BuildError, NoKernelError
+from engines.onnx_graph import read_onnx
+from engines.progress import silent
+from engines.project import Project
+from engines.spec import CALIBRATOR, BuildSpec, spec_of
+from engines.store import Store
+from engines.targets.base import Layer
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.config.stamps import Timing
+from tests.engine_projects import write_project
+from tests.unit.engines.networks import inputs_of, network, residual, transformer, weights
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+TARGET = TensorRtTarget(optimization_level=1)
+ROWS = 8
+
+
+def project_of(folder: Path, model: onnx.ModelProto, **told: Any) -> Project:
+    """Its answers to noise are compared: close ones are asked for, not the same first place."""
+    told.setdefault("accuracy", {"min_top1_agreement": 0.0, "min_cosine": 0.97})
+    return write_project(folder / "repository", model, inputs_of(model, 32), rows=ROWS, **told)
+
+
+def build(folder: Path, project: Project, spec: BuildSpec | None = None) -> Built:
+    return make(project, spec or spec_of(project.config), TARGET, Store(folder / "store"), silent)
+
+
+def layers_of(built: Built, project: Project) -> list[Layer]:
+    engine = TARGET.open(built.path, read_onnx(project.source))
+    try:
+        layers = engine.layers(inputs_of(read_onnx(project.source), ROWS))
+    finally:
+        engine.close()
+    print(
+        f"{built.spec.precision}: {built.accuracy}, kept {', '.join(built.kept) or 'nothing'}, {built.size_bytes} bytes"
+    )
+    print("\n".join(f"{one.precision:5} {one.kind:12} {' + '.join(one.nodes) or one.name[:60]}" for one in layers))
+    return layers
+
+
+def nodes_in(layers: list[Layer], precision: str) -> set[str]:
+    return {node for one in layers if one.precision == precision for node in one.nodes}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8", "fp8"])
+def test_a_residual_network_in_every_precision(tmp_path: Path, precision: str) -> None:
+    if refused := TARGET.refuses(precision):
+        pytest.skip(refused)
+    project = project_of(tmp_path, residual(), precision=precision)
+    built = build(tmp_path, project)
+    assert built.refusal == []
+    assert built.accuracy is not None
+    assert built.accuracy.cosine > (0.9995 if precision in ("fp32", "fp16") else 0.97)
+    assert [timing.rows for timing in built.timings] == [1, ROWS]
+    assert all(isinstance(timing, Timing) and timing.median_us > 1 for timing in built.timings)
+    assert {"node_a2", "node_c1", "node_c2"} <= nodes_in(layers_of(built, project), precision)
+    again = build(tmp_path, project)
+    assert again.cached
+    assert (again.key, again.machine) == (built.key, TARGET.describe())
+    assert list((tmp_path / "store" / "timing").iterdir())
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "fp8"])
+def test_a_transformer_in_every_precision(tmp_path: Path, precision: str) -> None:
+    if refused := TARGET.refuses(precision):
+        pytest.skip(refused)
+    project = project_of(tmp_path, transformer(), precision=precision)
+    built = build(tmp_path, project)
+    assert built.refusal == []
+    assert nodes_in(layers_of(built, project), precision) & {"node_q0", "node_k0", "node_h0", "node_p0"}
+
+
+def test_layers_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
+    project = project_of(tmp_path, residual(), precision="int8", calibration={"keep": ["node_c1"]})
+    built = build(tmp_path, project)
+    assert built.refusal == []
+    assert built.kept == ("node_c1",)
+    layers = layers_of(built, project)
+    assert {"node_a1", "node_a2", "node_c2"} <= nodes_in(layers, "int8")
+    assert "node_c1" in nodes_in(layers, "fp16")
+
+
+def test_products_kept_among_int8_ones_run_in_fp16(tmp_path: Path) -> None:
+    project = project_of(tmp_path, transformer(), precision="int8", calibration={"keep": ["node_h0", "node_s0"]})
+    built = build(tmp_path, project)
+    assert built.refusal == []
+    assert built.kept == ("node_h0", "node_s0")
+    assert "node_h0" in nodes_in(layers_of(built, project), "fp16")
+
+
+def test_a_layer_that_loses_too_much_is_found_and_kept(tmp_path: Path) -> None:
+    # One output channel of node_b is a thousand times the others: per-tensor INT8 behind it leaves nothing of those.
+    text = """
+        a0 = Conv <pads=[1,1,1,1]> (x, w0, b)  a = Relu(a0)  b0 = Conv(a, w1, b)  b1 = Mul(b0, uneven)
+        c = Conv(b1, w2, b)  d = Relu(c)  e = Conv <pads=[1,1,1,1]> (d, w3, b)  f = Relu(e)
+        g = Conv(f, w1, b)  h = Relu(g)  i = Conv(h, w1, b)  y = Relu(i)
+    """
+    constants: dict[str, Any] = weights(
+        w0=(32, 3, 3, 3), w1=(32, 32, 1, 1), w2=(32, 32, 1, 1), w3=(32, 32, 3, 3), b=(32,)
+    )
+    uneven = np.ones((1, 32, 1, 1), np.float32)
+    uneven[0, 0] = 3000
+    constants["uneven"] = uneven
+    constants["w2"][:, 0] /= 3000
+    model = network(text, constants, ("N", 3, 16, 16))
+    accuracy = {"min_top1_agreement": 0.0, "min_cosine": 0.995}
+    project = project_of(tmp_path, model, precision="int8", accuracy=accuracy, calibration={"method": "minmax"})
+    built = build(tmp_path, project)
+    assert built.refusal == []
+    assert "node_c" in built.kept
+    layers = layers_of(built, project)
+    assert "node_c" not in nodes_in(layers, "int8")
+    assert "node_e" in nodes_in(layers, "int8")
+
+
+def test_the_calibrator_of_tensorrt_10_builds_too(tmp_path: Path) -> None:
+    project = project_of(tmp_path, residual())
+    spec = spec_of(project.config).at(CALIBRATOR)
+    if not TARGET.describe().version.startswith("10."):
+        with pytest.raises(BuildError, match="method: entropy"):
+            build(tmp_path, project, spec)
+        return
+    built = build(tmp_path, project, spec)
+    assert built.accuracy is not None
+    assert built.accuracy.cosine > 0.95
+    assert [path.suffix for path in (tmp_path / "store" / "tables").iterdir()] == [".cache"]
+    layers_of(built, project)
+
+
+def test_a_kernel_that_is_missing_costs_its_layer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TensorRT has no kernel for changes with its version, so the refusal is made up; the build after it is real."""
+    project = project_of(tmp_path, residual(), precision="int8")
+    real, refused = TensorRtTarget.build, ["node_c1"]
+
+    def build_or_refuse(self: TensorRtTarget, *arguments: Any) -> None:
+        if refused:
+            raise NoKernelError("no kernel", (refused.pop(),))
+        real(self, *arguments)
+
+    monkeypatch.setattr(TensorRtTarget, "build", build_or_refuse)
+    built = build(tmp_path, project)
+    assert built.kept == ("node_c1",)
+    assert "node_c1" not in nodes_in(layers_of(built, project), "int8")
+
+
+def test_a_store_knows_its_machine(tmp_path: Path) -> None:
+    project = project_of(tmp_path, residual(), precision="fp16")
+    built = build(tmp_path, project)
+    entry = Store(tmp_path / "store").find(built.key)
+    assert entry is not None
+    assert entry.facts["machine"] == asdict(TARGET.describe())
+    assert entry.facts["built_with"]["tensorrt"] == TARGET.describe().version
