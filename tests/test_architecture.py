@@ -55,7 +55,7 @@ EXTRA: dict[str, str] = {
     "server/core/*_config.py": "pydantic",
     "server/core/config_*.py": "pydantic",
     "server/backends/onnxruntime_backend.py": "onnxruntime",
-    "server/backends/tensorrt_backend.py": "tensorrt",
+    "server/backends/tensorrt_*.py": "tensorrt",
     "server/control/shared_memory.py": "numpy",
     "engines/targets/tensorrt_*.py": "tensorrt",
     "server/control/valid*.py": "rich",

@@ -1,0 +1,170 @@
+"""TensorRT as it is installed on a server's machine: found, started, and its complaints turned into sentences.
+
+Nothing is imported before `load`. A server loads plans and runs them; building them is the engines' part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import re
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from server.core.errors import Unsupported
+from server.cuda import device as gpus
+
+logger = logging.getLogger("headrace.tensorrt")
+
+_OLDEST = 10
+_ERRORS_KEPT = 20
+_OTHER_MACHINE = re.compile(
+    r"incompatible device|not compatible with this version|expecting (?:compute|library version)"
+)
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemory|insufficient memory|Requested size was", re.IGNORECASE)
+
+# TensorRT's names of element types; BF16 has no NumPy type and travels as its bit pattern.
+_DTYPES = {
+    "FLOAT": "<f4",
+    "HALF": "<f2",
+    "BF16": "<u2",
+    "INT8": "i1",
+    "UINT8": "u1",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "BOOL": "?",
+}
+
+
+class Installed(NamedTuple):
+    """What a plan depends on besides its model.
+
+    Attributes:
+        version: of TensorRT, e.g. "10.6.0".
+        gpu: what it runs on.
+    """
+
+    version: str
+    gpu: gpus.Gpu
+
+
+class TensorRt:
+    """One installed TensorRT.
+
+    Attributes:
+        trt: the module `tensorrt`.
+        version: e.g. "10.6.0".
+    """
+
+    def __init__(self, trt: Any) -> None:
+        self.trt = trt
+        self.version = ".".join(str(trt.__version__).split(".")[:3])
+        self._errors = threading.local()
+        # TensorRT keeps the first logger of a process, so there is one for all models.
+        self._logger = _make_logger(trt, self._take)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            # Networks that use no plug-in work without their library.
+            trt.init_libnvinfer_plugins(self._logger, "")
+
+    def runtime(self) -> Any:
+        """An IRuntime, None if TensorRT gives none; the device is current (without a GPU this ends the process)."""
+        try:
+            return self.trt.Runtime(self._logger)
+        except TypeError:  # the binding was handed a null pointer
+            return None
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[deque[str]]:
+        """The errors that TensorRT logs in this thread from here on, which then only whoever collects them tells."""
+        outer = getattr(self._errors, "found", None)
+        self._errors.found = found = deque[str](maxlen=_ERRORS_KEPT)
+        try:
+            yield found
+        finally:
+            self._errors.found = outer
+
+    def _take(self, severity: int, text: str) -> None:
+        """One message; `severity` is 0 (internal error) to 4 (verbose), as in `ILogger.Severity`."""
+        found = getattr(self._errors, "found", None)
+        if severity <= 1 and found is not None:
+            found.append(text)
+            severity = 2
+        if severity <= 1:
+            logger.error("%s", text)
+        else:
+            logger.debug("%s", text)
+
+
+def load() -> TensorRt:
+    """The TensorRT of this machine, loaded on first use.
+
+    Raises:
+        Unsupported: there is none, or it is too old.
+    """
+    try:
+        trt = importlib.import_module("tensorrt")
+    except (ImportError, OSError) as error:
+        cure = "install Headrace's extra 'gpu', or use NVIDIA's container"
+        raise Unsupported(f"TensorRT cannot be imported ({error}): {cure}") from error
+    version = str(getattr(trt, "__version__", "0"))
+    major = version.partition(".")[0]
+    if not major.isdecimal() or int(major) < _OLDEST:
+        raise Unsupported(f"TensorRT {version} is too old: install {_OLDEST}.x or newer")
+    return _started(trt)
+
+
+@functools.cache
+def _started(trt: Any) -> TensorRt:
+    return TensorRt(trt)
+
+
+def installed(device: int = 0) -> Installed:
+    """What plans for one GPU of this machine depend on.
+
+    Raises:
+        Unsupported: there is no GPU, no driver or no TensorRT; says what to install.
+    """
+    gpu = gpus.describe(device)
+    return Installed(load().version, gpu)
+
+
+def numpy_type(datatype: Any) -> np.dtype[Any] | None:
+    """How NumPy holds a `tensorrt.DataType`; None if it holds it in no way."""
+    found = _DTYPES.get(datatype.name)
+    return None if found is None else np.dtype(found)
+
+
+def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
+    """Why a plan is not loaded, and the cure.
+
+    Args:
+        errors: that TensorRT has logged.
+        here: what it was to be loaded with.
+    """
+    last = list(errors)[-1].strip() if errors else "TensorRT logged no error"
+    rebuild = "build it again on this machine with `headrace build`"
+    if any(_OTHER_MACHINE.search(error) for error in errors):
+        return f"was not built by TensorRT {here.version} on {here.gpu.name} ({last})", rebuild
+    if any(_NO_MEMORY.search(error) for error in errors):
+        cure = "close what else uses the GPU, or serve fewer models or instances"
+        return f"does not fit into the memory of {here.gpu.name} ({last})", cure
+    return f"is no plan that TensorRT {here.version} can load ({last})", rebuild
+
+
+def _make_logger(trt: Any, take: Any) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            # No exception can pass through TensorRT; what writes the log may find a full disk or a closed file.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                take(int(severity), msg)
+
+    return Logger()

@@ -1,0 +1,49 @@
+"""Events that streams and threads wait for, and the question whether a GPU still works."""
+
+from __future__ import annotations
+
+from server.cuda.driver import Stream, check, loaded
+
+# CU_EVENT_BLOCKING_SYNC: who waits sleeps and burns no core; CU_EVENT_DISABLE_TIMING: recording costs less.
+_FLAGS = 1 | 2
+
+
+class Signal:
+    """A moment in a stream's work that other streams and one thread may wait for; recorded anew for every batch.
+
+    PyCUDA gives the interpreter's lock away while it waits (`event::synchronize` of its C++ sources).
+    """
+
+    def __init__(self) -> None:
+        with check("making an event"):
+            self._event = loaded().Event(_FLAGS)
+
+    def record(self, stream: Stream) -> None:
+        """Mark the moment when all work queued on the stream so far is done."""
+        self._event.record(stream.stream)
+
+    def hold_back(self, stream: Stream) -> None:
+        """Let a stream begin what is queued on it from here on only after the moment last recorded."""
+        stream.stream.wait_for_event(self._event)
+
+    def wait(self) -> None:
+        """Wait, asleep, until the moment last recorded has come.
+
+        Raises:
+            DeviceError: some of the work before it failed.
+        """
+        with check("waiting for the GPU"):
+            self._event.synchronize()
+
+
+def works() -> bool:
+    """False once the current context has failed for good: after an illegal access, say, every call gives the same error.
+
+    (CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS: "the process must be terminated and relaunched".)
+    """
+    cuda = loaded()
+    try:
+        cuda.mem_get_info()
+    except cuda.Error:
+        return False
+    return True
