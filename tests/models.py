@@ -123,6 +123,25 @@ def table_lookup(size: int = 4) -> onnx.ModelProto:
     return _model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
 
 
+def pictures(height: int = 224, width: int = 224, classes: int = 10, seed: int = 0) -> onnx.ModelProto:
+    """LOGITS (batch, classes) of IMAGE (batch, 3, height, width), FP32: a convolution, its mean, and a matrix; seeded weights."""
+    rng = np.random.default_rng(seed)
+    weights = {
+        "kernel": rng.standard_normal((8, 3, 4, 4)).astype(np.float32),
+        "W": rng.standard_normal((8, classes)).astype(np.float32) * 8,
+    }
+    nodes = [
+        helper.make_node("Conv", ["IMAGE", "kernel"], ["edges"], strides=[4, 4]),
+        helper.make_node("Relu", ["edges"], ["strong"]),
+        helper.make_node("GlobalAveragePool", ["strong"], ["means"]),
+        helper.make_node("Flatten", ["means"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "W"], ["LOGITS"]),
+    ]
+    fp32 = TensorProto.FLOAT
+    shape = ("batch", 3, height, width)
+    return _model(nodes, {"IMAGE": (fp32, shape)}, {"LOGITS": (fp32, ("batch", classes))}, weights)
+
+
 def busy(width: int = 128) -> onnx.ModelProto:
     """STEPS (1,) INT64 -> Y (1,) FP32: computes for as long as the caller says, some 30 us a step on one core.
 

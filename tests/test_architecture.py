@@ -22,6 +22,7 @@ import pytest
 ROOMS: dict[str, dict[str, str]] = {
     "server/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
     "server/cuda": {"ours": "server.core", "third": "numpy pycuda"},
+    "server/cuda/kernels": {"ours": "server.core server.cuda server.pipelines", "third": "numpy"},
     "server/observability": {"ours": "server.core", "third": "numpy prometheus_client opentelemetry"},
     "server/backends": {"ours": "server.core server.cuda", "third": "numpy"},
     "server/dataplane": {
@@ -30,13 +31,15 @@ ROOMS: dict[str, dict[str, str]] = {
         "never": "os pathlib",
     },
     "server/config": {"ours": "server.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
-    "server/control": {"ours": "server.core server.config server.dataplane server.backends server.observability"},
+    "server/control": {
+        "ours": "server.core server.config server.dataplane server.backends server.observability server.pipelines.execution"
+    },
     "server/frontends": {
         "ours": "server.core server.observability",
         "third": "fastapi google.protobuf grpc grpc_health grpc_reflection hpack httptools msgspec numpy orjson starlette "
         "tritonclient uvicorn uvloop",
     },
-    "server/pipelines": {"ours": "server.core", "third": "PIL numpy"},
+    "server/pipelines": {"ours": "server.core server.backends.base", "third": "PIL numpy"},
     "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},
     "server/settings.py": {"ours": "server.core", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},

@@ -12,7 +12,7 @@ import numpy as np
 from server.client.binary_tensors import AnyArray
 from server.client.http_client import Client
 from server.core.errors import BadRequest, ModelFailed
-from server.pipelines.recipe import ImageRecipe
+from server.pipelines.recipe import ImageRecipe, parameter_value
 
 # What a recipe's floats can be sent as.
 _PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
@@ -52,6 +52,7 @@ class PictureTask:
         batched: True if the tensor's first dimension is the batch; several pictures then share a request.
         one_dimension_less: True if the model takes a picture without a batch dimension of 1.
         output: the scores.
+        ranked: names of the outputs with scores, classes and, where they have names, labels, if the server ranks them itself.
         pictures_per_request: at most.
     """
 
@@ -62,6 +63,7 @@ class PictureTask:
     batched: bool
     one_dimension_less: bool
     output: str
+    ranked: tuple[str, ...]
     pictures_per_request: int
 
     @classmethod
@@ -110,6 +112,7 @@ class PictureTask:
             batched=max_batch_size > 0,
             one_dimension_less=max_batch_size == 0 and len(inputs[name]["shape"]) == 3,
             output=labelled[0] if labelled else metadata["outputs"][0]["name"],
+            ranked=_ranked_outputs(config.get("parameters") or {}, [tensor["name"] for tensor in metadata["outputs"]]),
             pictures_per_request=max(max_batch_size, 1),
         )
 
@@ -138,6 +141,12 @@ def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, 
         tensor = np.concatenate([_tensor(file, task) for file in some])
         if task.one_dimension_less:
             tensor = tensor[0]
+        if task.ranked:
+            outputs = client.infer(
+                task.model, {task.input: tensor}, version, outputs={name: {} for name in task.ranked}
+            )
+            found += _read_ranks(some, [outputs.get(name) for name in task.ranked], top)
+            continue
         outputs = client.infer(
             task.model, {task.input: tensor}, version, outputs={task.output: {"classification": top}}
         )
@@ -168,10 +177,13 @@ def server_time_ns(before: Mapping[str, Any], after: Mapping[str, Any], requests
 
 def _tensor(file: str, task: PictureTask) -> AnyArray:
     # Pillow is loaded where a picture is, not by every `headrace serve`.
-    from server.pipelines.image import decode, prepare
+    from server.pipelines.image import decode, prepare, to_pixels
 
     try:
-        pixels = prepare(decode(Path(file).read_bytes()), task.recipe)
+        image = decode(Path(file).read_bytes())
+        if task.recipe.by == "server":
+            return to_pixels(image, task.recipe)
+        pixels = prepare(image, task.recipe)
     except OSError as error:
         raise BadRequest(f"{file}: cannot be read: {error.strerror or error}") from None
     except BadRequest as error:
@@ -179,6 +191,35 @@ def _tensor(file: str, task: PictureTask) -> AnyArray:
     if task.datatype == "UINT8":
         return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
     return pixels.astype(_PIXEL_TYPES[task.datatype], copy=False)
+
+
+def _ranked_outputs(parameters: Mapping[str, Any], offered: Sequence[str]) -> tuple[str, ...]:
+    """The outputs of `postprocess` by the model's parameters, none where the server does not rank."""
+    prefix = "headrace.postprocess."
+    told = {
+        name.removeprefix(prefix): parameter_value(parameter["string_value"])
+        for name, parameter in parameters.items()
+        if name.startswith(prefix)
+    }
+    if int(told.get("top_k", 0)) == 0:
+        return ()
+    names = [str(told.get(field, field)) for field in ("scores", "classes", "labels")]
+    return tuple(name for name in names if name in offered)
+
+
+def _read_ranks(files: Sequence[str], outputs: Sequence[AnyArray | None], top: int) -> list[Classified]:
+    """The classes that a server has ranked; `outputs` are scores, classes and perhaps labels, a row a picture."""
+    if len(outputs) < 2 or any(output is None or output.size % len(files) for output in outputs):
+        raise ModelFailed("the server's answer has no row of scores and classes for every picture")
+    scores, classes, *labels = [
+        output.reshape(len(files), -1)[:, :top].tolist() for output in outputs if output is not None
+    ]
+    found = []
+    for number, file in enumerate(files):
+        names = [text.decode("utf-8", "replace") for text in labels[0][number]] if labels else [""] * top
+        ranks = zip(scores[number], classes[number], names, strict=False)
+        found.append(Classified(file, [RankedClass(score, index, name) for score, index, name in ranks]))
+    return found
 
 
 def _ranked(line: bytes) -> RankedClass:

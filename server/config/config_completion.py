@@ -22,6 +22,7 @@ from server.core.model_config import (
     ModelOutput,
     Problem,
 )
+from server.core.picture_config import own_inputs, own_outputs
 
 # Triton's default for models whose configuration it completes.
 DEFAULT_MAX_BATCH_SIZE = 4
@@ -80,6 +81,12 @@ def complete_from_model(
     unreadable = [] if config.output else _untold("output", signature.outputs)
     inputs = config.input or tuple(ModelInput(name=t.name) for t in signature.required_inputs if t.data_type)
     outputs = config.output or tuple(ModelOutput(name=t.name) for t in signature.outputs if t.data_type)
+    inputs = own_inputs(config.preprocess, inputs)
+    if config.postprocess is not None:
+        # Named, so that the configuration as it is shown to callers leads back to the model's own output.
+        named = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
+        update["postprocess"] = config.postprocess.model_copy(update={"output": named})
+        outputs = own_outputs(update["postprocess"], outputs)
     (remarks if outputs else fatal).extend(unreadable)
     update["input"] = tuple(_completed(tensor, signature.inputs, batched) for tensor in inputs)
     update["output"] = tuple(_completed(tensor, signature.outputs, batched) for tensor in outputs)
@@ -154,13 +161,13 @@ def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: boo
 
 def incomplete(config: ModelConfig) -> list[Problem]:
     """What a configuration must tell itself because there is no ONNX file to read it from."""
-    cure = "write it; only an ONNX file can be asked for it"
+    cure = "write it as the model has it; only an ONNX file can be asked for it"
     problems = [
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
     ]
     both: tuple[tuple[str, tuple[ModelInput | ModelOutput, ...]], ...] = (
-        ("input", config.input),
-        ("output", config.output),
+        ("input", own_inputs(config.preprocess, config.input)),
+        ("output", own_outputs(config.postprocess, config.output)),
     )
     for field, tensors in both:
         for index, tensor in enumerate(tensors):

@@ -31,7 +31,8 @@ def config_digest(config: ModelConfig) -> str:
     """SHA-256, in hex, of what of a configuration makes an artefact what it is.
 
     That is what `optimization` says of engines, accelerators included, `max_batch_size`, the inputs as the model takes them, and
-    `preprocess`, by which pictures become calibration samples. What is left at its default does not count.
+    `preprocess`, by which pictures become calibration samples, whoever does it in service. What is
+    left at its default does not count.
 
     Args:
         config: complete.
@@ -44,6 +45,7 @@ def config_digest(config: ModelConfig) -> str:
             "preprocess": True,
             "optimization": {*HEADRACE_OPTIMIZATION_FIELDS, "execution_accelerators"},
         },
+        exclude={"preprocess": {"by", "source"}},
     )
     told["input"] = [
         tensor.model_dump(mode="json", include={"name", "data_type", "dims", "reshape"}) for tensor in config.input

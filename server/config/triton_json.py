@@ -34,8 +34,8 @@ def to_triton_json(config: ModelConfig) -> dict[str, object]:
         "backend": config.backend,
         "version_policy": _plain(config.version_policy),
         "max_batch_size": config.max_batch_size,
-        "input": [{**_plain(tensor), **_INPUT_DEFAULTS} for tensor in config.input],
-        "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.output],
+        "input": [{**_plain(tensor), **_INPUT_DEFAULTS} for tensor in config.served_input],
+        "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.served_output],
         "batch_input": [],
         "batch_output": [],
         "optimization": {

@@ -26,7 +26,7 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
         repository: that nothing may lead out of.
     """
     problems: list[Problem] = []
-    known = {tensor.name: tensor for tensor in config.input}
+    known = {tensor.name: tensor for tensor in config.served_input}
     for index, warmup in enumerate(config.model_warmup):
         loc: Location = ("model_warmup", index)
         if warmup.batch_size > max(config.max_batch_size, 1):

@@ -20,6 +20,7 @@ from server.dataplane.handle import HandlePolicy, ModelHandle
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
+from server.pipelines.execution import with_pictures
 
 logger = logging.getLogger("headrace.loader")
 
@@ -79,7 +80,7 @@ class Loader:
         handle = ModelHandle(
             spec=spec,
             policy=policy,
-            model=_reshaping(model, config),
+            model=with_pictures(_reshaping(model, config), config, folder.labels),
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
@@ -110,7 +111,7 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
         tensor.name: TensorSpec(
             tensor.name, BY_CONFIG_NAME[tensor.data_type], (*batch, *tensor.dims), optional=tensor.optional
         )
-        for tensor in config.input
+        for tensor in config.served_input
     }
     outputs = {
         tensor.name: TensorSpec(
@@ -119,7 +120,7 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
             (*batch, *tensor.dims),
             labels=folder.labels.get(tensor.name, ()),
         )
-        for tensor in config.output
+        for tensor in config.served_output
     }
     return ModelSpec(config.name, str(version), config.platform, inputs, outputs, config.max_batch_size)
 

@@ -134,8 +134,8 @@ def _print_model(model: ModelFolder, console: Console) -> None:
 def signature_line(config: ModelConfig) -> str:
     """A model's inputs, outputs and batching in one line, e.g. `x FP32[-1,16] -> y FP32[-1,16], batches of up to 4`."""
     batched = config.max_batch_size > 0
-    inputs = ", ".join(_tensor(tensor, batched) for tensor in config.input)
-    outputs = ", ".join(_tensor(tensor, batched) for tensor in config.output)
+    inputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_input)
+    outputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_output)
     batching = f", batches of up to {config.max_batch_size}" if batched else ", no batching"
     return f"{inputs} -> {outputs}{batching}"
 

@@ -65,7 +65,7 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
     Raises:
         ConfigError: a data file cannot be read, or has changed since `warmup_problems` found nothing wrong.
     """
-    known = {tensor.name: tensor for tensor in config.input}
+    known = {tensor.name: tensor for tensor in config.served_input}
     warmups: list[Warmup] = []
     for index, warmup in enumerate(config.model_warmup):
         rows = warmup.batch_size if config.max_batch_size else 0

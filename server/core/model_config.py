@@ -33,6 +33,7 @@ from server.core.optimization_config import (
     ExecutionAccelerators,
     Optimization,
 )
+from server.core.picture_config import postprocess_problems, preprocess_problems, served_inputs, served_outputs
 from server.core.scheduling_config import (
     LATEST_VERSION,
     AllVersions,
@@ -43,7 +44,15 @@ from server.core.scheduling_config import (
     SpecificVersions,
     VersionPolicy,
 )
-from server.core.tensor_config import ModelInput, ModelOutput, ModelWarmup, Preprocess, Reshape, WarmupInput
+from server.core.tensor_config import (
+    ModelInput,
+    ModelOutput,
+    ModelWarmup,
+    Postprocess,
+    Preprocess,
+    Reshape,
+    WarmupInput,
+)
 
 __all__ = [
     "BACKENDS",
@@ -63,6 +72,7 @@ __all__ = [
     "ModelOutput",
     "ModelWarmup",
     "Optimization",
+    "Postprocess",
     "Preprocess",
     "Problem",
     "Problems",
@@ -176,6 +186,9 @@ class ModelConfig(ConfigPart):
         description="A request of more than `max_batch_size` rows is split and its answer joined, or refused (as Triton does).",
     )
     preprocess: Preprocess | None = Field(default=None, description="How a picture becomes the input tensor.")
+    postprocess: Postprocess | None = Field(
+        default=None, description="What callers get in place of an output with a score a class."
+    )
     labels: dict[Annotated[str, Field(strict=True), AfterValidator(_label)], Version] = Field(
         default={}, description="Names for versions, e.g. `stable: 3`."
     )
@@ -188,6 +201,16 @@ class ModelConfig(ConfigPart):
         description="Build the engine that `optimization` asks for where there is none for this machine, in a process of its own "
         "while the ONNX file serves; then swap.",
     )
+
+    @property
+    def served_input(self) -> tuple[ModelInput, ...]:
+        """The inputs as callers see them; `input` has them as the model does."""
+        return served_inputs(self.preprocess, self.input)
+
+    @property
+    def served_output(self) -> tuple[ModelOutput, ...]:
+        """The outputs as callers see them; `output` has them as the model does."""
+        return served_outputs(self.postprocess, self.output)
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -235,7 +258,11 @@ class ModelConfig(ConfigPart):
 
     def _tensor_problems(self) -> list[Problem]:
         names = [tensor.name for tensor in self.input]
-        problems = []
+        batch = self.max_batch_size if "max_batch_size" in self.model_fields_set else None
+        problems = [
+            *preprocess_problems(self.preprocess, self.input, batch),
+            *postprocess_problems(self.postprocess, self.output, batch),
+        ]
         picture = None if self.preprocess is None else self.preprocess.input
         if picture == "" and len(names) > 1:
             message = "preprocess does not tell which of the inputs takes the picture"
@@ -252,7 +279,15 @@ class ModelConfig(ConfigPart):
         return problems
 
 
-HEADRACE_FIELDS: tuple[str, ...] = ("oversize", "preprocess", "labels", "slo", "fallback", "build_on_load")
+HEADRACE_FIELDS: tuple[str, ...] = (
+    "oversize",
+    "preprocess",
+    "postprocess",
+    "labels",
+    "slo",
+    "fallback",
+    "build_on_load",
+)
 # Every place that is ours: whole fields, and those inside of Triton's `optimization`.
 OWN_FIELDS: tuple[Location, ...] = (
     *((name,) for name in HEADRACE_FIELDS),

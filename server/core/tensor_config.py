@@ -1,4 +1,4 @@
-"""How a configuration describes the tensors of a model: inputs, outputs, pre-processing, warm-up data."""
+"""How a configuration describes the tensors of a model: inputs, outputs, pre- and post-processing, warm-up data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from server.core.config_base import (
     ConfigPart,
+    Count,
     DataType,
     Dimension,
     Flag,
@@ -19,6 +20,9 @@ from server.core.config_base import (
     Text,
     one_of,
 )
+
+# 50 megapixels, as for pictures in files.
+MAX_SOURCE_PIXELS = 50_000_000
 
 TensorName = Annotated[str, Field(strict=True, min_length=1)]
 TensorFormat = Annotated[
@@ -147,10 +151,36 @@ class Preprocess(ConfigPart):
     layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = Field(
         default="nchw", description="Order of the tensor's dimensions: channels before or after height and width."
     )
+    by: Annotated[Literal["client", "server"], *one_of(("client", "server"))] = Field(
+        default="client",
+        description="Who does it. `client`: requests carry the tensor that the model takes. `server`: they carry pixels, UINT8 "
+        "of [height, width, channels], four times fewer bytes; decoding a file stays with the client.",
+    )
+    source: tuple[PositiveCount, PositiveCount] | None = Field(
+        default=None,
+        description="Height and width of the pixels that `by: server` takes, which are then resized and cropped; "
+        "if absent they come as large as `crop` and are only normalised.",
+    )
+
+    @property
+    def channels(self) -> int:
+        """3 for "rgb", 1 for "gray"."""
+        return 3 if self.color == "rgb" else 1
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        """Height, width and channels of the picture that a request carries where the server does the rest."""
+        return (*(self.source or self.crop), self.channels)
+
+    @property
+    def tensor(self) -> tuple[int, int, int]:
+        """The shape of the picture's tensor as the model takes it, without the batch dimension."""
+        height, width = self.crop
+        return (self.channels, height, width) if self.layout == "nchw" else (height, width, self.channels)
 
     @model_validator(mode="after")
     def _check(self) -> Preprocess:
-        channels = 3 if self.color == "rgb" else 1
+        channels = self.channels
         problems = [
             Problem((field,), f"{field} has {len(values)} numbers", f"write one number, or {channels} for {self.color}")
             for field, values in (("mean", self.mean), ("std", self.std))
@@ -165,8 +195,50 @@ class Preprocess(ConfigPart):
                 f"crop {list(self.crop)} is larger than the picture after resize_short_side {self.resize_short_side}"
             )
             problems.append(Problem(("crop",), message, "crop at most what resizing leaves"))
+        problems += self._source_problems()
         if problems:
             raise Problems(problems)
+        return self
+
+    def _source_problems(self) -> list[Problem]:
+        if self.source is None:
+            return []
+        if self.by == "client":
+            message = "source is for pixels that the server prepares, and preprocess.by is client"
+            return [Problem(("source",), message, "write by: server, or remove source")]
+        if self.source[0] * self.source[1] > MAX_SOURCE_PIXELS:
+            message = f"source {list(self.source)} has more than {MAX_SOURCE_PIXELS} pixels"
+            return [Problem(("source",), message, "let clients send smaller pictures")]
+        return []
+
+
+class Postprocess(ConfigPart):
+    """What callers get in place of an output with a score a class: probabilities, the best classes, or both."""
+
+    output: Text = Field(
+        default="", description="The output with the scores; may be left out for a model with only one."
+    )
+    softmax: Flag = Field(default=False, description="Turn the scores of a row into probabilities.")
+    top_k: Count = Field(
+        default=0,
+        description="Give the best so many classes of a row, best first, in the outputs named below, in place of the model's; "
+        "0: the output keeps its name and all its classes.",
+    )
+    scores: TensorName = Field(default="scores", description="Name of the output FP32 [top_k] with their scores.")
+    classes: TensorName = Field(default="classes", description="Name of the output INT32 [top_k] with their numbers.")
+    labels: TensorName = Field(
+        default="labels",
+        description="Name of the output STRING [top_k] with their names, offered where the model's output has a label file.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Postprocess:
+        if not self.softmax and not self.top_k:
+            message = "postprocess asks for nothing"
+            raise Problems([Problem((), message, "write softmax: true, a top_k, or both, or remove it")])
+        if len({self.scores, self.classes, self.labels}) < 3:
+            message = f"two outputs of postprocess have one name: {self.scores}, {self.classes}, {self.labels}"
+            raise Problems([Problem((), message, "give scores, classes and labels names of their own")])
         return self
 
 

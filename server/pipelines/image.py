@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from server.core.errors import BadRequest, TooLarge
 from server.pipelines.recipe import ImageRecipe
 
-__all__ = ["FORMATS", "MAX_PIXELS", "ImageRecipe", "decode", "prepare"]
+__all__ = ["FORMATS", "MAX_PIXELS", "ImageRecipe", "decode", "prepare", "to_pixels"]
 
 # 50 megapixels: what today's cameras take, 150 MB as RGB. Below Pillow's own warning at 89 million.
 MAX_PIXELS = 50_000_000
@@ -35,7 +35,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 _SAVE_ANEW = "open it in a viewer and save it as JPEG or PNG"
 
 
@@ -88,7 +88,7 @@ def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
     """The tensor of one picture.
 
     The result is that of resizing the whole picture and cutting out the centre, but only the pixels that remain are
-    computed. The longer side after resizing is rounded down, as torchvision does.
+    computed.
 
     Args:
         image: as `decode` gives it.
@@ -98,21 +98,36 @@ def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
         float32 of shape `recipe.shape`, [1, channels, height, width] or [1, height, width, channels], contiguous.
     """
     image = image.convert("RGB" if recipe.color == "rgb" else "L")
-    width, height = image.size
-    short = recipe.resize_short_side
-    if width <= height:
-        resized_width, resized_height = short, short * height // width
-    else:
-        resized_width, resized_height = short * width // height, short
     crop_height, crop_width = recipe.crop
-    left, top = (resized_width - crop_width) // 2, (resized_height - crop_height) // 2
-    across, down = width / resized_width, height / resized_height
-    # Rounding may put an edge a hair outside the picture, which Pillow refuses.
-    box = (left * across, top * down, min((left + crop_width) * across, width), min((top + crop_height) * down, height))
-    cut = image.resize((crop_width, crop_height), _RESAMPLING[recipe.interpolation], box=box)
+    box = recipe.window(image.height, image.width)
+    cut = image.resize((crop_width, crop_height), RESAMPLING[recipe.interpolation], box=box)
     pixels = np.asarray(cut, dtype=np.float32).reshape(1, crop_height, crop_width, recipe.channels)
     scaled = (pixels - np.array(recipe.mean, np.float32)) / np.array(recipe.std, np.float32)
     return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2) if recipe.layout == "nchw" else scaled, np.float32)
+
+
+def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
+    """What is sent of one picture to a server that prepares it.
+
+    Where the recipe names no `source` that is the crop, before `mean` and `std`; else the centre of the picture, as much of it
+    as has the source's proportions, at the source's size.
+
+    Args:
+        image: as `decode` gives it.
+        recipe: with `by` "server".
+
+    Returns:
+        uint8 of shape (1, *recipe.pixels), contiguous.
+    """
+    image = image.convert("RGB" if recipe.color == "rgb" else "L")
+    height, width, channels = recipe.pixels
+    box = recipe.window(image.height, image.width)
+    if recipe.source is not None:
+        scale = min(image.width / width, image.height / height)
+        left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+        box = left, top, min(left + width * scale, image.width), min(top + height * scale, image.height)
+    cut = image.resize((width, height), RESAMPLING[recipe.interpolation], box=box)
+    return np.array(cut, dtype=np.uint8).reshape(1, height, width, channels)
 
 
 def _reason(error: Exception) -> str:

@@ -19,6 +19,7 @@ PARAMETER_PREFIX = "headrace.preprocess."
 Color = Literal["rgb", "gray"]
 Interpolation = Literal["bilinear", "bicubic"]
 Layout = Literal["nchw", "nhwc"]
+Side = Literal["client", "server"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class ImageRecipe:
         mean: subtracted from each pixel (0..255); one number, or one a channel.
         std: divides what is left; one number, or one a channel.
         layout: "nchw" or "nhwc".
+        by: who does it, "client" or "server"; a server takes decoded pixels.
+        source: (height, width) of the pixels that the server takes, None where they are as large as the crop.
     """
 
     input: str = ""
@@ -44,6 +47,8 @@ class ImageRecipe:
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
     layout: Layout = "nchw"
+    by: Side = "client"
+    source: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         findings = _doubts(self)
@@ -60,6 +65,29 @@ class ImageRecipe:
         """The shape of one picture's tensor, with a batch dimension of 1 in front."""
         height, width = self.crop
         return (1, self.channels, height, width) if self.layout == "nchw" else (1, height, width, self.channels)
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        """Height, width and channels of the pixels that the server takes, where it is the one who prepares them."""
+        return (*(self.source or self.crop), self.channels)
+
+    def window(self, height: int, width: int) -> tuple[float, float, float, float]:
+        """What of a picture ends up in the crop: left, top, right, bottom in its own pixels.
+
+        Resizing the window to `crop` is resizing the whole picture and cutting out the centre. The longer side after resizing
+        is rounded down, as torchvision does.
+        """
+        short = self.resize_short_side
+        if width <= height:
+            resized_width, resized_height = short, short * height // width
+        else:
+            resized_width, resized_height = short * width // height, short
+        crop_height, crop_width = self.crop
+        left, top = (resized_width - crop_width) // 2, (resized_height - crop_height) // 2
+        across, down = width / resized_width, height / resized_height
+        # Rounding may put an edge a hair outside the picture, which Pillow refuses.
+        right, bottom = min((left + crop_width) * across, width), min((top + crop_height) * down, height)
+        return left * across, top * down, right, bottom
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], where: str = "preprocess") -> Self:
@@ -106,12 +134,12 @@ class ImageRecipe:
         for name, parameter in parameters.items():
             if name.startswith(PARAMETER_PREFIX):
                 text = parameter.get("string_value") if isinstance(parameter, Mapping) else parameter
-                mapping[name.removeprefix(PARAMETER_PREFIX)] = _scalar(text)
+                mapping[name.removeprefix(PARAMETER_PREFIX)] = parameter_value(text)
         return cls.from_mapping(mapping, where) if mapping else None
 
 
-def _scalar(text: Any) -> Any:
-    """The value of a parameter: JSON, or a bare word such as rgb."""
+def parameter_value(text: Any) -> Any:
+    """The value of a parameter of a model's configuration: JSON, or a bare word such as rgb."""
     if not isinstance(text, str):
         return text
     try:
@@ -143,6 +171,10 @@ def _pair(value: Any) -> tuple[int, int]:
     return _pixels(height), _pixels(width)
 
 
+def _pair_or_none(value: Any) -> tuple[int, int] | None:
+    return None if value is None else _pair(value)
+
+
 def _numbers(value: Any) -> tuple[float, ...]:
     numbers = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in numbers):
@@ -166,6 +198,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "mean": _numbers,
     "std": _numbers,
     "layout": _word("nchw", "nhwc"),
+    "by": _word("client", "server"),
+    "source": _pair_or_none,
 }
 
 

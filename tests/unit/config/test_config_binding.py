@@ -299,3 +299,22 @@ def test_the_yaml_form_of_tritons_parameters_is_read() -> None:
     assert config is not None
     assert config.parameters == {"a": "x", "b": "1.50"}
     assert config.oversize == "reject"
+
+
+def test_who_prepares_pictures_and_ranks_classes_in_both_formats() -> None:
+    yaml_text = "preprocess: {by: server, source: [480, 640]}\npostprocess: {top_k: 5, scores: chances}\n"
+    told = {
+        "preprocess.by": "server",
+        "preprocess.source": "[480, 640]",
+        "postprocess.top_k": 5,
+        "postprocess.scores": "chances",
+    }
+    text = "".join(
+        f'parameters {{ key: "headrace.{key}" value {{ string_value: "{value}" }} }}\n' for key, value in told.items()
+    )
+    configs = [read_config_text(yaml_text, "m/config.yaml"), read_config_text(text, "m/config.pbtxt")]
+    assert [findings for _, findings in configs] == [[], []]
+    assert configs[0][0] == configs[1][0]
+    assert configs[0][0] is not None
+    assert configs[0][0].preprocess is not None
+    assert configs[0][0].preprocess.pixels == (480, 640, 3)

@@ -135,12 +135,21 @@ def test_what_makes_an_artefact_changes_the_digest(change: dict[str, Any]) -> No
         {"optimization": {"precision": "int8", "priority": "max"}},
         {"optimization": {"precision": "INT8", "calibration": {"method": "entropy"}, "accuracy": {}}},
         {"metric_tags": {"a": "b"}},
+        {"postprocess": {"softmax": True}},
     ],
     ids=str,
 )
 def test_how_a_model_is_served_does_not_change_the_digest(change: dict[str, Any]) -> None:
     assert config_digest(ModelConfig.model_validate({**BASE, **change})) == config_digest(
         ModelConfig.model_validate(BASE)
+    )
+
+
+def test_who_prepares_the_pictures_does_not_change_the_digest() -> None:
+    told = {"crop": [8, 8], "mean": 127.0}
+    by_server = {**told, "by": "server", "source": [300, 300]}
+    assert config_digest(ModelConfig.model_validate({**BASE, "preprocess": told})) == config_digest(
+        ModelConfig.model_validate({**BASE, "preprocess": by_server})
     )
 
 

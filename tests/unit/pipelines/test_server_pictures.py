@@ -1,0 +1,195 @@
+"""The CPU's steps from pixels to tensors and from scores to classes, against Pillow, the client's path and plain NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from server.core.model_config import ModelConfig
+from server.core.tensor import Array
+from server.pipelines.execution import with_pictures
+from server.pipelines.image import prepare, to_pixels
+from server.pipelines.pixels import PixelSteps
+from server.pipelines.ranking import softmax, top_k
+from server.pipelines.recipe import ImageRecipe
+from server.pipelines.resampling import Resampling, resample
+
+rng = np.random.default_rng(11)
+
+
+def image_of(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+
+
+sides = st.integers(1, 70)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> ImageRecipe:
+    short = draw(sides)
+    color = draw(st.sampled_from(["rgb", "gray"]))
+    return ImageRecipe(
+        color=color,
+        resize_short_side=short,
+        crop=(draw(st.integers(1, short)), draw(st.integers(1, short))),
+        interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
+        mean=(123.7, 116.3, 103.5) if color == "rgb" else (127.0,),
+        std=(58.4, 57.1, 57.4) if color == "rgb" else (3.0,),
+        layout=draw(st.sampled_from(["nchw", "nhwc"])),
+        by="server",
+        source=draw(st.one_of(st.none(), st.tuples(sides, sides))),
+    )
+
+
+def expected(pixels: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
+    """The client's tensors; without a source the pixels are the crop already."""
+    if recipe.source is None:
+        scaled = (pixels.astype(np.float32) - np.float32(recipe.mean)) / np.float32(recipe.std)
+        return scaled.transpose(0, 3, 1, 2) if recipe.layout == "nchw" else scaled
+    return np.concatenate([prepare(image_of(picture), recipe) for picture in pixels])
+
+
+@given(recipes(), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_batch_is_what_the_client_would_have_sent(recipe: ImageRecipe, rows: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
+    tensor = PixelSteps(recipe).apply(pixels)
+    assert tensor.flags.c_contiguous
+    assert np.array_equal(tensor, expected(pixels, recipe))
+    half = PixelSteps(recipe, np.float16).apply(pixels)
+    assert half.dtype == np.float16
+    assert np.array_equal(half, expected(pixels, recipe).astype(np.float16))
+
+
+@given(recipes(), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_the_tables_resize_as_pillow_does(recipe: ImageRecipe, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, recipe.pixels, dtype=np.uint8)
+    got = resample(pixels, Resampling.of(recipe)).astype(int)
+    if recipe.source is None:
+        assert np.array_equal(got, pixels)
+        return
+    height, width = recipe.source
+    size = recipe.crop[::-1]
+    kind = Image.Resampling.BILINEAR if recipe.interpolation == "bilinear" else Image.Resampling.BICUBIC
+    pillow = np.asarray(image_of(pixels).resize(size, kind, box=recipe.window(height, width)), int).reshape(got.shape)
+    # Of tall pictures Pillow does the vertical pass first: rounding in between, and of bicubic clipping, then fall elsewhere.
+    allowed = 0 if width > 2 * height else 1 if recipe.interpolation == "bilinear" else 48
+    assert np.abs(got - pillow).max() <= allowed
+
+
+def test_a_photographs_size_is_resized_to_pillows_bits() -> None:
+    recipe = ImageRecipe(by="server", source=(480, 640))
+    pixels = rng.integers(0, 256, recipe.pixels, dtype=np.uint8)
+    plain = ImageRecipe(mean=(0.0,), std=(1.0,), layout="nhwc")
+    assert np.array_equal(resample(pixels, Resampling.of(recipe)), prepare(image_of(pixels), plain)[0])
+
+
+def test_what_is_sent_of_a_picture() -> None:
+    image = image_of(rng.integers(0, 256, (300, 500, 3), dtype=np.uint8))
+    recipe = ImageRecipe(by="server", mean=(127.0,), std=(64.0,))
+    pixels = to_pixels(image, recipe)
+    assert np.array_equal(PixelSteps(recipe).apply(pixels), prepare(image, recipe))
+    larger = ImageRecipe(by="server", source=(256, 256))
+    assert to_pixels(image, larger).shape == (1, 256, 256, 3)
+    # A square of the short side's length, from the middle: then the server only crops.
+    middle = image.crop((100, 0, 400, 300)).resize((256, 256), Image.Resampling.BILINEAR)
+    # (At its edges the resized whole looks at its neighbours, which a part that was cut out has lost.)
+    assert np.array_equal(to_pixels(image, larger)[0, :, 2:-2], np.asarray(middle)[:, 2:-2])
+    assert Resampling.of(larger).is_copy
+
+
+scores = arrays.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 4), st.integers(1, 40)),
+    elements=st.floats(-60, 60, width=32) | st.sampled_from([0.0, -0.0, 1.0]),
+)
+
+
+@given(scores, st.data())
+@settings(max_examples=80, deadline=None)
+def test_the_best_classes_come_in_order_and_the_lower_of_equals_first(table: np.ndarray, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, table.shape[1]))
+    assert np.array_equal(top_k(table, count), np.argsort(-table, axis=1, kind="stable")[:, :count])
+    exact = np.exp(table.astype(np.float64) - table.max(axis=1, keepdims=True))
+    assert np.allclose(softmax(table), exact / exact.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-7)
+
+
+def test_infinite_scores_rank_where_they_belong() -> None:
+    table = np.array([[0, -np.inf, np.inf, 3]], np.float32)
+    assert top_k(table, 4).tolist() == [[2, 3, 0, 1]]
+
+
+class Model:
+    """y = the mean of each picture's channels, then 0, 1, ... for the classes behind them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Array] = []
+        self.closed = 0
+
+    def execution(self, index: int) -> Model:
+        return self
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        tensor = np.array(inputs["x"])
+        self.seen.append(tensor)
+        means = tensor.mean(axis=(-2, -1))
+        classes = np.broadcast_to(np.arange(3, dtype=np.float32), means.shape)
+        return {"other": np.ones(len(tensor)), "y": np.concatenate([means, classes], axis=-1)}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+CONFIG = {
+    "max_batch_size": 4,
+    "input": [{"name": "x", "data_type": "fp32", "dims": [3, 6, 5]}],
+    "output": [
+        {"name": "other", "data_type": "fp32", "dims": [1]},
+        {"name": "y", "data_type": "fp32", "dims": [6], "label_filename": "labels.txt"},
+    ],
+    "preprocess": {"by": "server", "crop": [6, 5], "mean": 100.0, "std": 50.0},
+    "postprocess": {"output": "y", "top_k": 2},
+}
+
+
+def test_the_model_sees_tensors_and_callers_see_classes() -> None:
+    model = Model()
+    pictures = with_pictures(model, ModelConfig.model_validate(CONFIG), {"y": ("a", "b", "c", "d")})
+    execution = pictures.execution(0)
+    sent = np.full((2, 6, 5, 3), 50, np.uint8)
+    sent[1] = [100, 250, 150]
+    outputs = execution.run({"x": sent})
+    assert list(outputs) == ["other", "scores", "classes", "labels"]
+    assert model.seen[0].shape == (2, 3, 6, 5)
+    assert outputs["classes"].tolist() == [[5, 4], [1, 5]]
+    assert outputs["scores"].tolist() == [[2, 1], [3, 2]]
+    assert outputs["labels"].tolist() == [[b"", b""], [b"b", b""]]
+    execution.close()
+    assert model.closed == 1
+
+
+def test_a_model_of_one_picture_at_a_time() -> None:
+    outputs = [{**tensor} for tensor in CONFIG["output"]]  # type: ignore[attr-defined]
+    config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "output": outputs, "postprocess": None})
+    model = Model()
+    with_pictures(model, config, {}).execution(0).run({"x": np.zeros((6, 5, 3), np.uint8)})
+    assert model.seen[0].shape == (3, 6, 5)
+
+
+def test_a_model_that_asks_for_nothing_is_left_alone() -> None:
+    model = Model()
+    config = ModelConfig.model_validate({**CONFIG, "preprocess": None, "postprocess": None})
+    assert with_pictures(model, config, {}) is model
+
+
+@pytest.mark.parametrize("crop", [(224, 224), (7, 3)])
+def test_the_buffer_is_reused(crop: tuple[int, int]) -> None:
+    steps = PixelSteps(ImageRecipe(by="server", crop=crop))
+    first = steps.apply(np.zeros((3, *crop, 3), np.uint8))
+    again = steps.apply(np.zeros((2, *crop, 3), np.uint8))
+    assert np.shares_memory(first, again)
