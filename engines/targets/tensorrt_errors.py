@@ -117,7 +117,7 @@ def build_failure(
             listed = ", ".join(f'"{name}"' for name in _computing(model, nodes)) or "..."
             cure = f"keep it in floating point by optimization.calibration.keep: [{listed}]"
             return NoKernelError(f"{told}: {cure}", _quantized(model, nodes))
-        return NoKernelError(f"{told}: take another precision, or raise optimization.workspace_mb")
+        return NoKernelError(f"{told}: take another precision, raise optimization.workspace_mb, or {_SMALLER}")
     if any(_NO_MEMORY.search(error) for error in errors):
         within = f" with a workspace{bound}" if bound else ""
         return BuildError(f"TensorRT {version} ran out of memory on {gpu}{within}: {more_memory}")

@@ -1,0 +1,169 @@
+"""What goes wrong on a real GPU: no memory, damaged plans, spoilt captures, interrupts; and that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order
+from server.cuda.device import describe
+from server.cuda.driver import DeviceError, Stream, current
+from server.cuda.graphs import Graph
+from server.cuda.memory import DeviceBuffer, PinnedBuffer, download
+from tests.gpu.tensorrt_networks import convolutions, pictures
+from tests.gpu.test_tensorrt_engines import ORDER, TARGET, built, refused, rows
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+
+def test_a_profile_larger_than_the_gpu_is_told(tmp_path: Path) -> None:
+    # The inputs have room, what is computed from them has not.
+    rows_most = describe().memory_bytes // 2 // (3 * 16 * 16 * 4)
+    with refused("optimization.profiles"), built(tmp_path, convolutions(), Order("fp32", (rows(1, 1, rows_most),))):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} <= {"model.plan"}
+
+
+def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
+    import pycuda.driver as cuda
+
+    path = tmp_path / "model.plan"
+    # 32 KiB of FP32 a row behind each convolution.
+    TARGET.build(convolutions(), Order("fp32", (rows(1, 8, 1 << 16),)), path, silent)
+    with current():
+        free_bytes, _ = cuda.mem_get_info()
+        occupied = DeviceBuffer(free_bytes - (512 << 20))
+        try:
+            with refused("on the GPU", "optimization.profiles"):
+                TARGET.open(path)
+        finally:
+            occupied.free()
+    engine = TARGET.open(path)
+    assert engine.run({"x": pictures(4)})["logits"].shape == (4, 10)
+    with current():
+        free_bytes, _ = cuda.mem_get_info()
+        occupied = DeviceBuffer(free_bytes - (64 << 20))
+        try:
+            with refused("running model.plan", "the GPU's memory is full"):
+                engine.run({"x": pictures(1 << 16)})
+        finally:
+            occupied.free()
+    assert engine.run({"x": pictures(1 << 12)})["logits"].shape == (1 << 12, 10)
+    engine.close()
+
+
+def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
+    import pycuda.driver as cuda
+
+    model, inputs = convolutions(), {"x": pictures(16)}
+    path = tmp_path / "model.plan"
+    TARGET.build(model, Order("fp32", (rows(1, 8, 1 << 12),)), path, silent)
+    free_bytes = []
+    for _ in range(4):
+        engine = TARGET.open(path, model)
+        engine.run(inputs)
+        engine.time(inputs, 0.01)
+        engine.layers(inputs)
+        with refused("was not built for"):
+            engine.run({"x": pictures(1 << 13)})
+        engine.close()
+        with current():
+            free_bytes.append(cuda.mem_get_info()[0])
+    # The first one loads kernels, which stay; 4,096 rows take 128 MiB and more.
+    assert free_bytes[1] - free_bytes[3] < 32 << 20, free_bytes
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable(tmp_path: Path) -> None:
+    with current():
+        stream, block = Stream(), DeviceBuffer(64)
+        for spoil in (stream.synchronize, lambda: DeviceBuffer(1 << 20)):
+            # Waiting, and allocating with cuMemAlloc, are not allowed while a stream is captured by this thread.
+            with contextlib.suppress(DeviceError):
+                Graph(stream, spoil).close()
+            stream.synchronize()
+            values = PinnedBuffer()
+            values.reserve(64)
+            download(values.view((16,), np.dtype(np.float32)), block, stream)
+            stream.synchronize()
+            values.free()
+        block.free()
+
+
+_INTERRUPTED = """
+import sys, pathlib
+from engines.targets.tensorrt_target import TensorRtTarget
+from tests.gpu.test_tensorrt_engines import ORDER, convolutions
+def report(done, note):
+    if done > 0.02:
+        print("building", flush=True)
+try:
+    TensorRtTarget(optimization_level=5).build(convolutions(), ORDER, pathlib.Path(sys.argv[1], "model.plan"), report)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_stops_a_build(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _INTERRUPTED, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "building\n"
+        child.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        told = child.communicate(timeout=60)[0].splitlines()
+        print(f"stopped after {time.monotonic() - begun:.1f} s")
+    finally:
+        child.kill()
+        child.wait()
+    assert told[-1] == "interrupted"
+    assert child.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+_OPENED = """
+import sys, pathlib
+from engines.errors import BuildError
+from engines.targets.tensorrt_target import TensorRtTarget
+for name in sys.argv[1:]:
+    try:
+        TensorRtTarget().open(pathlib.Path(name)).close()
+    except BuildError as error:
+        print(str(error).replace(chr(10), " "))
+    else:
+        print("opened")
+"""
+
+
+def test_a_damaged_header_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    TARGET.build(convolutions(), ORDER, path, silent)
+    whole = path.read_bytes()
+    damaged = []
+    # What tells a plan, and the version of its format.
+    for place in range(8):
+        damaged.append(tmp_path / f"{place}.plan")
+        damaged[-1].write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+    done = subprocess.run(
+        [sys.executable, "-c", _OPENED, *map(str, damaged)], capture_output=True, text=True, timeout=60, cwd=Path.cwd()
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert len(told) == 8
+    assert all("build it again" in line for line in told[:4]), told
+    assert all(line == "opened" or "build it again" in line for line in told), told
