@@ -134,7 +134,7 @@ class Pipeline:
             run = self._again.popleft()
             run.taken_ns = self._clock()
             return run
-        batch = self._scheduler.next_batch(self._sleeper, self._news)
+        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0)
         if batch is None:
             return None
         run = _Run(batch.entries, batch.reason, batch.taken_ns)

@@ -155,13 +155,16 @@ class Scheduler:
         with self._lock:
             return self._poll(now_ns)
 
-    def next_batch(self, sleeper: threading.Lock, interrupted: Callable[[], bool] = lambda: False) -> Batch | None:
+    def next_batch(
+        self, sleeper: threading.Lock, interrupted: Callable[[], bool] = lambda: False, busy: bool = False
+    ) -> Batch | None:
         """Block until there is a batch to run; None when the scheduler is closed and empty, or if there is none and
         `interrupted` says so.
 
         Args:
             sleeper: a lock that the calling thread owns and holds, on which it sleeps.
             interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
+            busy: the instance has batches under way: those that have none are woken first.
         """
         while True:
             with self._lock:
@@ -177,7 +180,7 @@ class Scheduler:
                 if type(answer) is WaitUntil:
                     timeout_s = max(answer.time_ns - self._clock(), 0) / NS_PER_S
                     self._timed_sleepers += 1
-                self._sleepers.append(sleeper)
+                self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # woken from the end
             woken = sleeper.acquire(timeout=timeout_s)
             if timeout_s is not _FOREVER:
                 with self._lock:

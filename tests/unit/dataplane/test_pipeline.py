@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import cast
@@ -10,94 +9,19 @@ from typing import cast
 import numpy as np
 import pytest
 
-from server.backends.base import Execution, PipelinedExecution
-from server.core.completion import settle_all
 from server.core.errors import HeadraceError, ModelFailed
-from server.core.request import InferRequest, InferResponse
-from server.core.tensor import Array
-from server.dataplane.answers import Answers
+from server.core.request import InferResponse
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.instance import Instance, OnDeath, Runner
-from server.dataplane.pipeline import Pipeline
-from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Scheduler
-from server.dataplane.serial import SerialRunner
-from server.observability.recorder import Recorder
 from tests.fake_pipeline import DIES, LOST, RAISES, FakePipeline
-from tests.slots import Slot
-
-
-class Caller(Slot):
-    """Waits for its answer."""
-
-    __slots__ = ("told_event",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told_event = threading.Event()
-
-    def notify(self) -> None:
-        super().notify()
-        self.told_event.set()
-
-    def answer(self) -> InferResponse | Exception:
-        assert self.told_event.wait(10), "no answer came"
-        assert self.outcome is not None
-        assert len(self.told) == 1
-        return self.outcome
-
-
-class Bench:
-    """One pipelined instance with its scheduler."""
-
-    def __init__(self, model: FakePipeline, batch: BatchPolicy | None = None, clock: Callable[[], int] | None = None):
-        self.model = model
-        self.policy = batch or BatchPolicy(8)
-        self.clock = clock or itertools.count(1).__next__
-        self.scheduler = Scheduler(self.policy, clock=self.clock)
-        self.recorder = Recorder()
-        self.reports: list[int] = []
-        self.answers = Answers(self.recorder, settle_all, self.reports.append)
-        self.exits: list[BaseException | None] = []
-        self.instance = Instance("bench", lambda: model, self._runner, self.exits.append)
-        self.instance.start()
-        self.instance.opened.result(10)
-
-    def _runner(self, execution: Execution, on_death: OnDeath) -> Runner:
-        serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
-        pipelined = cast("PipelinedExecution", execution)
-        return Pipeline("bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.clock)
-
-    def ask(self, *values: float, rows: int = 1) -> list[Caller]:
-        """Queue requests that come together, one a value."""
-        return self.queue([np.full((rows, 2), value, np.float32) for value in values])
-
-    def queue(self, arrays: list[Array]) -> list[Caller]:
-        entries = []
-        for array in arrays:
-            request = InferRequest(inputs={"x": array}, rows=len(array), shape_key=None, received_ns=0)
-            entries.append(Entry(request, Caller(), 0, 0))
-            entries[-1].leave = self.scheduler.discard
-            entries[-1].completion.after = entries[-1].on_settled
-        self.scheduler.enqueue(entries)
-        return [cast("Caller", entry.completion) for entry in entries]
-
-    def close(self) -> None:
-        """End it; whatever was wrong with how the model was treated comes out now."""
-        self.scheduler.close()
-        self.model.let_go()
-        assert self.instance.join(10)
-        assert not self.model.violations
-        assert self.model.log.count("close") == 1
-        assert not any(thread.name.startswith("bench") for thread in threading.enumerate())
+from tests.pipeline_bench import Bench, Caller
 
 
 @pytest.fixture
 def benches() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(model: FakePipeline, batch: BatchPolicy | None = None) -> Bench:
-        made.append(Bench(model, batch))
+    def make(model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True) -> Bench:
+        made.append(Bench(model, batch, last))
         return made[-1]
 
     yield make
@@ -236,6 +160,7 @@ def test_a_member_that_leaves_before_its_second_chance_is_not_run_again(benches:
     model.land()
     assert rows_of(last[0]) == doubled(7)
     assert [3.0] not in model.batches
+    assert "discard" not in " ".join(model.log)
 
 
 # Callers who leave
@@ -312,6 +237,19 @@ def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, fl
     assert bench.instance.join(10)
     assert len(bench.exits) == 1
     assert "finishing 1" not in model.log
+
+
+def test_a_thread_that_sleeps_ends_with_its_finisher_and_leaves_the_queue_to_others(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, last=False)
+    (deadly,) = bench.ask(DIES["finish"])
+    model.wait_for("finishing 0")
+    model.land()
+    assert isinstance(deadly.answer(), ModelFailed)
+    assert bench.instance.join(10)
+    (waits,) = bench.ask(1)
+    assert bench.scheduler.depth == 1
+    assert not waits.done
 
 
 def test_the_finisher_s_death_is_told_while_the_other_thread_hangs(benches: Make) -> None:

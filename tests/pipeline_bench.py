@@ -1,0 +1,104 @@
+"""One pipelined instance without an event loop, with callers that tests can wait for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+from server.backends.base import Execution, PipelinedExecution
+from server.core.completion import settle_all
+from server.core.errors import Unavailable
+from server.core.request import InferRequest, InferResponse
+from server.core.tensor import Array
+from server.dataplane.answers import Answers
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.instance import Instance, OnDeath, Runner
+from server.dataplane.pipeline import Pipeline
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.serial import SerialRunner
+from server.observability.recorder import Recorder
+from tests.fake_pipeline import FakePipeline
+from tests.slots import Slot
+
+
+class Caller(Slot):
+    """Waits for its answer."""
+
+    __slots__ = ("told_event",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told_event = threading.Event()
+
+    def notify(self) -> None:
+        super().notify()
+        self.told_event.set()
+
+    def answer(self) -> InferResponse | Exception:
+        assert self.told_event.wait(10), "no answer came"
+        assert self.outcome is not None
+        assert len(self.told) == 1
+        return self.outcome
+
+
+class Bench:
+    """One pipelined instance with its scheduler.
+
+    Args:
+        model: its execution.
+        batch: how requests are merged.
+        last: nobody else serves the queue: when the instance dies, what waits is given up.
+    """
+
+    def __init__(self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True):
+        self.model = model
+        self.last = last
+        self.policy = batch or BatchPolicy(8)
+        self.clock: Callable[[], int] = itertools.count(1).__next__
+        self.scheduler = Scheduler(self.policy, clock=self.clock)
+        self.recorder = Recorder()
+        self.reports: list[int] = []
+        self.answers = Answers(self.recorder, settle_all, self.reports.append)
+        self.exits: list[BaseException | None] = []
+        self.instance = Instance("bench", lambda: model, self._runner, self._ended)
+        self.instance.start()
+        self.instance.opened.result(10)
+
+    def _ended(self, cause: BaseException | None) -> None:
+        self.exits.append(cause)
+        if cause is not None and self.last:
+            error = Unavailable("the only instance has died")
+            settle_all([(entry.completion, error) for entry in self.scheduler.fail(error)])
+
+    def _runner(self, execution: Execution, on_death: OnDeath) -> Runner:
+        serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
+        pipelined = cast("PipelinedExecution", execution)
+        return Pipeline("bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.clock)
+
+    def ask(self, *values: float, rows: int = 1) -> list[Caller]:
+        """Queue requests that come together, one a value."""
+        return self.queue([np.full((rows, 2), value, np.float32) for value in values])
+
+    def queue(self, arrays: list[Array]) -> list[Caller]:
+        entries = []
+        for array in arrays:
+            request = InferRequest(inputs={"x": array}, rows=len(array), shape_key=array.shape[1:], received_ns=0)
+            entries.append(Entry(request, Caller(), 0, 0))
+            entries[-1].leave = self.scheduler.discard
+            entries[-1].completion.after = entries[-1].on_settled
+        self.scheduler.enqueue(entries)
+        return [cast("Caller", entry.completion) for entry in entries]
+
+    def close(self) -> None:
+        """End it; whatever was wrong with how the model was treated comes out now."""
+        self.scheduler.close()
+        self.model.let_go()
+        assert self.instance.join(10)
+        assert not self.model.violations
+        assert self.model.log.count("close") == 1
+        assert not any(thread.name.startswith("bench") for thread in threading.enumerate())
