@@ -26,13 +26,14 @@ def command(orders: Path) -> tuple[str, ...]:
     return (sys.executable, str(SCRIPT), str(orders))
 
 
-def publish(folder: Path, version: int, engine: bytes, **told: object) -> Path:
+def publish(folder: Path, version: int, engine: bytes, suffix: str = ".onnx", **told: object) -> Path:
     """Put an engine beside a model as builders do: the file, then its stamp, each whole at once; the engine's path.
 
     Args:
         folder: the model's, directly in the repository.
         version: its number.
         engine: the file's content.
+        suffix: of its name.
         told: fields of the stamp that are not what they would be.
     """
     from dataclasses import asdict
@@ -45,7 +46,7 @@ def publish(folder: Path, version: int, engine: bytes, **told: object) -> Path:
     model = read_model_folder(folder, folder.parent)
     key = hashlib.sha256(engine + folder.name.encode()).hexdigest()
     place = folder / str(version)
-    path = place / artefact_name(key, ".onnx")
+    path = place / artefact_name(key, suffix)
     write_durably(path, engine)
     stamp = {
         "key": key,

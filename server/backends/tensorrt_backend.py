@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from server.backends.tensorrt_api import installed, load
 from server.backends.tensorrt_execution import Placement, TensorRtExecution
-from server.backends.tensorrt_plan import Plan, refused
+from server.backends.tensorrt_plan import Plan, Tensor, refused
 from server.core.errors import ConfigError, Finding, HeadraceError, Unsupported
+from server.cuda import device as gpus
 from server.cuda.driver import current
 
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
@@ -24,6 +26,11 @@ _DEPTH = 3
 _MOST_DEPTH = 8
 
 logger = logging.getLogger("headrace.tensorrt")
+
+
+def gpu_count() -> int:
+    """How many GPUs there are."""
+    return gpus.count()
 
 
 class TensorRtBackend:
@@ -106,6 +113,16 @@ class TensorRtModel:
         except HeadraceError as error:
             cure = "serve fewer models or instances, or lower max_batch_size"
             raise refused(self._name, f"cannot be run: {error}", cure) from error
+
+    @property
+    def inputs(self) -> Sequence[Tensor]:
+        """What the plan takes."""
+        return next(iter(self._plans.values())).inputs
+
+    @property
+    def outputs(self) -> Sequence[Tensor]:
+        """What it gives."""
+        return next(iter(self._plans.values())).outputs
 
     def close(self) -> None:
         """Give the GPUs' memory back."""

@@ -284,11 +284,12 @@ class _FolderReader:
             if config.backend == "onnxruntime":
                 signatures += self._signature(file)
                 continue
-            # An engine file tells nothing without its runtime; the ONNX file it was built from, if there, tells everything.
+            # An engine file tells nothing without its runtime; the ONNX file it was built from, if there, tells everything,
+            # and whether an engine of it fits this machine is seen when it is loaded.
             source = self._path / str(version) / SOURCE
             if source.is_file():
                 signatures += self._signature(source)
-            if not (source.is_file() and (config.build_on_load or config.fallback)):
+            else:
                 self.findings += check_model_file(file, self._repository)
         return signatures
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from server.config.config_completion import contradictions
 from server.config.config_reader import ModelFolder
-from server.config.machine import onnxruntime_machine
+from server.config.machine import Machine, onnxruntime_machine
 from server.config.model_files import sample_paths
 from server.config.onnx_signature import read_signature
 from server.config.stamps import Choice, Stamp, choose_in, config_digest, onnx_digest, read_stamps
@@ -39,6 +39,8 @@ class Plan:
             bar; "" if there is nothing to tell.
         cure: what a person can do about the remark, or "".
         build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
+        target: the runtime that it would be built for.
+        fallback: the backend that loads the model's own file should the artefact not load; `runtime` if "".
     """
 
     runtime: str
@@ -48,6 +50,8 @@ class Plan:
     remark: str = ""
     cure: str = ""
     build: str = ""
+    target: str = ""
+    fallback: str = ""
 
     @property
     def file(self) -> Path:
@@ -62,7 +66,8 @@ class Plan:
     def without_engine(self, error: ConfigError) -> Plan:
         """The model's own file after all, because the engine could not be loaded."""
         remark = f"{self.source.name} serves in place of {_engine(self.stamp)}, which cannot be loaded: {error}"
-        return replace(self, artefact=None, stamp=None, remark=remark, cure=f"{self.cure} --rebuild")
+        runtime = self.fallback or self.runtime
+        return replace(self, runtime=runtime, artefact=None, stamp=None, remark=remark, cure=f"{self.cure} --rebuild")
 
 
 def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
@@ -78,22 +83,31 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
     Raises:
         ConfigError: the model's file cannot be read.
     """
-    if runtime != "onnxruntime":
-        return Plan(runtime, folder.model_file(version))
-    config, source = folder.config, folder.source_file(version)
+    config, source, own = folder.config, folder.source_file(version), folder.model_file(version)
     place = folder.path / str(version)
     cure = f"headrace build {folder.name} --target {runtime}"
-    choice, digest = _choose(place, source, config)
+    choice, digest = _choose(place, source, config, runtime)
     if choice.stamp is not None:
         remark = f"{_engine(choice.stamp)} is below its accuracy bar: {'; '.join(choice.stamp.refusal)}"
-        return Plan(runtime, source, choice.path, choice.stamp, remark if choice.stamp.forced else "", cure)
+        told = remark if choice.stamp.forced else ""
+        # What serves should the engine not load: the model's own file, which for another backend may be the ONNX file beside it.
+        if runtime == "onnxruntime" or own.is_file():
+            return Plan(runtime, source if runtime == "onnxruntime" else own, choice.path, choice.stamp, told, cure)
+        return Plan(runtime, source, choice.path, choice.stamp, told, cure, fallback="onnxruntime")
+    if runtime != "onnxruntime" and own.is_file():
+        return Plan(runtime, own)
+    if runtime != "onnxruntime" and not _may_serve_source(config, source):
+        message = f"has no engine for this machine ({choice.reason or 'none is built'})"
+        raise ConfigError(
+            [Finding(f"{folder.name}/{version}", None, message, f"{cure}, or write fallback: onnxruntime")]
+        )
     precision = asked_precision(config.optimization)
-    if choice.reason == "" and precision == "fp32" and not config.build_on_load:
+    if runtime == "onnxruntime" and choice.reason == "" and precision == "fp32" and not config.build_on_load:
         return Plan(runtime, source)
     wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(precision, f"the {precision} engine")
     remark = f"{source.name} serves in place of {wanted}: {choice.reason or 'none is built'}"
     build = _build_digest(folder, digest or onnx_digest(source), runtime) if config.build_on_load else ""
-    return Plan(runtime, source, remark=remark, cure=cure, build=build)
+    return Plan("onnxruntime", source, remark=remark, cure=cure, build=build, target=runtime)
 
 
 def check_engine(plan: Plan, config: ModelConfig) -> None:
@@ -150,15 +164,28 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
     return found
 
 
-def _choose(place: Path, source: Path, config: ModelConfig) -> tuple[Choice, str]:
+def _may_serve_source(config: ModelConfig, source: Path) -> bool:
+    """True if the ONNX file may serve where there is no engine of the model's own backend."""
+    return (config.fallback is not None or config.build_on_load) and source.is_file()
+
+
+def _choose(place: Path, source: Path, config: ModelConfig, runtime: str) -> tuple[Choice, str]:
     """The choice, its reason "" where nothing is built; and the model's digest, "" where it was not needed."""
     try:
-        if not read_stamps(place):
+        if not read_stamps(place) or (runtime != "onnxruntime" and not source.is_file()):
             return Choice(None, None, ""), ""
     except ConfigError as error:
         return Choice(None, None, str(error.findings[0])), ""
     digest = onnx_digest(source)
-    return choose_in(place, digest, config_digest(config), onnxruntime_machine()), digest
+    return choose_in(place, digest, config_digest(config), _machine(runtime)), digest
+
+
+def _machine(runtime: str) -> Machine:
+    if runtime == "onnxruntime":
+        return onnxruntime_machine()
+    from server.control.gpus import tensorrt_machine
+
+    return tensorrt_machine()
 
 
 def _engine(stamp: Stamp | None) -> str:

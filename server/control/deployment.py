@@ -88,7 +88,7 @@ class _Model:
         plan, source = self.versions[number].plan, self.source
         if not plan.build or source.private is not None or source.config is not None:
             return None
-        return Order(source.name, number, source.path.absolute(), plan.runtime, plan.build)
+        return Order(source.name, number, source.path.absolute(), plan.target, plan.build)
 
 
 class Deployments:

@@ -35,6 +35,10 @@ def open_backend(name: str) -> Backend:
         from server.backends.onnxruntime_backend import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend()
+    if name == "tensorrt":
+        from server.backends.tensorrt_backend import TensorRtBackend
+
+        return TensorRtBackend()
     cure = "write backend: onnxruntime, or fallback: onnxruntime with the ONNX file beside"
     raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
 
@@ -73,7 +77,10 @@ class Loader:
         policy = handle_policy(config)
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
-        model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
+        if chosen.runtime == "tensorrt":
+            policy, model = self._on_gpus(chosen, config, policy)
+        else:
+            model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
         spec = model_spec(folder, version)
         if chosen.stamp is not None:
             spec = replace(spec, parameters=engine_parameters(chosen.stamp))
@@ -87,6 +94,20 @@ class Loader:
         )
         handle.start(WarmUp(config.name, warmups) if warmups else None)
         return handle
+
+    def _on_gpus(self, chosen: Plan, config: ModelConfig, policy: HandlePolicy) -> tuple[HandlePolicy, LoadedModel]:
+        from server.backends.tensorrt_backend import TensorRtModel
+        from server.control.gpus import backend_parameters, check_tensors, devices_of
+
+        devices = devices_of(config)
+        model = self.backend(chosen.runtime).load(chosen.file, len(devices), backend_parameters(config, devices))
+        if isinstance(model, TensorRtModel):
+            try:
+                check_tensors(model, config, chosen.file.name)
+            except ConfigError:
+                model.close()
+                raise
+        return replace(policy, instances=len(devices)), model
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
         """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""

@@ -341,6 +341,8 @@ def test_an_engine_needs_a_full_configuration_or_the_onnx_file_beside_it(tmp_pat
     write_model(folder, config="backend: tensorrt\n")
     assert read(tmp_path).config.input[0].dims == (16,)
     (folder / "1" / "model.plan").unlink()
+    assert read(tmp_path).config.input[0].dims == (16,)
+    (folder / "1" / "model.onnx").unlink()
     assert errors(tmp_path)[0].path == "m/1/model.plan"
     write_model(folder, config="backend: tensorrt\nfallback: onnxruntime\n")
     assert read(tmp_path).source_file(1) == tmp_path / "m" / "1" / "model.onnx"

@@ -76,7 +76,7 @@ def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> Non
         assert registry.ready()
         assert states(registry)["good", "1"] == "READY"
         assert {name for name, _, _ in registry.failures()} == {"garbage", "misspelt", "elsewhere", "empty"}
-        for name, hint in (("misspelt", "max_batch_sise"), ("garbage", r"model\.onnx"), ("elsewhere", r"model\.plan")):
+        for name, hint in (("misspelt", "max_batch_sise"), ("garbage", r"model\.onnx"), ("elsewhere", "tensorrt")):
             with pytest.raises(Unavailable, match=hint):
                 registry.lease(name, "")
         with pytest.raises(NotFound, match="nobody"):

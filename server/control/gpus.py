@@ -1,0 +1,85 @@
+"""What the control plane tells the TensorRT backend, and asks of it: the machine, GPUs for the instances, the plan's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from server.backends.tensorrt_api import installed
+from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
+from server.backends.tensorrt_plan import Tensor
+from server.config.machine import Machine
+from server.core.errors import ConfigError, Finding
+from server.core.model_config import ModelConfig
+from server.core.tensor import BY_CONFIG_NAME
+from server.core.tensor_config import ModelInput, ModelOutput
+
+
+def tensorrt_machine() -> Machine:
+    """This machine's first GPU as TensorRT sees it.
+
+    Raises:
+        Unsupported: there is no GPU or no TensorRT.
+    """
+    version, gpu = installed()
+    return Machine("tensorrt", version, gpu.name, gpu.capability, gpu.driver)
+
+
+def devices_of(config: ModelConfig) -> list[int]:
+    """The GPU of each instance: as many as a group counts on each of its GPUs, on all the machine's where it names none.
+
+    Raises:
+        ConfigError: a group is to run on the CPU.
+    """
+    devices: list[int] = []
+    for group in config.instance_group:
+        if group.kind == "KIND_CPU":
+            cure = "write KIND_GPU or remove kind, or serve the model with backend: onnxruntime"
+            raise ConfigError([Finding(config.name, None, "TensorRT does not run on the CPU (KIND_CPU)", cure)])
+        for device in group.gpus or range(gpu_count()):
+            devices += [device] * group.count
+    return devices or [0]
+
+
+def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
+    """The configuration's parameters, and what else the backend has to know."""
+    own = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
+    return {**config.parameters, **own}
+
+
+def check_tensors(model: TensorRtModel, config: ModelConfig, file: str) -> None:
+    """Hold a plan's tensors against the configuration.
+
+    Raises:
+        ConfigError: one is missing, or of another type or shape; with all that was found.
+    """
+    findings: list[Finding] = []
+    for side, told, tensors in (
+        ("input", config.input, model.inputs),
+        ("output", config.output, model.outputs),
+    ):
+        known = {tensor.name: tensor for tensor in tensors}
+        for tensor in told:
+            wrong = _wrong(tensor, known.pop(tensor.name, None), config.max_batch_size > 0)
+            if wrong:
+                cure = f"the plan's {side}s: {_listed(tensors)}"
+                findings.append(Finding(file, None, f"{side} '{tensor.name}' {wrong}", cure))
+        if side == "input":
+            findings += [Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in known]
+    if findings:
+        raise ConfigError(findings)
+
+
+def _wrong(told: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:
+    if tensor is None:
+        return "is not in the plan"
+    dtype = BY_CONFIG_NAME[told.data_type].dtype
+    if dtype != tensor.dtype:
+        return f"is {told.data_type} in the configuration, {tensor.dtype} in the plan"
+    own = told.dims if told.reshape is None else told.reshape.shape
+    shape = tensor.shape[1:] if batched else tensor.shape
+    fits = len(own) == len(shape) and all(-1 in pair or pair[0] == pair[1] for pair in zip(own, shape, strict=True))
+    return "" if fits else f"has the shape {list(own)} in the configuration, {list(shape)} in the plan"
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)

@@ -1,0 +1,170 @@
+"""Models with `backend: tensorrt` from the repository to the answer, on a GPU that does its work late, and without one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.control.gpus import tensorrt_machine
+from server.control.reconciler import ControlPolicy, Reconciler
+from server.control.registry import Registry
+from tests.fake_builder import publish
+from tests.fake_streams import LateCuda, install
+from tests.fake_tensorrt import fake_tensorrt
+from tests.models import affine
+from tests.unit.control.control_thread import ask, index, put, run, same
+
+ALL = ControlPolicy("none")
+TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
+    fake = LateCuda()
+    install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
+    module = fake_tensorrt(cuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    yield module
+    assert not cuda.live, "memory was not given back"
+    assert not cuda.queues, "a stream was not given back"
+
+
+def plan_of(folder: Path, seed: int, largest: int = 8) -> bytes:
+    """A plan of `affine`."""
+    path = folder / "built.plan"
+    profile = ShapeRange({"X": ((1, 16), (largest, 16), (largest, 16))})
+    TensorRtTarget().build(affine(seed=seed), Order("fp32", (profile,)), path, silent)
+    return path.read_bytes()
+
+
+def machine() -> dict[str, Any]:
+    found = tensorrt_machine()
+    return {name: getattr(found, name) for name in ("target", "version", "device", "capability", "driver")}
+
+
+def serves(repository: Path, seed: int) -> tuple[str, int]:
+    """Load the repository, see that the answers are those of a seed; what the index says beside READY, and the instances."""
+    told: list[tuple[str, int]] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _number in range(5):
+            assert same(await ask(registry), seed)
+        state, reason = index(registry)["m", "1"]
+        assert state == "READY"
+        handle = registry.lease("m", "")
+        told.append((reason, handle.policy.instances))
+        handle.release()
+
+    run(repository, check, ALL)
+    return told[0]
+
+
+def refused(repository: Path) -> str:
+    """Why the model is not served."""
+    told: list[str] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        found = [said for (name, _version), said in index(registry).items() if name == "m"]
+        assert [state for state, _reason in found] == ["UNAVAILABLE"], found
+        told.append(found[0][1])
+
+    run(repository, check, ALL)
+    return told[0]
+
+
+def test_a_plan_of_the_repository_s_own(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + "instance_group: [{kind: gpu, count: 2, gpus: [0]}]\n")
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 2) == ("", 2)
+
+
+def test_the_engine_stamped_for_this_machine_goes_before(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=machine())
+    assert serves(repository, 3) == ("", 1)
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 3) == ("", 1)
+
+
+def test_every_gpu_gets_the_instances(trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 3
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + "instance_group: [{kind: gpu, count: 2}, {kind: gpu, gpus: [1]}]\n")
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 2) == ("", 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("fallback: onnxruntime\n", "model.onnx serves in place of an engine: built for NVIDIA"),
+        ("", "has no engine for this machine (built for NVIDIA"),
+    ],
+)
+def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: str, reason: str) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + config)
+    other = {**machine(), "device": "NVIDIA A10", "capability": "8.6"}
+    publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=other)
+    told = serves(repository, 1)[0] if config else refused(repository)
+    assert reason in told
+    assert "headrace build m --target tensorrt" in told
+
+
+def test_an_engine_that_does_not_load_gives_way_to_the_onnx_file(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    publish(repository / "m", 1, b"rubbish", suffix=".plan", machine=machine())
+    reason, instances = serves(repository, 1)
+    assert "cannot be loaded" in reason
+    assert instances == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TENSORRT.replace("8", "9"), "takes batches of up to 8 rows, max_batch_size is 9"),
+        (TENSORRT + "instance_group: [{kind: cpu}]\n", "TensorRT does not run on the CPU"),
+        (TENSORRT + "instance_group: [{kind: gpu, gpus: [4]}]\n", "GPU 4"),
+        (
+            TENSORRT
+            + "input: [{name: X, data_type: fp32, dims: [17]}]\noutput: [{name: Z, data_type: fp32, dims: [4]}]\n",
+            "output 'Z' is not in the plan",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_go_with_its_configuration(trt: Any, tmp_path: Path, config: str, words: str) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=config)
+    if "17" in config:
+        (repository / "m" / "1" / "model.onnx").unlink()
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    told = refused(repository)
+    assert words in told
+    if "17" in config:
+        assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in told
+
+
+def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 0
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    told = refused(repository)
+    assert "backend 'tensorrt' is not available on this machine: this machine has no NVIDIA GPU" in told
+    assert "fallback: onnxruntime" in told
+    put(repository, 1, config=TENSORRT + "fallback: onnxruntime\n")
+    assert serves(repository, 1) == ("", 1)
