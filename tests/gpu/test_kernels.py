@@ -1,0 +1,114 @@
+"""Our kernels on a real GPU, each against its NumPy reference.
+
+Also a script, for a GPU machine without pytest: `python tests/gpu/test_kernels.py` from the repository's root.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+
+if __name__ == "__main__":
+    sys.path.insert(0, ".")
+
+from server.core.errors import HeadraceError
+from server.cuda import driver
+from server.cuda.kernels.launching import Classifier, Preprocessor
+from server.cuda.memory import DeviceBuffer
+from tests.kernel_cases import CAMERA, RECIPES, check_gather, check_pictures, check_rank, check_soften
+
+
+def test_pictures_in_full_precision() -> None:
+    for recipe in RECIPES.values():
+        check_pictures(recipe, "float32")
+
+
+def test_pictures_in_half_precision() -> None:
+    for recipe in RECIPES.values():
+        check_pictures(recipe, "float16")
+
+
+def test_a_large_batch_of_camera_pictures() -> None:
+    check_pictures(CAMERA, "float16", rows=8)
+    check_pictures(RECIPES["crop only"], "float32", rows=33)
+
+
+def test_a_launch_is_captured_in_a_graph() -> None:
+    check_pictures(RECIPES["shrunk"], "float16", rows=5, graph=True)
+
+
+def test_rows_are_gathered_and_padded() -> None:
+    for row_bytes in (1, 16, 37, 4096, 150_528):
+        check_gather(row_bytes, 3, 3)
+        check_gather(row_bytes, 5, 8)
+    check_gather(150_528, 4, 8, offset=3)
+    check_gather(64, 1, 256)
+
+
+def test_classes_are_ranked() -> None:
+    for dtype in ("float32", "float16"):
+        for softmax in (False, True):
+            check_rank(5, 1000, 5, dtype, softmax)
+            check_rank(4, 1, 1, dtype, softmax)
+            check_rank(7, 257, 257, dtype, softmax)
+    check_rank(300, 21_841, 3, "float32", True)
+
+
+def test_scores_become_probabilities() -> None:
+    for dtype in ("float32", "float16"):
+        for classes in (1, 10, 255, 256, 1000, 5001):
+            check_soften(6, classes, dtype)
+
+
+def test_times() -> None:
+    """No bar: prints what the kernels take on this GPU, events around a hundred launches."""
+    with driver.current():
+        stream, rows = driver.Stream(), 128
+        large = DeviceBuffer(rows * 480 * 640 * 3)
+        tensor = DeviceBuffer(rows * 3 * 224 * 224 * 4)
+        for name, recipe in (("224x224", RECIPES["crop only"]), ("480x640", CAMERA)):
+            kernel = Preprocessor(0, recipe, "float16")
+            us = _us(stream, lambda k=kernel: k.launch(stream, large.address, rows, tensor.address))  # type: ignore[misc]
+            print(f"{name} uint8 to FP16, {rows} pictures: {us:.1f} us, {rows / us:.2f} million pictures/s")
+            kernel.close()
+        classifier = Classifier(0, 1000, "float32", True, 5)
+        us = _us(stream, lambda: classifier.launch(stream, tensor.address, rows, large.address, large.address + 4096))
+        print(f"softmax and top 5 of 1000, {rows} rows: {us:.1f} us")
+        large.free()
+        tensor.free()
+
+
+def _us(stream: driver.Stream, launch) -> float:  # type: ignore[no-untyped-def]
+    launch()
+    begin, end = driver.Event(), driver.Event()
+    begin.record(stream)
+    for _ in range(100):
+        launch()
+    end.record(stream)
+    stream.synchronize()
+    return end.us_since(begin) / 100
+
+
+if importlib.util.find_spec("pytest") is not None:
+    import pytest
+
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.timeout(60),
+        pytest.mark.skipif(importlib.util.find_spec("pycuda") is None, reason="needs an NVIDIA GPU and PyCUDA"),
+    ]
+
+if __name__ == "__main__":
+    failed = 0
+    for name, test in sorted(globals().items()):
+        if name.startswith("test_"):
+            begun = time.monotonic()
+            try:
+                test()
+            except (AssertionError, HeadraceError) as error:
+                failed += 1
+                print(f"{name} FAILED: {type(error).__name__}: {error}")
+            else:
+                print(f"{name} passed in {time.monotonic() - begun:.1f} s")
+    sys.exit(1 if failed else 0)

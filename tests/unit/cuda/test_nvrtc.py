@@ -1,0 +1,128 @@
+"""The run-time compiler, against a fake of its library; and, where there is one, the real one on our kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.core.errors import Unsupported
+from server.cuda import nvrtc
+from server.cuda.driver import DeviceError
+from server.cuda.kernels import launching
+
+
+class FakeLibrary:
+    """NVRTC as far as we call it; the "code" it makes is its options."""
+
+    def __init__(self) -> None:
+        self.compiled: list[bytes] = []
+        self.programs: dict[int, bytes] = {}
+        self.made: dict[str, bytes] = {}
+
+    def nvrtcGetNumSupportedArchs(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 3
+        return 0
+
+    def nvrtcGetSupportedArchs(self, found: Any) -> int:  # noqa: N802
+        found[:] = [80, 90, 100]
+        return 0
+
+    def nvrtcCreateProgram(self, program: Any, source: bytes, name: bytes, *headers: Any) -> int:  # noqa: N802
+        program._obj.value = len(self.compiled) + 1
+        self.programs[program._obj.value] = source
+        return 0
+
+    def nvrtcCompileProgram(self, program: Any, count: int, options: Any) -> int:  # noqa: N802
+        source = self.programs[program.value]
+        self.compiled.append(source)
+        text = b" ".join(options) + b"\0"
+        self.made = {"CUBIN": b"cubin " + text, "PTX": b"ptx " + text, "ProgramLog": b"line 1: wrong\n\0"}
+        return 6 if b"wrong" in source else 0
+
+    def nvrtcDestroyProgram(self, program: Any) -> int:  # noqa: N802
+        del self.programs[program._obj.value]
+        return 0
+
+    def nvrtcGetErrorString(self, result: int) -> bytes:  # noqa: N802
+        return b"NVRTC_ERROR"
+
+    def __getattr__(self, name: str) -> Any:
+        what = name.removeprefix("nvrtcGet").removesuffix("Size")
+
+        def size(program: Any, found: Any) -> int:
+            found._obj.value = len(self.made[what])
+            return 0
+
+        def read(program: Any, text: Any) -> int:
+            ctypes.memmove(text, self.made[what], len(self.made[what]))
+            return 0
+
+        return size if name.endswith("Size") else read
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    fake = FakeLibrary()
+    monkeypatch.setattr(nvrtc, "find_library", lambda: fake)
+    monkeypatch.setattr(nvrtc, "_compiled", {})
+    return fake
+
+
+def test_code_is_made_once_for_each_source_option_and_gpu(library: FakeLibrary) -> None:
+    code = nvrtc.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"])
+    assert code == b"cubin --gpu-architecture=sm_90 --std=c++17 -DX=1\0"
+    assert nvrtc.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"]) is code
+    assert len(library.compiled) == 1
+    for other in (("a", "a.cu", (9, 0), ["-DX=2"]), ("b", "a.cu", (9, 0)), ("a", "a.cu", (8, 0), ["-DX=1"])):
+        nvrtc.compile_cuda(*other)  # type: ignore[arg-type]
+    assert len(library.compiled) == 4
+    assert not library.programs
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx(library: FakeLibrary) -> None:
+    assert nvrtc.compile_cuda("a", "a.cu", (9, 9)).startswith(b"ptx --gpu-architecture=compute_90")
+
+
+def test_a_gpu_that_the_compiler_has_dropped_is_told(library: FakeLibrary) -> None:
+    with pytest.raises(Unsupported, match=r"compute capability 7\.0 any more"):
+        nvrtc.compile_cuda("a", "a.cu", (7, 0))
+
+
+def test_the_compilers_words_are_handed_on(library: FakeLibrary) -> None:
+    with pytest.raises(DeviceError, match=r"a\.cu cannot be compiled .*: line 1: wrong$"):
+        nvrtc.compile_cuda("wrong", "a.cu", (9, 0))
+    assert not library.programs
+
+
+def test_without_a_compiler_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(place: str) -> Any:
+        raise OSError(place)
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    nvrtc.find_library.cache_clear()
+    with pytest.raises(Unsupported, match=r"libnvrtc\.so.* is not there: install the CUDA toolkit"):
+        nvrtc.find_library()
+    nvrtc.find_library.cache_clear()
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc.find_library()
+    except Unsupported:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
+def test_the_kernels_compile() -> None:
+    folder = Path(launching.__file__).parent
+    options = {"pictures.cu": ("-DCHANNELS=3", "-DPLANAR=1", "-DPRECISION_BITS=22"), "classes.cu": ("-DTHREADS=256",)}
+    for file in ("pictures.cu", "rows.cu", "classes.cu"):
+        source = (folder / "half.cuh").read_text() + (folder / file).read_text()
+        for half in (0, 1):
+            for capability in ((8, 0), (9, 0)):
+                code = nvrtc.compile_cuda(source, file, capability, [f"-DHALF={half}", *options.get(file, ())])
+                assert code.startswith(b"\x7fELF")
