@@ -1,0 +1,243 @@
+"""The builders' command line on a real GPU, with the demo model `digits`: build, inspect, compare, engines."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from engines.__main__ import main
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.config.stamps import Stamp, read_stamps
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+# Tables do not break their words then.
+_WIDE = {**os.environ, "COLUMNS": "200"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A repository with `digits`, and a store."""
+
+    repository: Path
+    cache: Path
+
+    @property
+    def version(self) -> Path:
+        return self.repository / "digits" / "1"
+
+    @property
+    def options(self) -> list[str]:
+        return ["--model-repository", str(self.repository), "--cache", str(self.cache)]
+
+    def copy(self, folder: Path) -> Place:
+        """One that may be spoilt; the store is the same."""
+        shutil.copytree(self.repository, folder / "copy")
+        return Place(folder / "copy", self.cache)
+
+    def stamp(self) -> Stamp:
+        (stamp,) = read_stamps(self.version)
+        return stamp
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "engines", *words]
+
+
+def run(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """One command in a process of its own, and the seconds it took."""
+    begun = time.monotonic()
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=120, cwd=ROOT, env=_WIDE)
+    return done, time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with `digits` alone, trained here (4 s on a CPU) and built for nothing yet."""
+    repository = tmp_path_factory.mktemp("source")
+    done, _ = run("models", "build", "--output", str(repository), "--only", "digits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return repository
+
+
+@pytest.fixture(scope="module")
+def place(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """`digits` built in INT8 by the command line; to be looked at only."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(source, folder / "repository")
+    made = Place(folder / "repository", folder / "cache")
+    done, seconds = run("build", "digits", "--precision", "int8", *made.options)
+    print(done.stdout, f"{seconds:.1f} s")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "published" in done.stdout
+    return made
+
+
+def test_digits_in_int8(place: Place) -> None:
+    stamp = place.stamp()
+    assert stamp.machine == TensorRtTarget().describe()
+    assert (stamp.precision, stamp.overridden, stamp.forced) == ("int8", True, False)
+    assert stamp.artefact.endswith(".plan")
+    assert (place.version / stamp.artefact).stat().st_size == stamp.size_bytes
+    accuracy: dict[str, Any] = dict(stamp.accuracy or {})
+    assert accuracy["accuracy"] >= accuracy["reference_accuracy"] - 0.005, accuracy
+    assert accuracy["top1_agreement"] > 0.98
+    assert [timing.rows for timing in stamp.timings] == [1, 64]
+    # Nothing of the work in progress is left.
+    assert sorted(path.name for path in place.version.iterdir() if path.name.startswith(".")) == []
+    assert list((place.cache / "scratch").glob("*")) == []
+
+
+def test_the_second_build_takes_less_than_two_seconds(place: Place, tmp_path: Path) -> None:
+    # As on another machine of the same kind: the store is there, the artefact is not beside the model.
+    other = place.copy(tmp_path)
+    for path in [*other.version.glob("*.plan"), other.version / "build.json"]:
+        path.unlink()
+    taken_s = []
+    for _ in range(2):
+        done, seconds = run("build", "digits", "--precision", "int8", *other.options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "stored" in done.stdout
+        taken_s.append(seconds)
+    print(f"{taken_s[0]:.2f} s, {taken_s[1]:.2f} s")
+    assert min(taken_s) < 2.0, taken_s
+    assert other.stamp().key == place.stamp().key
+
+
+def test_the_server_finds_the_engine(place: Place) -> None:
+    from engines.project import open_project
+    from server.config.stamps import choose_in, config_digest, onnx_digest
+
+    project = open_project("digits", place.repository)
+    digests = onnx_digest(project.source), config_digest(project.config)
+    choice = choose_in(place.version, *digests, TensorRtTarget().describe())
+    assert choice.stamp == place.stamp()
+    assert choice.reason == ""
+
+
+def test_inspect_names_the_onnx_nodes(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, data = tmp_path / "digits.html", tmp_path / "digits.json"
+    words = ["--model-repository", str(place.repository), "--html", str(page), "--json", str(data)]
+    assert main(["inspect", "digits", *words]) == 0
+    print(capsys.readouterr().out)
+    told = json.loads(data.read_text())
+    assert told["artefact"] == place.stamp().artefact
+    assert told["reason"] == ""
+    assert told["rows"] == 64
+    layers = told["layers"]
+    named = {node for layer in layers for node in layer["nodes"]}
+    model = onnx.load(place.version / "model.onnx")
+    known = {node.name or f"node_of_{node.output[0]}": node.op_type for node in model.graph.node}
+    assert named <= known.keys()
+    assert {name for name, kind in known.items() if kind in ("Conv", "Gemm", "MatMul")} <= named, named
+    assert abs(sum(layer["share"] for layer in layers) - 1) < 1e-6
+    assert "int8" in {layer["precision"] for layer in layers}
+    assert any(layer["tactic"] for layer in layers)
+    assert 1 < told["median_us"] <= told["p99_us"]
+    html = page.read_text()
+    assert all(node in html for node in named)
+    assert html.rstrip().endswith("</html>")
+
+
+def test_compare_has_every_precision(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # How fast the kernels are is not what is tested.
+    monkeypatch.setattr("engines.comparing.choose_target", lambda name: TensorRtTarget(optimization_level=1))
+    target = TensorRtTarget()
+    names = [name for name in ("fp32", "fp16", "int8", "int8-tensorrt", "fp8") if not target.refuses(name[:4])]
+    if not target.describe().version.startswith("10."):
+        names.remove("int8-tensorrt")
+    words = ["--precisions", ",".join(names), "--batch", "1,64", "--seconds", "0.1", "--output", str(tmp_path / "out")]
+    place = Place(source, tmp_path / "cache")
+    assert main(["compare", "digits", *words, *place.options]) == 0
+    print(capsys.readouterr().out)
+    told = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert told["machine"] == asdict(target.describe())
+    rows = {row["precision"]: row for row in told["rows"]}
+    assert list(rows) == names
+    assert {name: row["reason"] for name, row in rows.items() if not row["worked"]} == {}
+    for name, row in rows.items():
+        assert [timing["rows"] for timing in row["timings"]] == [1, 64], name
+        assert row["memory_bytes"] > 0
+        assert row["size_bytes"] > 0
+        assert row["accuracy"]["top1_agreement"] > 0.95, name
+    assert "<svg" in (tmp_path / "out" / "compare.svg").read_text()
+    assert all(name in (tmp_path / "out" / "compare.html").read_text() for name in names)
+    # Nothing is published by it.
+    assert not (source / "digits" / "1" / "build.json").exists()
+
+
+def test_engines_ls_and_verify_know_this_machine(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "ls", "--json", *place.options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (one,) = told["published"]
+    assert (one["model"], one["state"], one["problem"]) == ("digits", "used", None)
+    assert one["stamp"]["machine"] == asdict(TensorRtTarget().describe())
+    assert [entry["key"] for entry in told["store"]["entries"]] == [place.stamp().key]
+    assert main(["engines", "verify", *place.options]) == 0
+
+
+def test_a_damaged_plan_is_found_and_not_used(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = place.copy(tmp_path)
+    plan = other.version / other.stamp().artefact
+    plan.chmod(0o644)
+    content = bytearray(plan.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    plan.write_bytes(content)
+    assert main(["engines", "verify", *other.options]) == 1
+    assert "digits" in capsys.readouterr().out
+    plan.write_bytes(content[:-1])
+    assert main(["inspect", "digits", "--model-repository", str(other.repository)]) == 0
+    assert "This is the model itself" in capsys.readouterr().out
+    # Publishing again mends it.
+    assert main(["build", "digits", "--precision", "int8", *other.options]) == 0
+    assert main(["engines", "verify", *other.options]) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_build_that_is_stopped_leaves_nothing(source: Path, tmp_path: Path, number: signal.Signals) -> None:
+    shutil.copytree(source, tmp_path / "repository")
+    place = Place(tmp_path / "repository", tmp_path / "cache")
+    child = subprocess.Popen(
+        command("build", "digits", "--precision", "fp16", *place.options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        # The scratch folder is there as soon as TensorRT is about to build.
+        end = time.monotonic() + 60
+        while not any(path.is_dir() for path in (place.cache / "scratch").glob("*")) and time.monotonic() < end:
+            assert child.poll() is None, child.stdout and child.stdout.read()
+            time.sleep(0.02)
+        time.sleep(0.5)
+        child.send_signal(number)
+        told = child.communicate(timeout=60)[0]
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 128 + number, told
+    assert not (place.version / "build.json").exists()
+    assert list(place.version.glob("*.plan")) == []
+    assert [path for path in (place.cache / "scratch").glob("*") if path.is_dir()] == []
+    assert list(place.cache.glob("*/stamp.json")) == []
