@@ -127,7 +127,7 @@ def table(layers: list[Layer]) -> str:
 
 def run_quantized(folder: Path, source: onnx.ModelProto, precision: str = "int8") -> None:
     """Quantise, build, hold the answers and the precision of every quantised layer."""
-    target = TensorRtTarget(optimization_level=2)
+    target = TensorRtTarget(optimization_level=1)
     model = simplify(source)
     graph = Graph(copy_model(model))
     placed = place(graph, "tensorrt", precision)
