@@ -1,0 +1,380 @@
+"""The TensorRT backend on a real GPU: instances, flights, graphs, and a whole server; ONNX Runtime has the right answers.
+
+`pytest -s tests/gpu/test_tensorrt_backend.py` prints throughput and latency against replayed graphs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
+from server.core.completion import Mailbox
+from server.core.errors import ConfigError, ModelFailed
+from server.core.request import InferRequest
+from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from server.cuda.driver import current, loaded
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.scheduler import QueueLimits
+from server.observability.recorder import Recorder
+from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
+from tests.serving import ROOT, serving
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+_no_server = [name for name in ("fastapi", "uvicorn", "tritonclient") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+# Level 1 builds in a second or two what level 3 builds in ten; kernels' speed is not what is tested.
+TARGET = TensorRtTarget(optimization_level=1)
+ROWS = 32
+
+
+def profile(least: int, tuned: int, most: int) -> ShapeRange:
+    return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (least, tuned, most))})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`convolutions` for 1 to 32 rows."""
+    path = tmp_path_factory.mktemp("plan") / "model.plan"
+    TARGET.build(convolutions(), Order("fp32", (profile(1, 8, ROWS),)), path, silent)
+    return path
+
+
+@contextmanager
+def opened(path: Path, rows: int = ROWS, instances: int = 1, **parameters: str) -> Iterator[Any]:
+    """The executions of a plan; the only one itself if there is one."""
+    told = {MAX_BATCH_SIZE: str(rows), **parameters}
+    with closing(TensorRtBackend().load(path, instances, told)) as model:
+        executions = []
+        try:
+            executions += [model.execution(index) for index in range(instances)]
+            yield executions[0] if instances == 1 else executions
+        finally:
+            for execution in executions:
+                execution.close()
+
+
+def check(found: dict[str, Any], x: np.ndarray[Any, Any]) -> None:
+    """Hold answers of `convolutions` against ONNX Runtime's."""
+    right = answers(convolutions(), {"x": x})
+    assert found["logits"].shape == (len(x), 10)
+    assert cosine(found["logits"], right["logits"]) > 0.9999  # TensorRT computes FP32 with TF32
+    assert (found["top"].dtype, found["positive"].dtype) == (np.int64, np.bool_)
+    np.testing.assert_array_equal(found["top"], found["logits"].argmax(axis=1))
+    np.testing.assert_array_equal(found["positive"], found["logits"] > 0)
+
+
+def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
+    """Begin, fill and launch."""
+    flight = execution.begin({"x": x[:1]}, len(x))
+    flight.inputs["x"][:] = x
+    execution.launch(flight)
+    return flight
+
+
+@pytest.mark.parametrize("graphs", ["1", "0"])
+def test_batches_of_every_size(plan: Path, graphs: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "headrace"), opened(plan, cuda_graphs=graphs) as execution:
+        for count in (1, 2, 3, 5, 8, 13, 31, 32, 1):
+            x = pictures(count, seed=count)
+            check(execution.run({"x": x}), x)
+        with pytest.raises(ModelFailed, match="not built for"):
+            execution.run({"x": pictures(33)})
+    assert not caplog.records, "graphs can be captured, and TensorRT complains of nothing"
+
+
+def test_flights_overlap_and_are_finished_by_another_thread(plan: Path) -> None:
+    with opened(plan) as execution:
+        batches = [pictures(1 + number % ROWS, seed=number) for number in range(60)]
+        free = threading.Semaphore(execution.depth)
+        launched: list[Any] = []
+        there = threading.Semaphore(0)
+        found: list[Any] = []
+
+        def finish() -> None:
+            for number in range(len(batches)):
+                there.acquire()
+                found.append(execution.finish(launched[number]))
+                free.release()
+
+        finisher = threading.Thread(target=finish)
+        finisher.start()
+        for x in batches:
+            free.acquire()
+            launched.append(fly(execution, x))
+            there.release()
+        finisher.join(60)
+        for x, outputs in zip(batches, found, strict=True):
+            check(outputs, x)
+
+
+def test_instances_at_the_same_time(plan: Path) -> None:
+    with closing(TensorRtBackend().load(plan, 2, {MAX_BATCH_SIZE: str(ROWS)})) as model:
+        wrong: list[BaseException] = []
+
+        def work(index: int) -> None:
+            try:
+                with closing(model.execution(index)) as execution:
+                    for number in range(100):
+                        x = pictures(1 + number % 5, seed=index)
+                        found = execution.run({"x": x})
+                        if number % 20 == 0:
+                            check(found, x)
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not wrong, wrong
+
+
+def test_memory_is_taken_once_and_given_back(plan: Path) -> None:
+    def free_bytes() -> int:
+        with current():
+            return int(loaded().mem_get_info()[0])
+
+    with opened(plan):
+        pass  # whatever a process takes once is taken now
+    before = free_bytes()
+    for _ in range(3):
+        with opened(plan) as execution:
+            execution.run({"x": pictures(ROWS)})
+            taken = free_bytes()
+            for number in range(200):
+                execution.run({"x": pictures(1 + number % ROWS)})
+            assert free_bytes() == taken
+    assert before - free_bytes() <= 8 << 20, (before, free_bytes())
+
+
+def test_profiles_by_bucket(tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    TARGET.build(convolutions(), Order("fp32", (profile(1, 1, 1), profile(4, 16, 16))), path, silent)
+    with opened(path, rows=16) as execution:
+        for count in (1, 2, 3, 4, 9, 16):
+            x = pictures(count, seed=count)
+            check(execution.run({"x": x}), x)
+    with pytest.raises(ConfigError, match="up to 16 rows"), opened(path, rows=17):
+        pass
+
+
+def test_rows_of_any_length(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.plan", transformer()
+    TARGET.build(model, Order("fp32", (ShapeRange({"ids": ((1, 4), (4, 16), (8, 32))}),)), path, silent)
+    with opened(path, rows=8) as execution:
+        # More shapes than get a graph, and one of them again.
+        for count, length in [(1 + n % 8, n) for n in range(4, 33)] + [(3, 7), (3, 7)]:
+            ids = np.random.default_rng(length).integers(0, 100, (count, length))
+            found = execution.run({"ids": ids})["hidden"]
+            assert found.shape == (count, length, 32)
+            assert cosine(found, answers(model, {"ids": ids})["hidden"]) > 0.999
+
+
+def test_other_types(tmp_path: Path) -> None:
+    net = Sketch()
+    wide = net.node("Cast", ["b"], "b32", to=FLOAT)
+    net.node("Cast", [net.node("Add", [wide, net.node("Cast", ["h"], "h32", to=FLOAT)], "sum")], "y", to=HALF)
+    net.node("Add", ["i", "i"], "j")
+    bf16, int32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.INT32
+    model = net.model(
+        [("b", bf16, ["n", 4]), ("h", HALF, ["n", 4]), ("i", int32, ["n", 2])],
+        [("y", HALF, ["n", 4]), ("j", int32, ["n", 2])],
+    )
+    widths = {"b": 4, "h": 4, "i": 2}
+    order = Order("fp16", (ShapeRange({name: ((1, w), (2, w), (8, w)) for name, w in widths.items()}),))
+    path = tmp_path / "model.plan"
+    TARGET.build(model, order, path, silent)
+    with opened(path, rows=8) as execution:
+        b = (np.array([[1, 2, 3, 4]] * 3, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        h, i = np.full((3, 4), 0.5, np.float16), np.arange(6, dtype=np.int32).reshape(3, 2)
+        found = execution.run({"b": b, "h": h, "i": i})
+        assert found["y"].dtype == np.float16
+        assert found["y"].tolist() == [[1.5, 2.5, 3.5, 4.5]] * 3
+        assert found["j"].tolist() == (i + i).tolist()
+
+
+def test_an_output_whose_shape_the_values_decide_on(tmp_path: Path) -> None:
+    net = Sketch()
+    net.node("NonZero", [net.node("Greater", ["x", net.constant("nought", np.float32(0))], "above")], "where")
+    path = tmp_path / "model.plan"
+    model = net.model([("x", FLOAT, [4, 8])], [("where", onnx.TensorProto.INT64, [2, "k"])])
+    TARGET.build(model, Order("fp32"), path, silent)
+    with pytest.raises(ConfigError, match="whose shape depends on the values"), opened(path, rows=0):
+        pass
+
+
+def test_plans_that_are_refused(plan: Path, tmp_path: Path) -> None:
+    whole = plan.read_bytes()
+    path = tmp_path / "model.plan"
+    for content in (b"", b"rubbish", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="headrace build"):
+            TensorRtBackend().load(path, 1, {})
+
+
+# Through the data plane
+
+
+def spec(width: int) -> ModelSpec:
+    fp32 = BY_NAME["FP32"]
+    return ModelSpec("m", "1", "tensorrt_plan", {"x": TensorSpec("x", fp32, (-1, 3, width, width))}, {}, ROWS)
+
+
+@contextmanager
+def handled(path: Path, mailbox: Mailbox, width: int = 16, instances: int = 1) -> Iterator[ModelHandle]:
+    """A plan behind a scheduler that merges."""
+    model = TensorRtBackend().load(path, instances, {MAX_BATCH_SIZE: str(ROWS)})
+    policy = HandlePolicy(BatchPolicy(ROWS), QueueLimits(max_count=1 << 16), instances)
+    handle = ModelHandle(spec(width), policy, model, mailbox, Recorder())
+    handle.start()
+    try:
+        yield handle
+    finally:
+        handle.close(10)
+
+
+def request(x: np.ndarray[Any, Any]) -> InferRequest:
+    return InferRequest(inputs={"x": x}, rows=len(x), shape_key=x.shape[1:], received_ns=time.monotonic_ns())
+
+
+def test_through_the_scheduler(plan: Path) -> None:
+    async def scenario() -> None:
+        with handled(plan, Mailbox(asyncio.get_running_loop()), instances=2) as handle:
+            batches = [pictures(1 + number % 7, seed=number) for number in range(200)]
+            found = await asyncio.gather(*[_answer(handle, x) for x in batches])
+            for x, outputs in list(zip(batches, found, strict=True))[::10]:
+                check(outputs, x)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def _answer(handle: ModelHandle, x: np.ndarray[Any, Any]) -> Any:
+    return (await handle.infer(request(x))).outputs
+
+
+def tower(width: int = 64) -> onnx.ModelProto:
+    """A small residual network: x FP32[n, 3, 64, 64], computed in FP16, -> y FP32[n, 10]."""
+    net = Sketch(HALF)
+    last = net.node("Cast", ["x"], "half", to=HALF)
+    channels = 3
+    for number in range(8):
+        weights = net.constant(f"w{number}", net.random(width, channels, 3, 3))
+        made = net.node("Relu", [net.node("Conv", [last, weights], f"conv{number}", pads=[1] * 4)], f"relu{number}")
+        last = net.node("Add", [made, last], f"add{number}") if channels == width else made
+        channels = width
+    flat = net.node("Flatten", [net.node("GlobalAveragePool", [last], "pool")], "flat")
+    net.node(
+        "Cast", [net.node("Gemm", [flat, net.constant("fc", net.random(10, width))], "fc_y", transB=1)], "y", to=FLOAT
+    )
+    return net.model([("x", FLOAT, ["n", 3, 64, 64])], [("y", FLOAT, ["n", 10])])
+
+
+def test_throughput_and_latency(tmp_path: Path) -> None:
+    path = tmp_path / "model.plan"
+    shapes = tuple((n, 3, 64, 64) for n in (1, ROWS, ROWS))
+    TARGET.build(tower(), Order("fp16", (ShapeRange({"x": shapes}),)), path, silent)  # type: ignore[arg-type]
+    with closing(TARGET.open(path)) as engine:
+        raw = {n: engine.time({"x": np.zeros((n, 3, 64, 64), np.float32)}, 0.5) for n in (1, ROWS)}
+
+    async def scenario(instances: int) -> tuple[float, float, list[float]]:
+        x = np.zeros((8, 3, 64, 64), np.float32)
+        with handled(path, Mailbox(asyncio.get_running_loop()), 64, instances) as handle:
+
+            async def client(one: np.ndarray[Any, Any], until: float, done: list[int]) -> None:
+                while time.monotonic() < until:
+                    await handle.infer(request(one))
+                    done[0] += len(one)
+
+            rates = []
+            for one, clients in ((x, 32), (x[:1], 256)):
+                done, begun = [0], time.monotonic()
+                await asyncio.gather(*[client(one, begun + 1, done) for _ in range(clients)])
+                rates.append(done[0] / (time.monotonic() - begun))
+            singles = []
+            for _ in range(500):
+                begun = time.perf_counter()
+                await handle.infer(request(x[:1]))
+                singles.append((time.perf_counter() - begun) * 1e6)
+            return rates[0], rates[1], singles
+
+    print(f"\nraw graphs: {raw[ROWS].rows_per_s:,.0f} rows/s at {ROWS}, {raw[1].median_us:.0f} us at 1")
+    for instances in (1, 2):
+        by_eights, by_ones, singles = asyncio.run(asyncio.wait_for(scenario(instances), 60))
+        p50, p99 = np.percentile(singles[100:], [50, 99])
+        share = by_eights / raw[ROWS].rows_per_s
+        print(
+            f"{instances} instances: {by_eights:,.0f} rows/s by eights ({share:.2f} of raw), {by_ones:,.0f} by ones; "
+            f"one client p50 {p50:.0f} us (raw + {p50 - raw[1].median_us:.0f}), p99 {p99:.0f} us"
+        )
+        assert by_eights > 0
+        assert by_ones > 0
+
+
+# A whole server
+
+
+@pytest.mark.skipif(bool(_no_server), reason=f"needs {', '.join(_no_server)}")
+def test_a_server_over_http_and_grpc(tmp_path: Path) -> None:
+    import tritonclient.grpc as triton_grpc
+    import tritonclient.http as triton_http
+
+    repository = tmp_path / "repository"
+    words = [sys.executable, "-m", "engines", "models", "build", "--output", str(repository), "--only", "digits"]
+    subprocess.run(words, check=True, cwd=ROOT, timeout=60, capture_output=True)
+    folder = repository / "digits"
+    model = onnx.load(folder / "1" / "model.onnx")
+    shape = ShapeRange({"image": ((1, 1, 8, 8), (8, 1, 8, 8), (ROWS, 1, 8, 8))})
+    TARGET.build(model, Order("fp32", (shape,)), folder / "1" / "model.plan", silent)
+    group = "instance_group: [{kind: gpu, count: 2, gpus: [0]}]\n"
+    (folder / "config.yaml").write_text(f"backend: tensorrt\nmax_batch_size: {ROWS}\ndynamic_batching: {{}}\n{group}")
+    image = np.random.default_rng(3).integers(0, 17, (40, 1, 8, 8)).astype(np.float32)
+    right = answers(model, {"image": image})["probabilities"]
+    with serving(repository, tmp_path) as server:
+        for module, address in ((triton_http, server.address), (triton_grpc, server.grpc_address)):
+            with module.InferenceServerClient(address) as client:
+                for rows in (1, 3, ROWS, 40):  # the last is more than a batch holds
+                    told = module.InferInput("image", [rows, 1, 8, 8], "FP32")
+                    told.set_data_from_numpy(image[:rows])
+                    found = client.infer("digits", [told]).as_numpy("probabilities")
+                    np.testing.assert_allclose(found, right[:rows], atol=2e-3)
+        text = server.text
+    assert "without CUDA graphs" not in text
+    assert "Traceback" not in text, text
+
+
+@pytest.mark.skipif(bool(_no_server), reason=f"needs {', '.join(_no_server)}")
+def test_a_broken_plan_does_not_take_the_server_down(plan: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "repository" / "m"
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.plan").write_bytes(plan.read_bytes()[:5000])
+    onnx.save(convolutions(), folder / "1" / "model.onnx")
+    (folder / "config.yaml").write_text("backend: tensorrt\nmax_batch_size: 8\n")
+    with serving(tmp_path / "repository", tmp_path) as server:
+        status, _, body = server.request("POST", "/v2/repository/index", b"{}")
+        assert status == 200
+        assert b"UNAVAILABLE" in body
+        assert b"headrace build" in body
