@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from engines.errors import BuildError
+from engines.quantization import ranges
 from engines.targets.base import ShapeRange
 from server.core.model_config import ModelConfig
 from server.core.optimization_config import (
@@ -22,8 +23,8 @@ from server.core.optimization_config import (
     tensorrt_accelerator,
 )
 
-# Bumped when the same specification makes another artefact than before.
-RECIPE = 1
+# Bumped when the same specification makes another artefact than before: what was built by an earlier one is built anew.
+RECIPE = 2
 
 # Not a precision of its own, but worth a row in a comparison.
 CALIBRATOR = "int8-tensorrt"
@@ -85,14 +86,14 @@ class BuildSpec:
             precision: one of `PRECISIONS`, or `CALIBRATOR`: INT8 by TensorRT 10's own calibrator.
         """
         if precision == CALIBRATOR:
-            calibration = self.calibration.model_copy(update={"method": "tensorrt"})
+            calibration = self.calibration.model_copy(update={"method": "tensorrt", "keep": ()})
             return replace(self, precision="int8", calibration=calibration)
         return replace(self, precision=precision)
 
     def digest(self) -> str:
         """SHA-256, in hex, of all that makes the artefact what it is, less the model and the machine."""
         told = {
-            "recipe": RECIPE,
+            "recipe": [RECIPE, ranges.RECIPE],
             "precision": self.precision,
             "profiles": [asdict(profile) for profile in self.profiles],
             "workspace_bytes": self.workspace_bytes,

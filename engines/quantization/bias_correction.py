@@ -69,13 +69,16 @@ def _means(
     count = 0
     for batch in samples.batches(_ROWS):
         values: dict[str, npt.NDArray[Any]] = {**runner.run(batch), **batch}
-        count += 1
-        report(min(count * _ROWS / SAMPLES, 1.0), "measuring the means of the layers' inputs")
+        # The last batch may have fewer rows, and counts for less.
+        rows = len(next(iter(batch.values()))) if samples.batched else 1
+        count += rows
+        report(count / len(samples), "measuring the means of the layers' inputs")
         for name in tensors:
             array = values[name]
             if array.ndim > 1:
                 axes = tuple(axis for axis in range(array.ndim) if axis != 1)
-                sums[name] = sums.get(name, np.zeros(array.shape[1])) + array.mean(axis=axes, dtype=np.float64)
+                mean = array.mean(axis=axes, dtype=np.float64)
+                sums[name] = sums.get(name, np.zeros(array.shape[1])) + rows * mean
     return {name: total / count for name, total in sums.items()}
 
 

@@ -18,14 +18,12 @@ from onnx import numpy_helper
 from engines.errors import BuildError
 from engines.onnx_runner import OnnxRunner
 from engines.progress import Report
-from engines.quantization.ranges import Range, TensorHistogram
+from engines.quantization.ranges import RECIPE, Range, TensorHistogram
 from engines.quantization.samples import Samples
 from server.core.optimization_config import Calibration
 
 Array = npt.NDArray[Any]
 
-# Bumped when the same samples give other ranges than before.
-_RECIPE = 1
 # Inner tensors of a batch are all in memory at once: a batch has as many rows as keep them below this, and at most so many.
 _BATCH_BYTES = 128 << 20
 _MOST_ROWS = 32
@@ -68,7 +66,7 @@ def calibrate(
     ranges = {name: histogram.range() for name, histogram in histograms.items()}
     report(1.0, f"calibrated {len(ranges)} tensors on {samples.origin}")
     if table is not None:
-        _write(table, {"recipe": _RECIPE, "key": key, "method": method, "samples": samples.origin, "ranges": ranges})
+        _write(table, {"recipe": RECIPE, "key": key, "method": method, "samples": samples.origin, "ranges": ranges})
     return ranges
 
 
@@ -100,7 +98,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
 
 
 def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method: str, percentile: float) -> str:
-    told = [_RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
+    told = [RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
     digest = hashlib.sha256(json.dumps(told).encode())
     digest.update(model.SerializeToString(deterministic=True))
     return digest.hexdigest()
@@ -110,7 +108,7 @@ def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | Non
     """The ranges of a table, None where it is missing, damaged, or another's."""
     try:
         told = json.loads(table.read_text(encoding="utf-8"))
-        if told["recipe"] != _RECIPE or told["key"] != key or set(told["ranges"]) != set(names):
+        if told["recipe"] != RECIPE or told["key"] != key or set(told["ranges"]) != set(names):
             return None
         ranges = {name: (float(told["ranges"][name][0]), float(told["ranges"][name][1])) for name in names}
     except (OSError, ValueError, KeyError, TypeError, IndexError):

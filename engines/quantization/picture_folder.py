@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from engines.errors import BuildError
 from engines.quantization.model_inputs import InputLayout, check_labels, class_names
-from engines.quantization.samples import Sample, Samples
+from engines.quantization.samples import Sample, Samples, content_digest
 from server.config.model_files import read_labels, within
 from server.core.errors import BadRequest, ConfigError
 from server.core.model_config import ModelConfig
@@ -58,9 +58,10 @@ def open_pictures(
     # Sorted by a hash: mixed in class and origin whatever the names are, and a new picture hardly changes the choice.
     names = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:limit]
     labels = _labels(names, path, folder, config, where)
-    told = repr((recipe, layout.datatype.name, layout.model_dims)).encode()
-    digests = [hashlib.sha256(told + _content(path / name, folder, f"{where}{name}")).digest() for name in names]
     reader = _Pictures(path, folder, names, layout, recipe, where)
+    # What one picture becomes tells a change of the code that prepares it.
+    told = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
+    digests = [hashlib.sha256(told + _content(path / name, folder, f"{where}{name}")).digest() for name in names]
     name = path.relative_to(folder).as_posix() + "/"
     return Samples(reader.read, digests, name, "pictures", labels=labels, batched=layout.batched)
 

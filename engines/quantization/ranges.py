@@ -24,6 +24,9 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 Range = tuple[float, float]
 
+# Bumped when the same samples give other ranges than before: tables and artefacts of an earlier one are made anew.
+RECIPE = 1
+
 # An FP32 number without its sign, less the lower 15 of its 23 bits of mantissa.
 _DROPPED_BITS = 15
 _BINS = 0x7F800000 >> _DROPPED_BITS

@@ -83,3 +83,19 @@ def test_layers_that_are_kept_stay_as_they_are() -> None:
     assert np.array_equal(bias_of(corrected, kept), bias_of(model, kept))
     other = quantizable(model)[1]
     assert not np.array_equal(bias_of(corrected, other), bias_of(model, other))
+
+
+def test_every_sample_counts_alike_also_in_a_batch_of_its_own() -> None:
+    """Five samples are a batch of four and one of one."""
+    model = simplify(network(bias=False))
+    rows = np.zeros((5, CHANNELS, 8, 8), np.float32)
+    rows[4] = 1.0
+    ranges = dict.fromkeys(tensors_to_calibrate(model), (0.0, 50.0))
+    plain = quantize(model, ranges, "tensorrt")
+    corrected = correct_biases(model, plain, ["conv0"], Samples.of({"x": rows}), silent)
+    node = next(node for node in corrected.graph.node if node.name == "conv0")
+    bias = numpy_helper.to_array(next(t for t in corrected.graph.initializer if t.name == node.input[2]))
+    whole = correct_biases(model, plain, ["conv0"], Samples.of({"x": np.full_like(rows[:4], 0.2)}), silent)
+    node = next(node for node in whole.graph.node if node.name == "conv0")
+    same = numpy_helper.to_array(next(t for t in whole.graph.initializer if t.name == node.input[2]))
+    np.testing.assert_allclose(bias, same, rtol=1e-4)

@@ -1,0 +1,71 @@
+"""A reminder: who changes what a specification makes bumps `RECIPE`, or stores go on giving what the old one made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from engines import lowering, spec
+from engines.build_data import BuildData
+from engines.lowering import lower
+from engines.progress import silent
+from engines.quantization import ranges
+from engines.quantization.samples import Samples
+from engines.simplify import simplify
+from engines.spec import BuildSpec
+from server.core.optimization_config import AccuracyBar, Calibration
+from tests.unit.engines import networks
+
+# What these recipes make of two networks. Another value here needs another number there: ranges.RECIPE where the same samples
+# give other ranges, else spec.RECIPE.
+RECIPES = (2, 1)
+# fmt: off
+MADE = {
+    ("residual", "onnxruntime", "fp16"): {"nodes": 19, "float16": 831.5591},
+    ("residual", "onnxruntime", "int8"): {"nodes": 54, "float": 0.9733237, "uint8": 500, "int8": 255714, "int32": 123929},
+    ("residual", "tensorrt", "fp16"): {"nodes": 19, "float16": 831.5591},
+    ("residual", "tensorrt", "int8"): {"nodes": 39, "float": 11.61184, "int8": 255714},
+    ("residual", "tensorrt", "fp8"): {"nodes": 34, "float": 84.86457, "float8e4m3fn": 610507.4},
+    ("transformer", "onnxruntime", "fp16"): {"nodes": 35, "float16": 1350.694},
+    ("transformer", "onnxruntime", "int8"): {"nodes": 59, "float": 43.56273, "uint8": 960, "int8": 348355},
+    ("transformer", "tensorrt", "fp16"): {"nodes": 35, "float16": 1350.694},
+    ("transformer", "tensorrt", "int8"): {"nodes": 55, "float": 43.55069, "int8": 348355},
+    ("transformer", "tensorrt", "fp8"): {"nodes": 55, "float": 42.51881, "float8e4m3fn": 818869.5},
+}
+# fmt: on
+
+
+def fingerprint(model: onnx.ModelProto) -> dict[str, float]:
+    """How many nodes, and by element type the sum of all constants without their signs."""
+    found: dict[str, float] = {"nodes": len(model.graph.node)}
+    for tensor in model.graph.initializer:
+        if tensor.data_type == TensorProto.INT64:  # shapes
+            continue
+        values = numpy_helper.to_array(tensor).astype(np.float64)
+        name = TensorProto.DataType.Name(tensor.data_type).lower()
+        found[name] = found.get(name, 0.0) + float(np.abs(values).sum())
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "fp8"])
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+@pytest.mark.parametrize("family", ["residual", "transformer"])
+def test_the_same_specification_makes_the_same(
+    family: str, target: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (target, precision) == ("onnxruntime", "fp8"):
+        pytest.skip("ONNX Runtime has no FP8")
+    # Whatever processor this is.
+    monkeypatch.setattr(lowering, "has_vnni", lambda _capability: True)
+    model = simplify(networks.residual() if family == "residual" else networks.transformer())
+    rows = Samples.of(networks.inputs_of(model, 16))
+    bar = AccuracyBar(min_top1_agreement=0.0, min_cosine=0.0)
+    wanted = BuildSpec(precision, (), None, Calibration(method="minmax"), bar)
+    made = lower(model, wanted, target, BuildData(rows, rows), tmp_path, silent)
+    assert (spec.RECIPE, ranges.RECIPE) == RECIPES, "write down what the new recipe makes"
+    found = fingerprint(made.model)
+    assert found == pytest.approx(MADE[family, target, precision], rel=1e-4), found

@@ -1,0 +1,70 @@
+"""What is wanted, and that its digest tells everything that makes another artefact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engines import spec
+from engines.quantization import ranges
+from engines.spec import CALIBRATOR, BuildSpec
+from engines.targets.base import ShapeRange
+from server.core.optimization_config import AccuracyBar, Calibration
+
+SHAPES = ShapeRange({"x": ((1, 4), (8, 4), (8, 4))})
+
+
+def wanted(**changes: Any) -> BuildSpec:
+    plain = BuildSpec("int8", (SHAPES,), None, Calibration(data="a.npz"), AccuracyBar())
+    return replace(plain, **changes)
+
+
+def test_the_digest_tells_all_that_makes_another_artefact(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Calibration(data="a.npz")
+    changed = [
+        wanted(),
+        wanted(precision="fp8"),
+        wanted(profiles=(ShapeRange({"x": ((1, 4), (4, 4), (8, 4))}),)),
+        wanted(workspace_bytes=1 << 20),
+        *(
+            wanted(calibration=told.model_copy(update=update))
+            for update in (
+                {"data": "b.npz"},
+                {"method": "minmax"},
+                {"method": "percentile"},
+                {"method": "percentile", "percentile": 99.0},
+                {"samples": 8},
+                {"keep": ("a",)},
+            )
+        ),
+        # What it must reach decides which layers are kept.
+        *(
+            wanted(accuracy=AccuracyBar(**bar))
+            for bar in (
+                {"data": "c.npz"},
+                {"samples": 8},
+                {"min_top1_agreement": 0.5},
+                {"max_drop": 0.1},
+                {"min_cosine": 0.5},
+            )
+        ),
+    ]
+    digests = [one.digest() for one in changed]
+    for module in (spec, ranges):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "RECIPE", module.RECIPE + 1)
+            digests.append(wanted().digest())
+    assert len(set(digests)) == len(digests)
+    assert wanted().digest() == digests[0]
+
+
+def test_the_calibration_makes_nothing_of_fp16() -> None:
+    other = Calibration(data="a.npz", method="minmax")
+    assert wanted(precision="fp16").digest() == wanted(precision="fp16", calibration=other).digest()
+
+
+def test_tensorrts_own_calibrator_keeps_no_layers() -> None:
+    asked = wanted(calibration=Calibration(data="a.npz", keep=("a",))).at(CALIBRATOR)
+    assert (asked.precision, asked.calibration.method, asked.calibration.keep) == ("int8", "tensorrt", ())
