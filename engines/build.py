@@ -25,7 +25,7 @@ from engines.onnx_runner import OnnxRunner
 from engines.progress import Report, part
 from engines.project import Project
 from engines.simplify import simplify
-from engines.spec import BuildSpec
+from engines.spec import RECIPE, BuildSpec
 from engines.store import Entry, Store
 from engines.targets.base import Engine, Order, Target, Timing
 from server.config.machine import Machine
@@ -39,6 +39,8 @@ Array = npt.NDArray[Any]
 _TIMING_S = 0.3
 # How often a model is built before it is given up, each time with fewer layers in 8 bits.
 _TRIES = 6
+# How much faster a lower precision must be to be the best.
+_WORTH = 1.05
 _SOURCES = ("onnx", "onnxruntime", "numpy")
 
 
@@ -110,7 +112,9 @@ def make(
 def make_best(
     project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
 ) -> Built:
-    """The fastest precision, at the largest batch size, that holds the accuracy bar.
+    """The fastest precision, at the largest batch size, that holds the accuracy bar; FP32 if none does.
+
+    A lower precision must be clearly faster: timings of the same engine differ by a few percent.
 
     Raises:
         BuildError: not even FP32 can be built.
@@ -122,11 +126,20 @@ def make_best(
         share = part(report, index / len(candidates), (index + 1) / len(candidates))
         try:
             built.append(make(project, spec.at(precision), target, store, share, rebuild=rebuild))
-        except BuildError:
+        except BuildError as error:
             if precision == "fp32":
                 raise
-    good = [one for one in built if not one.refusal] or built[:1]
-    return max(good, key=lambda one: max((timing.rows_per_s for timing in one.timings), default=0.0))
+            logger.warning("%s: %s is left out: %s", project.name, precision, error)
+    best, *others = [one for one in built if not one.refusal] or built[:1]
+    for one in others:
+        if _rows_per_s(one) > _WORTH * _rows_per_s(best):
+            best = one
+    return best
+
+
+def _rows_per_s(built: Built) -> float:
+    """At the largest batch size."""
+    return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
 
 class _Build:
@@ -163,9 +176,7 @@ class _Build:
             lowered = self._built(lowered, artefact, part(report, 0.45, 0.8))
             engine = self._target.open(artefact, lowered.model)
             try:
-                accuracy = measure(
-                    OnnxRunner(source), engine, self._data.held_out, self._rows(), part(report, 0.8, 0.95)
-                )
+                accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
                 timings = self._timings(engine, part(report, 0.95, 1.0))
             finally:
                 engine.close()
@@ -194,13 +205,19 @@ class _Build:
             workspace_bytes=self._spec.workspace_bytes,
             timing_cache=self._store.timing_cache(self._machine),
             calibrate=lowered.calibrate,
-            calibration_table=self._store.tables / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}.cache",
+            calibration_table=self._store.tables
+            / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}-{RECIPE}.cache",
         )
 
-    def _rows(self) -> int:
-        """Of one comparison: as many as every profile takes."""
-        largest = [next(iter(profile.shapes.values()))[2] for profile in self._spec.profiles]
-        return min([ROWS, *(shape[0] for shape in largest)]) if self._project.config.max_batch_size else 1
+    def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
+        """On batches that the profile of the fewest rows takes."""
+        held_out, output = self._data.held_out, self._data.output
+        if not self._project.config.max_batch_size:
+            return measure(reference, engine, held_out, 1, report, output=output)
+        shapes = [next(iter(profile.shapes.values())) for profile in self._spec.profiles]
+        fewest, most = min((least[0], most[0]) for least, _, most in shapes)
+        rows = max(min(ROWS, most), fewest)
+        return measure(reference, _Filled(engine, fewest), held_out, rows, report, output=output)
 
     def _timings(self, engine: Engine, report: Report) -> list[Timing]:
         sizes = batch_sizes(self._project, self._spec)
@@ -224,12 +241,39 @@ class _Build:
             "precision": self._spec.precision,
             "machine": asdict(self._machine),
             "accuracy": accuracy.to_json(),
-            "refusal": judge(accuracy, self._spec.bar),
+            "refusal": judge(accuracy, self._spec.bar, quantized=self._spec.quantized),
             "kept": list(lowered.kept),
             "timings": [asdict(timing) for timing in timings],
             "seconds": round(seconds, 3),
             "built_with": {**_versions(), self._machine.target: self._machine.version},
         }
+
+
+class _Filled:
+    """An engine that takes batches of fewer rows than it was built for: rows are repeated, and their answers dropped.
+
+    Args:
+        engine: with a batch dimension.
+        fewest: rows that it takes.
+    """
+
+    def __init__(self, engine: Engine, fewest: int) -> None:
+        self._engine = engine
+        self._fewest = fewest
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        rows = len(next(iter(inputs.values())))
+        if rows >= self._fewest:
+            return self._engine.run(inputs)
+        answers = self._engine.run({name: _resized(array, self._fewest) for name, array in inputs.items()})
+        return {name: array[:rows] if array.shape[:1] == (self._fewest,) else array for name, array in answers.items()}
+
+
+def _resized(array: Array, rows: int) -> Array:
+    """So many rows of a batch, repeated from its start."""
+    import numpy as np
+
+    return np.resize(array, (rows, *array.shape[1:]))
 
 
 def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
@@ -242,12 +286,10 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
 
 def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
     """A batch of so many rows, samples repeated where there are fewer."""
-    import numpy as np
-
     batch = next(iter(data.held_out.batches(rows)))
     if not project.config.max_batch_size:
         return batch
-    return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}
+    return {name: _resized(array, rows) for name, array in batch.items()}
 
 
 def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridden: bool, forced: bool) -> Stamp:

@@ -27,13 +27,16 @@ Floats = npt.NDArray[np.float32]
 _INT32_LARGEST = 2**31 - 1
 
 
-def quantizable(model: onnx.ModelProto) -> list[str]:
-    """Names of the nodes that `quantize` runs in 8 bits on one target at least: convolutions and products, in order.
+def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8") -> list[str]:
+    """Names of the nodes that `quantize` runs in 8 bits: convolutions and products, in order.
 
     Args:
         model: from `simplify`; is not changed.
+        target: "tensorrt" or "onnxruntime"; "": on one of them at least.
+        precision: "int8" or "fp8", for a target.
     """
-    return list(all_weighted(Graph(copy_model(model))))
+    graph = Graph(copy_model(model))
+    return list(place(graph, target, precision).weighted if target else all_weighted(graph))
 
 
 def quantize(
@@ -295,7 +298,7 @@ def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
 
 
 def _keep_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
-    """Who reads a tensor by a name that stays, the model's caller or a subgraph, gets what comes out of its pair, if it is stored.
+    """Give the name of a stored tensor that is an output, or read by a subgraph, to what comes out of its pair.
 
     What goes in gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
     """

@@ -51,7 +51,7 @@ class Samples:
         *,
         labels: Array | None = None,
         batched: bool = True,
-        numbers: range | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._read = read
         self._digests = digests
@@ -78,7 +78,7 @@ class Samples:
     @property
     def labels(self) -> Array | None:
         """INT64 [len], the class of every sample; None where nobody knows."""
-        return None if self._labels is None else np.asarray(self._labels[self._numbers], np.int64)
+        return None if self._labels is None else np.asarray(self._labels[list(self._numbers)], np.int64)
 
     @property
     def digest(self) -> str:
@@ -138,7 +138,12 @@ class Samples:
         cut = min(max(len(self) - round(share * len(self)), 1), len(self) - 1)
         return self._part(self._numbers[:cut]), self._part(self._numbers[cut:])
 
-    def _part(self, numbers: range) -> Samples:
+    def without(self, others: Samples) -> Samples:
+        """Those that are not among others, by content."""
+        known = {others._digests[number] for number in others._numbers}
+        return self._part([number for number in self._numbers if self._digests[number] not in known])
+
+    def _part(self, numbers: Sequence[int]) -> Samples:
         return Samples(
             self._read,
             self._digests,

@@ -1,0 +1,122 @@
+"""From an FP32 model to one in the precision asked for: what is kept, and what cannot be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from engines import lowering
+from engines.build_data import BuildData
+from engines.errors import BuildError
+from engines.lowering import Lowered, lower
+from engines.progress import silent
+from engines.quantization.fp8 import OPSET
+from engines.quantization.qdq import quantizable
+from engines.quantization.samples import Samples
+from engines.simplify import simplify
+from engines.spec import BuildSpec
+from server.core.optimization_config import AccuracyBar, Calibration
+from tests.onnx_blocks import Network
+from tests.unit.engines import networks
+
+
+def lowered(
+    model: onnx.ModelProto, folder: Path, target: str = "onnxruntime", precision: str = "int8", **told: Any
+) -> Lowered:
+    calibration = Calibration(method=told.pop("method", "minmax"), keep=told.pop("keep", ()))
+    spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**told))
+    model = simplify(model)
+    rows = Samples.of(networks.inputs_of(model, 16))
+    return lower(model, spec, target, BuildData(rows, rows), folder, silent)
+
+
+def quantized(model: onnx.ModelProto) -> set[str]:
+    """Names of the nodes that read what a DequantizeLinear makes at both of their first inputs."""
+    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    return {node.name for node in model.graph.node if len(node.input) > 1 and made.issuperset(node.input[:2])}
+
+
+def upsampler() -> onnx.ModelProto:
+    """A transposed convolution, which ONNX Runtime has no integer kernel for."""
+    return networks.network("y = ConvTranspose(x, w)", networks.weights(w=(4, 4, 2, 2)), ("N", 4, 8, 8))
+
+
+def few_channels() -> onnx.ModelProto:
+    """Two convolutions that are too small for FP8, and products."""
+    net = Network(seed=2)
+    x = net.input("x", ["N", 3, 8, 8])
+    for number, channels in enumerate([(3, 8), (8, 8)]):
+        x = net.node("Relu", net.conv(x, channels, f"conv{number}"))
+    flat = net.node("Flatten", net.node("GlobalAveragePool", x))
+    for number in range(2):
+        flat = net.node("Gemm", flat, net.weight(8, 8), name=f"gemm{number}")
+    return net.model(flat)
+
+
+def test_a_model_with_nothing_to_quantise_is_told_and_not_called_int8(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"no convolution and no product.* onnxruntime runs in int8: ask for fp32"):
+        lowered(upsampler(), tmp_path)
+    assert quantized(lowered(upsampler(), tmp_path, "tensorrt").model) == {"node_y"}
+
+
+def test_what_keeps_all_layers_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"calibration\.keep leaves nothing in int8"):
+        lowered(networks.residual(), tmp_path, keep=("*",))
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path: Path) -> None:
+    model = networks.residual()
+    node = next(node for node in model.graph.node if node.name == "node_a1")
+    node.name = "/block.[0]/conv"
+    kept = lowered(model, tmp_path, keep=("/block.[0]/conv",)).kept
+    assert kept == ("/block.[0]/conv",)
+
+
+def test_a_name_that_only_the_other_target_quantises_may_be_kept(tmp_path: Path) -> None:
+    net = Network()
+    x = net.conv(net.input("x", ["N", 4, 8, 8]), (4, 4), "conv")
+    model = net.model(net.node("ConvTranspose", x, net.weight(4, 4, 2, 2), name="up"))
+    assert "conv" in quantized(lowered(model, tmp_path, keep=("up",)).model)
+
+
+def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) -> None:
+    """Layers that are too small for it do not count: else those that are in FP8 could all be given up."""
+    model = few_channels()
+    names = quantizable(simplify(model))
+    assert quantizable(simplify(model), "tensorrt", "fp8") == ["gemm0", "gemm1"]
+    assert len(names) == 4
+    made = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
+    assert made.opset_import[0].version >= OPSET
+    assert quantized(made)
+
+
+def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drop that nobody can tell without labels is told by the comparison of the artefact."""
+    monkeypatch.setattr(lowering, "rank", lambda *_: pytest.fail("minutes for a large model"))
+    assert lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).kept == ()
+
+
+def test_tensorrts_calibrator_keeps_nothing(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"calibration\.keep names layers, but TensorRT's own calibrator"):
+        lowered(networks.residual(), tmp_path, "tensorrt", method="tensorrt", keep=("node_a1",))
+    with pytest.raises(BuildError, match=r"not int8 for onnxruntime: write calibration\.method: entropy"):
+        lowered(networks.residual(), tmp_path, method="tensorrt")
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_constants_that_two_layers_share_are_corrected_for_each(target: str, tmp_path: Path) -> None:
+    text = """
+        a = Conv <pads=[1,1,1,1]> (x, w, b)  ar = Relu(a)  c = Conv <pads=[1,1,1,1]> (ar, w, b)  cr = Relu(c)
+        y = Conv <pads=[1,1,1,1]> (cr, w, b)
+    """
+    weights = np.random.default_rng(3).uniform(0.0, 0.02, (4, 4, 3, 3))
+    weights[:, 0, 0, 0] = 2.0
+    model = networks.network(text, {"w": weights, "b": np.full(4, 0.1)}, ("N", 4, 8, 8))
+    made = lowered(model, tmp_path, target, min_cosine=0.0, min_top1_agreement=0.0).model
+    names = {"node_a", "node_c", "node_y"}
+    assert quantized(made) == names
+    assert len({node.input[2] for node in made.graph.node if node.name in names}) == 3
