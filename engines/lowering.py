@@ -120,6 +120,8 @@ class _Quantizer:
     def run(self, report: Report) -> Lowered:
         told, precision = self._spec.calibration, self._spec.precision
         if not self._nodes:
+            if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
+                raise BuildError("the model is quantised already: ask for fp32, which leaves it as it is")
             what = "convolution and no product of FP32"
             raise BuildError(f"the model has no {what} that {self._target} runs in {precision}: ask for fp32 or fp16")
         # A name that another target quantises is none that is wrong.

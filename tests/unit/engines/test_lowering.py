@@ -63,6 +63,11 @@ def test_a_model_with_nothing_to_quantise_is_told_and_not_called_int8(tmp_path: 
     assert quantized(lowered(upsampler(), tmp_path, "tensorrt").model) == {"node_y"}
 
 
+def test_a_model_that_is_quantised_already_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="quantised already: ask for fp32"):
+        lowered(lowered(networks.residual(), tmp_path).model, tmp_path)
+
+
 def test_what_keeps_all_layers_is_told(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"calibration\.keep leaves nothing in int8"):
         lowered(networks.residual(), tmp_path, keep=("*",))
