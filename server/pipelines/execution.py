@@ -5,11 +5,12 @@ Both steps run in the instance's own thread, right before and right after the mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from server.backends.base import Execution, LoadedModel
+from server.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined
 from server.core.model_config import ModelConfig
 from server.core.picture_config import picture_input, scores_output
 from server.core.tensor import BY_CONFIG_NAME, Array
@@ -28,13 +29,13 @@ class Pixels:
         name: of the input.
         recipe: how.
         dtype: of the model's tensor.
-        rank: of the model's tensor, with a batch dimension where it has one.
+        shape: of the model's tensor, with a 1 in front where it has a batch dimension.
     """
 
     name: str
     recipe: ImageRecipe
     dtype: np.dtype[np.generic]
-    rank: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,24 @@ class Ranking:
 
 
 class PictureExecution:
-    """An execution behind pictures and classes; see `server.backends.base.Execution`."""
+    """An execution behind pictures and classes, pipelined if that one is; see `server.backends.base`.
 
-    def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None) -> None:
+    Args:
+        inner: the model's own execution.
+        pixels: how its picture is made, None if it comes as the model takes it.
+        ranking: what is made of its scores, None if they go out as they are.
+        batched: True if there is a batch dimension in front.
+
+    Attributes:
+        depth: the inner one's; 1 if it is not pipelined.
+    """
+
+    def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None, batched: bool) -> None:
         self._inner = inner
         self._pixels = pixels
         self._ranking = ranking
+        self._free: list[Array] = []
+        self.depth = inner.depth if batched and is_pipelined(inner) else 1
         if pixels is not None:
             # Pillow is loaded where a picture is, not by every server.
             from server.pipelines.pixels import PixelSteps
@@ -99,13 +112,64 @@ class PictureExecution:
         if pixels is not None and pixels.name in inputs:
             sent = inputs[pixels.name]
             tensor = self._steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
-            inputs = {**inputs, pixels.name: tensor if pixels.rank == tensor.ndim else tensor[0]}
-        outputs = self._inner.run(inputs)
-        return outputs if self._ranking is None else self._ranking.apply(outputs)
+            inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
+        return self._seen(self._inner.run(inputs))
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A flight with memory of ours for the pixels; everything else goes to the inner one's."""
+        pixels = self._pixels
+        if pixels is None or pixels.name not in like:
+            inner = self._pipelined().begin(like, rows)
+            return Flight(inner.inputs, rows, inner)
+        tensor: Array = np.empty(pixels.shape, pixels.dtype)
+        inner = self._pipelined().begin({**like, pixels.name: tensor}, rows)
+        buffer = self._free.pop() if self._free else np.empty((0,), np.uint8)
+        if buffer.shape[0] < rows:
+            buffer = np.empty((rows, *pixels.recipe.pixels), np.uint8)
+        return Flight({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
+
+    def launch(self, flight: Flight) -> None:
+        """Prepare the pictures straight into the inner flight, and launch that."""
+        inner, pixels = self._given_back(flight), self._pixels
+        if pixels is not None and inner is not flight.handle:
+            try:
+                self._steps.apply(flight.inputs[pixels.name], inner.inputs[pixels.name])
+            except BaseException:
+                self._pipelined().discard(inner)
+                raise
+        self._pipelined().launch(inner)
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """The outputs as callers see them."""
+        return self._seen(self._pipelined().finish(_inner(flight)))
+
+    def discard(self, flight: Flight) -> None:
+        """Discard the inner flight."""
+        self._pipelined().discard(self._given_back(flight))
 
     def close(self) -> None:
         """Close the inner one."""
         self._inner.close()
+
+    def _given_back(self, flight: Flight) -> Flight:
+        """The inner flight; the pixels' memory is free for the next one, since the model has no need of it."""
+        if isinstance(flight.handle, tuple):
+            self._free.append(flight.handle[1])
+        return _inner(flight)
+
+    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        return outputs if self._ranking is None else self._ranking.apply(outputs)
+
+    def _pipelined(self) -> PipelinedExecution:
+        if not is_pipelined(self._inner):
+            raise TypeError("the execution behind this one takes one batch at a time")
+        return self._inner
+
+
+def _inner(flight: Flight) -> Flight:
+    inner = flight.handle[0] if isinstance(flight.handle, tuple) else flight.handle
+    assert isinstance(inner, Flight), "a flight of ours carries the inner one"
+    return inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +179,11 @@ class PictureModel:
     inner: LoadedModel
     pixels: Pixels | None
     ranking: Ranking | None
+    batched: bool
 
     def execution(self, index: int) -> Execution:
         """The inner execution of instance `index`, behind pictures and classes."""
-        return PictureExecution(self.inner.execution(index), self.pixels, self.ranking)
+        return PictureExecution(self.inner.execution(index), self.pixels, self.ranking, self.batched)
 
     def close(self) -> None:
         """Close the inner one."""
@@ -138,14 +203,17 @@ def with_pictures(model: LoadedModel, config: ModelConfig, labels: dict[str, tup
     if index is not None and config.preprocess is not None:
         tensor = config.input[index]
         recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
-        rank = len(tensor.dims) + (config.max_batch_size > 0)
-        pixels = Pixels(tensor.name, recipe, BY_CONFIG_NAME[tensor.data_type].dtype, rank)
+        # Of one picture; a model without a batch dimension may want it as a batch of one nevertheless.
+        shape = recipe.shape if config.max_batch_size or len(tensor.dims) > 3 else recipe.shape[1:]
+        pixels = Pixels(tensor.name, recipe, BY_CONFIG_NAME[tensor.data_type].dtype, shape)
     at = scores_output(config.postprocess, config.output)
     if at is not None and config.postprocess is not None:
         output = config.output[at]
         names = labels.get(output.name) if output.label_filename else None
         ranking = Ranking(output.name, config.postprocess, None if names is None else _names(names, output.dims[-1]))
-    return model if pixels is None and ranking is None else PictureModel(model, pixels, ranking)
+    if pixels is None and ranking is None:
+        return model
+    return PictureModel(model, pixels, ranking, config.max_batch_size > 0)
 
 
 def _names(labels: tuple[str, ...], classes: int) -> Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
+from server.backends.base import Flight, is_pipelined
 from server.core.model_config import ModelConfig
 from server.core.tensor import Array
-from server.pipelines.execution import with_pictures
+from server.pipelines.execution import PictureExecution, with_pictures
 from server.pipelines.image import prepare, to_pixels
 from server.pipelines.pixels import PixelSteps
 from server.pipelines.ranking import softmax, top_k
@@ -193,3 +196,85 @@ def test_the_buffer_is_reused(crop: tuple[int, int]) -> None:
     first = steps.apply(np.zeros((3, *crop, 3), np.uint8))
     again = steps.apply(np.zeros((2, *crop, 3), np.uint8))
     assert np.shares_memory(first, again)
+
+
+class PipelinedModel(Model):
+    """The same with flights, which it counts; refuses to launch a tensor that holds 7."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = 0
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        assert (like["x"].shape[1:], like["x"].dtype) == ((3, 6, 5), np.float32)
+        self.open += 1
+        return Flight({"x": np.full((rows, 3, 6, 5), np.nan, np.float32)}, rows, "mine")
+
+    def launch(self, flight: Flight) -> None:
+        assert flight.handle == "mine"
+        assert not np.isnan(flight.inputs["x"]).any()  # type: ignore[call-overload]
+        if 7 in flight.inputs["x"]:
+            self.open -= 1
+            raise RuntimeError("refused")
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        self.open -= 1
+        return self.run(flight.inputs)
+
+    def discard(self, flight: Flight) -> None:
+        assert flight.handle == "mine"
+        self.open -= 1
+
+
+def flown(execution: PictureExecution, pixels: np.ndarray) -> Flight:
+    flight = execution.begin({"x": pixels[:1]}, len(pixels))
+    assert flight.inputs["x"].dtype == np.uint8
+    flight.inputs["x"][...] = pixels
+    return flight
+
+
+def test_batches_overlap_where_the_models_do() -> None:
+    model = PipelinedModel()
+    execution = with_pictures(model, ModelConfig.model_validate(CONFIG), {}).execution(0)
+    assert isinstance(execution, PictureExecution)
+    assert is_pipelined(execution)
+    some, more = (rng.integers(0, 256, (rows, 6, 5, 3), dtype=np.uint8) for rows in (2, 4))
+    flights = [flown(execution, some), flown(execution, more)]
+    for flight in flights:
+        execution.launch(flight)
+    for flight, pixels in zip(flights, (some, more), strict=True):
+        # The pixels' memory is free from the launch on: what others write there changes nothing.
+        flight.inputs["x"][...] = 0
+        got, expected = execution.finish(flight), execution.run({"x": pixels})
+        assert all(np.array_equal(got[name], expected[name]) for name in ("scores", "classes", "other"))
+    assert model.open == 0
+
+
+def test_a_flight_is_given_back_whatever_becomes_of_it() -> None:
+    model = PipelinedModel()
+    config = {**CONFIG, "preprocess": {**CONFIG["preprocess"], "mean": 0.0, "std": 1.0}}  # type: ignore[dict-item]
+    execution = with_pictures(model, ModelConfig.model_validate(config), {}).execution(0)
+    assert isinstance(execution, PictureExecution)
+    execution.discard(flown(execution, np.zeros((2, 6, 5, 3), np.uint8)))
+    with pytest.raises(RuntimeError, match="refused"):
+        execution.launch(flown(execution, np.full((2, 6, 5, 3), 7, np.uint8)))
+    assert model.open == 0
+
+
+def test_a_ranked_model_without_pictures_overlaps_too() -> None:
+    model = PipelinedModel()
+    execution = with_pictures(model, ModelConfig.model_validate({**CONFIG, "preprocess": None}), {}).execution(0)
+    assert isinstance(execution, PictureExecution)
+    tensor = rng.standard_normal((2, 3, 6, 5)).astype(np.float32)
+    flight = execution.begin({"x": tensor[:1]}, 2)
+    flight.inputs["x"][...] = tensor
+    execution.launch(flight)
+    assert np.array_equal(execution.finish(flight)["classes"], execution.run({"x": tensor})["classes"])
+
+
+def test_one_picture_at_a_time_does_not_overlap() -> None:
+    config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "postprocess": None})
+    assert not is_pipelined(with_pictures(PipelinedModel(), config, {}).execution(0))
+    assert not is_pipelined(with_pictures(Model(), ModelConfig.model_validate(CONFIG), {}).execution(0))
