@@ -93,6 +93,20 @@ for this machine, this model and this configuration; else it serves `model.onnx`
 `workspace_mb` there may be Triton's own `execution_accelerators` with `tensorrt`. `build_on_load: true` builds what is missing
 in a process of its own while `model.onnx` serves, and then swaps.
 
+**Pictures in, classes out.** `preprocess` tells how a picture becomes the input. Clients do it (`headrace infer` does) and send
+what the model takes, or the server does it and they send pixels, a quarter of the bytes; `postprocess` gives them the best
+classes in place of every score:
+
+```yaml
+preprocess: {{by: server, mean: [123.675, 116.28, 103.53], std: [58.395, 57.12, 57.375]}}
+postprocess: {{softmax: true, top_k: 5}}
+```
+
+`input` and `output` may be left out, or tell the tensors as the model has them or as callers see them: here UINT8
+[224, 224, 3], and `scores` FP32 [5], `classes` INT32 [5] and, where the output has a `label_filename`, `labels` STRING [5].
+With `source: [480, 640]` clients send pictures of that size, which are resized and cropped as Pillow does it. Of pictures that are
+taller than wide a GPU's result may differ from Pillow's: bilinear by 1 of 255, bicubic by a few at hard edges.
+
 "has no effect yet" means: accepted, shown with the configuration, and reported as a warning, because the part of the server
 that acts on it comes with a later release.
 """
