@@ -17,6 +17,7 @@ from server.core.tensor import Array
 from server.dataplane.answers import Answers
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.instance import Instance, OnDeath, Runner
+from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Scheduler
@@ -53,10 +54,14 @@ class Bench:
         model: its execution.
         batch: how requests are merged.
         last: nobody else serves the queue: when the instance dies, what waits is given up.
+        pace: when it pulls while flights are open.
     """
 
-    def __init__(self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True):
+    def __init__(
+        self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True, pace: Pace | None = None
+    ):
         self.model = model
+        self.pace = pace
         self.last = last
         self.policy = batch or BatchPolicy(8)
         self.clock: Callable[[], int] = itertools.count(1).__next__
@@ -78,7 +83,9 @@ class Bench:
     def _runner(self, execution: Execution, on_death: OnDeath) -> Runner:
         serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
         pipelined = cast("PipelinedExecution", execution)
-        return Pipeline("bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.clock)
+        return Pipeline(
+            "bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.pace, self.clock
+        )
 
     def ask(self, *values: float, rows: int = 1) -> list[Caller]:
         """Queue requests that come together, one a value."""

@@ -48,6 +48,7 @@ class VirtualPipeline:
     Attributes:
         costs: of each step.
         clock: virtual, nanoseconds.
+        spend: called with the nanoseconds that the thread is about to spend.
         depth: flights that may be open.
         done_ns: of each flight that is open, in the order of launch.
         computing_ns: how long the compute engine was busy.
@@ -55,6 +56,7 @@ class VirtualPipeline:
 
     costs: CostModel
     clock: Callable[[], int]
+    spend: Callable[[int], None]
     depth: int = 2
     done_ns: deque[int] = field(default_factory=deque)
     computing_ns: int = 0
@@ -64,10 +66,11 @@ class VirtualPipeline:
 
     def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
         assert len(self.done_ns) < self.depth
+        self.spend(self.costs.fill.ns(rows))  # which comes next, and is over at the launch
         return Flight({name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}, rows)
 
     def launch(self, flight: Flight) -> None:
-        at_ns = self.clock() + self.costs.fill.ns(flight.rows)
+        at_ns = self.clock()
         steps = (self.costs.copy_in, self.costs.compute, self.costs.copy_out)
         for engine, cost in enumerate(steps):
             at_ns = self._free_ns[engine] = max(at_ns, self._free_ns[engine]) + cost.ns(flight.rows)

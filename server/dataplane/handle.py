@@ -30,6 +30,7 @@ from server.dataplane.batch import cut
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
 from server.dataplane.join import Joint, PartCompletion
+from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import QueueLimits, Scheduler
@@ -273,7 +274,9 @@ class ModelHandle:
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
         if not (is_pipelined(execution) and self.spec.max_batch_size and numbers):
             return serial
-        return Pipeline(name + " finisher", execution, scheduler, len(inputs), serial, answers, on_death, clock)
+        batch = self.policy.batch
+        pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
+        return Pipeline(name + " finisher", execution, scheduler, len(inputs), serial, answers, on_death, pace, clock)
 
     def _stillborn(self, cause: BaseException) -> ConfigError:
         where = f"{self.spec.name}/{self.spec.version}"

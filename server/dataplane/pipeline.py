@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from server.backends.base import ExecutionLost, Flight, PipelinedExecution
-from server.core.clock import Clock, monotonic_ns
+from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.dataplane.answers import Answers
 from server.dataplane.batch import fill, split
 from server.dataplane.batching import CloseReason
 from server.dataplane.instance import OnDeath
+from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch, Scheduler
 from server.dataplane.serial import SerialRunner
@@ -39,13 +41,25 @@ class _Run:
         self.flight: Flight | None = None
 
 
+class _Landing(NamedTuple):
+    """A flight is over.
+
+    Attributes:
+        done_ns: monotonic, when its outputs were there; 0 if it failed.
+        again: its members, to be run singly, if it failed.
+    """
+
+    done_ns: int
+    again: list[_Run]
+
+
 class Pipeline:
     """Runs an execution that overlaps batches; see `server.dataplane.instance.Runner`.
 
     Batches go through the execution's `run`, with nothing else under way, if they lack an optional input.
 
-    Ownership: `_open`, `_again` and `_last_ns` belong to one thread each, as said below. `_held` has no lock: each change and the
-    copy that `give_up` takes is one step of the interpreter.
+    Ownership: `_open`, `_again`, `_pace` and `_last_ns` belong to one thread each, as said below. `_held` has no lock: each
+    change and the copy that `give_up` takes is one step of the interpreter.
 
     Args:
         name: of the finisher's thread.
@@ -55,6 +69,7 @@ class Pipeline:
         serial: runs on the same execution what cannot be pipelined.
         answers: settles what came of the batches.
         on_death: called from the thread that dies, before anything else is waited for.
+        pace: when to pull while flights are open; None: at once.
         clock: monotonic nanoseconds.
     """
 
@@ -67,6 +82,7 @@ class Pipeline:
         serial: SerialRunner,
         answers: Answers,
         on_death: OnDeath,
+        pace: Pace | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
         self._execution = execution
@@ -75,10 +91,11 @@ class Pipeline:
         self._serial = serial
         self._answers = answers
         self._on_death = on_death
+        self._pace = pace
         self._clock = clock
         self._held: set[_Run] = set()
         self._launched: SimpleQueue[_Run | None] = SimpleQueue()
-        self._landed: SimpleQueue[list[_Run] | BaseException] = SimpleQueue()
+        self._landed: SimpleQueue[_Landing | BaseException] = SimpleQueue()
         self._open = 0  # the instance's: flights that were launched and have not come back through _landed
         self._again: deque[_Run] = deque()  # the instance's: members to run singly
         self._last_ns = 0  # the finisher's: when the flight before was done
@@ -109,6 +126,8 @@ class Pipeline:
         while True:
             while self._open >= depth or self._news():
                 self._land()
+            if self._held_back():
+                continue
             run = self._next()
             if run is not None:
                 self._fly(run)
@@ -120,13 +139,32 @@ class Pipeline:
     def _news(self) -> bool:
         return not self._landed.empty()
 
-    def _land(self) -> None:
-        """Wait for the finisher to be done with a flight."""
-        landed = self._landed.get()
+    def _land(self, timeout_s: float | None = None) -> None:
+        """Wait for the finisher to be done with a flight.
+
+        Raises:
+            Empty: none has come back after `timeout_s`.
+        """
+        landed = self._landed.get(timeout=timeout_s)
         if isinstance(landed, BaseException):
             raise RuntimeError("the finisher died") from landed
         self._open -= 1
-        self._again.extend(landed)
+        if self._pace is not None:
+            self._pace.landed(landed.done_ns)
+        self._again.extend(landed.again)
+
+    def _held_back(self) -> bool:
+        """Wait until it is time to pull; True if a flight has landed first, which changes that time."""
+        if self._pace is None or not self._open or self._again:
+            return False
+        wait_ns = self._pace.pull_ns(self._scheduler.waiting_rows) - self._clock()
+        if wait_ns <= 0:
+            return False
+        try:
+            self._land(wait_ns / NS_PER_S)
+        except Empty:
+            return False
+        return True
 
     def _next(self) -> _Run | None:
         """What to launch next; None if there is nothing more, or if there is news."""
@@ -160,6 +198,8 @@ class Pipeline:
                 return
             if launched:
                 self._open += 1
+                if self._pace is not None:
+                    self._pace.launched(sum([entry.rows for entry in entries]), run.taken_ns, run.assembled_ns)
                 self._launched.put(run)
             else:
                 self._held.discard(run)
@@ -186,10 +226,10 @@ class Pipeline:
     def _finish_all(self) -> None:
         try:
             while (run := self._launched.get()) is not None:
-                again = self._finish(run)
+                landing = self._finish(run)
                 del run  # its arrays may be large, and the next may be long in coming
-                self._landed.put(again)
-                if again:
+                self._landed.put(landing)
+                if landing.again:
                     self._scheduler.interrupt(self._sleeper)
         except BaseException as error:  # a dying thread says so, whatever it dies of
             try:
@@ -198,8 +238,8 @@ class Pipeline:
                 self._landed.put(error)
                 self._scheduler.interrupt(self._sleeper)
 
-    def _finish(self, run: _Run) -> list[_Run]:
-        """Wait for a flight and settle its members; those that must be run again if it failed."""
+    def _finish(self, run: _Run) -> _Landing:
+        """Wait for a flight and settle its members."""
         flight, run.flight = run.flight, None
         assert flight is not None, "a run is launched with its flight"
         try:
@@ -209,14 +249,14 @@ class Pipeline:
         except ExecutionLost:
             raise
         except Exception as error:
-            return self._failed(run, error)
+            return _Landing(0, self._failed(run, error))
         times = BatchTimes(run.taken_ns, run.assembled_ns, computed_ns, self._clock())
         # The time for which it kept the instance from others is what does not overlap with the flight before.
         busy_ns = times.split_ns - max(run.taken_ns, self._last_ns)
         self._last_ns = times.split_ns
         self._answers.settle(run.entries, run.reason, times, results, busy_ns)
         self._held.discard(run)
-        return []
+        return _Landing(computed_ns, [])
 
     # On either
 

@@ -147,6 +147,11 @@ class Scheduler:
 
     # What instances call
 
+    @property
+    def waiting_rows(self) -> int:
+        """Rows waiting now."""
+        return self._queue.total_rows
+
     def poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
         """What an idle instance should do at `now_ns`; never blocks.
 
