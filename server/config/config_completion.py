@@ -22,7 +22,7 @@ from server.core.model_config import (
     ModelOutput,
     Problem,
 )
-from server.core.picture_config import own_inputs, own_outputs
+from server.core.picture_config import completed_problems, own_inputs, own_outputs
 
 # Triton's default for models whose configuration it completes.
 DEFAULT_MAX_BATCH_SIZE = 4
@@ -180,6 +180,7 @@ def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Proble
     """Where a complete configuration and the model do not agree; each problem tells both sides."""
     problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
     problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
+    problems += completed_problems(config.preprocess, config.input)
     listed = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
     for required in signature.required_inputs:
         index, tensor = listed.get(required.name, (0, None))

@@ -132,6 +132,15 @@ def preprocess_problems(
     return problems
 
 
+def completed_problems(preprocess: Preprocess | None, inputs: tuple[ModelInput, ...]) -> list[Problem]:
+    """Why the server cannot prepare the pictures of a model that takes pixels itself; `inputs` are complete, as the model's."""
+    index = picture_input(preprocess, inputs)
+    if preprocess is None or index is None or not _is_served(inputs[index], preprocess):
+        return []
+    message = f'preprocess.by: server makes floats, input "{inputs[index].name}" takes UINT8 pixels as they are'
+    return [Problem(("preprocess", "by"), message, "write by: client")]
+
+
 def postprocess_problems(
     postprocess: Postprocess | None, outputs: tuple[ModelOutput, ...], max_batch_size: int | None
 ) -> list[Problem]:
