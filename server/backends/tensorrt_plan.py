@@ -78,8 +78,8 @@ class Plan:
         self._lock = threading.Lock()
         with api.collecting() as errors:
             self._runtime = api.runtime()
-            self._engine = self._runtime and self._runtime.deserialize_cuda_engine(content)
-            if not self._engine:
+            self._engine = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
+            if self._engine is None:
                 raise refused(name, *refusal(errors, here))
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [tensor for tensor, given in tensors if given]

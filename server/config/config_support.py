@@ -49,8 +49,8 @@ IGNORED: dict[str, str] = {
 # Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
 WITHOUT_EFFECT: dict[str, str] = {
     "dynamic_batching.priority_queue_policy": "default_queue_policy counts for every level",
-    "instance_group.*.kind": "every instance runs on the CPU",
-    "instance_group.*.gpus": "every instance runs on the CPU",
+    "instance_group.*.kind": "instances run on GPUs with backend: tensorrt alone",
+    "instance_group.*.gpus": "instances run on GPUs with backend: tensorrt alone",
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
     "optimization.priority": "all models are equal",
@@ -63,6 +63,9 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 # ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
+
+# ... and for what a backend of the configuration's heeds.
+_OF_TENSORRT = ("instance_group.*.kind", "instance_group.*.gpus")
 
 # What these say is what happens anyway.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
@@ -122,7 +125,10 @@ def screen(document: Document) -> list[Finding]:
             problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
             if not _says_nothing(_take_out(document.data, loc)):
                 findings.append(document.finding(problem, fatal=False))
+    on_gpus = document.data.get("backend") == "tensorrt" or document.data.get("platform") == "tensorrt_plan"
     for pattern, instead in WITHOUT_EFFECT.items():
+        if on_gpus and pattern in _OF_TENSORRT:
+            continue
         for loc in _places(document.data, tuple(pattern.split("."))):
             value = _parent(document.data, loc)[loc[-1]]
             if not _says_nothing(value) and not _read_by_build(document.data, loc):

@@ -143,7 +143,7 @@ def _matches(pattern: str, path: tuple[str, ...]) -> bool:
 
 def _status(path: tuple[str, ...]) -> str:
     if path == ("instance_group", "*", "kind"):
-        return "`KIND_CPU` and `KIND_AUTO`; every instance runs on the CPU"
+        return "GPUs with `backend: tensorrt`, else the CPU"
     if path[0] == "optimization" and is_own(path):
         return "when an engine is built"
     for pattern, instead in WITHOUT_EFFECT.items():

@@ -318,3 +318,11 @@ def test_who_prepares_pictures_and_ranks_classes_in_both_formats() -> None:
     assert configs[0][0] is not None
     assert configs[0][0].preprocess is not None
     assert configs[0][0].preprocess.pixels == (480, 640, 3)
+
+
+@pytest.mark.parametrize(("backend", "remarks"), [("tensorrt", 0), ("onnxruntime", 2)])
+def test_gpus_are_for_tensorrt(backend: str, remarks: int) -> None:
+    text = f"backend: {backend}\ninstance_group: [{{kind: gpu, gpus: [1]}}]\n"
+    config, findings = bind(read_yaml(text, "config.yaml"))
+    assert config is not None
+    assert len([finding for finding in findings if "run on GPUs with backend: tensorrt" in finding.message]) == remarks
