@@ -6,14 +6,13 @@ Each command is a module with `add_arguments(parser)` and `run(options, console)
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from engines.errors import BuildError
+from engines.errors import BuildError, CallError
 
 # Words of the command line -> its module, and what it is for.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser, command = _parser(given)
     options = parser.parse_args(given)
     signal.signal(signal.SIGTERM, _stop)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
 
     from rich.console import Console
 
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Console(stderr=True, soft_wrap=True).print(
             f"{parser.prog}: {error}", style="red", highlight=False, markup=False
         )
-        return 2 if options.words[0] == "models" else 1
+        return 2 if isinstance(error, CallError) or options.words[0] == "models" else 1
     return status
 
 

@@ -115,7 +115,7 @@ def measure(
     for inputs in samples.batches(rows):
         count = len(next(iter(inputs.values()))) if samples.batched else 1
         comparison.add(reference.run(inputs), engine.run(inputs), count)
-        report(comparison.samples / len(samples), f"comparing {samples.origin}")
+        report(comparison.samples / len(samples), f"comparing with FP32, {comparison.samples} of {len(samples)}")
     return comparison.accuracy(samples.origin)
 
 

@@ -93,7 +93,7 @@ def make(
     """
     refused = target.refuses(spec.precision)
     if refused:
-        raise BuildError(f"{project.name} cannot be built in {spec.precision} for {target.name}: {refused}")
+        raise BuildError(f"{project.name}: {spec.precision} is not for {target.name} here: {refused}")
     machine = target.describe()
     data = open_data(project, spec)
     digest = project.digest()
@@ -223,7 +223,7 @@ class _Build:
         sizes = batch_sizes(self._project, self._spec)
         timings = []
         for index, rows in enumerate(sizes):
-            report(index / len(sizes), f"timing {rows} rows")
+            report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
             timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
             # Without a batch dimension an engine takes the first one for it.
             batched = bool(self._project.config.max_batch_size)

@@ -9,18 +9,35 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column
+from rich.text import Text
 
 from engines.progress import Report
-from engines.report.style import size
+from engines.report.narrow_table import Heading, narrow_table
+from engines.report.style import plain, rate, size
 from server.config.machine import Machine
 
 if TYPE_CHECKING:
     from engines.building import Outcome
 
 
+# Bars at once: fewer than any terminal has lines, for what does not fit is not drawn.
+_SHOWN = 8
+_BAR_WIDTH = 16
+_HEADINGS = (
+    Heading("model"),
+    Heading("engine", wraps=True),
+    Heading("", wraps=True),
+    Heading("top-1", number=True, rank=1),
+    Heading("accuracy", number=True, rank=2),
+    Heading("rows/s", number=True, rank=3),
+    Heading("size", number=True, rank=4),
+    Heading("time", number=True, rank=5),
+)
+
+
 class BuildDisplay:
-    """A bar a model; silent where nobody watches (no terminal).
+    """A bar a model with the phase it is in; silent where nobody watches (no terminal).
 
     Args:
         console: where to draw.
@@ -29,20 +46,29 @@ class BuildDisplay:
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[note]}"),
+            TextColumn("{task.description}", table_column=Column(overflow="fold")),
+            BarColumn(_BAR_WIDTH),
+            TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+            # Takes the room that the others leave: a phase may be cut short, a model's name and the time may not.
+            TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
             disable=not console.is_terminal,
+            expand=True,
         )
+        self._names = list(names)
         self._tasks: dict[str, TaskID] = {
-            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits") for name in names
+            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=place < _SHOWN)
+            for place, name in enumerate(names)
         }
 
     def __enter__(self) -> BuildDisplay:
-        self._progress.start()
+        try:
+            self._progress.start()
+        except BaseException:
+            # Ctrl-C while the first picture is drawn: the cursor must come back.
+            self._progress.stop()
+            raise
         return self
 
     def __exit__(
@@ -53,6 +79,9 @@ class BuildDisplay:
     def report(self, name: str) -> Report:
         """Begin with a model; what is returned moves its bar."""
         task = self._tasks[name]
+        first = max(min(self._names.index(name) - _SHOWN // 2, len(self._names) - _SHOWN), 0)
+        for place, other in enumerate(self._names):
+            self._progress.update(self._tasks[other], visible=first <= place < first + _SHOWN)
         self._progress.start_task(task)
         return lambda done, note: self._progress.update(task, completed=done, note=escape(note))
 
@@ -65,42 +94,40 @@ class BuildDisplay:
 
 def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome], machine: Machine) -> None:
     """Print a table of what was built; to `errors` what could not be built or published, and why."""
-    title = f"Engines for {machine.target} {machine.version} on {machine.device} ({machine.capability})"
-    table = Table("model", "engine", "", title=escape(title), title_justify="left")
-    for heading in ("top-1", "accuracy", "rows/s", "size", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        if outcome.built is not None:
-            table.add_row(*_row(outcome))
-    if table.row_count:
-        console.print(table)
+    title = f"Engines for {machine}"
+    rows = [_row(outcome) for outcome in outcomes if outcome.built is not None]
+    if rows:
+        console.print(narrow_table(title, _HEADINGS, rows, console.width))
     for outcome in outcomes:
         name = f"{outcome.name}: " if outcome.name else ""
         if outcome.error:
             verb = "was not published" if outcome.built else "was not built"
-            head = f"[red]{escape(name.rstrip(': '))} {verb}:[/] " if name else ""
-            errors.print(f"{head}{escape(outcome.error)}", highlight=False, soft_wrap=True)
+            head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
+            # Its name may stand in front of what went wrong, too.
+            errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
         elif outcome.forced and outcome.built is not None:
             missed = escape("; ".join(outcome.built.refusal))
             errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: Outcome) -> list[Text]:
     built = outcome.built
     assert built is not None
     accuracy = built.accuracy
-    done = "published" if outcome.published else "refused"
-    if outcome.forced:
-        done = "published, marked"
+    if outcome.published:
+        done = "published, marked" if outcome.forced else "published"
+    else:
+        done = "refused" if built.refusal else "not published"
     best = max((timing.rows_per_s for timing in built.timings), default=0.0)
-    kept = f", {len(built.kept)} nodes kept" if built.kept else ""
-    return [
-        escape(outcome.name),
+    kept = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
+    cells = [
+        plain(outcome.name),
         f"{built.spec.precision}{kept}",
-        f"{done}{' (stored)' if built.cached else ''}",
+        done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",
-        f"{best:,.0f}" if best >= 100 else f"{best:.3g}",
+        rate(best),
         size(built.size_bytes),
-        f"{outcome.seconds:.1f} s",
+        "stored" if built.cached else f"{outcome.seconds:.1f} s",
     ]
+    return [Text(cell) for cell in cells]

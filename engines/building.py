@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engines.build import Built, make, make_best, stamp_of
-from engines.errors import BuildError
+from engines.errors import BuildError, CallError
 from engines.progress import Report
 from engines.project import Project, all_projects, open_project
 from engines.spec import BuildSpec, spec_of
@@ -75,8 +75,12 @@ def run(options: argparse.Namespace, console: Console) -> int:
     Raises:
         BuildError: nothing could be begun: no such model, no such target.
     """
-    if bool(options.models) == options.all:
-        raise BuildError("name the models to build, or say --all")
+    if options.models and options.all:
+        raise CallError("models are named and --all is said: leave one of them out")
+    if not options.models and not options.all:
+        raise CallError("name the models to build, or say --all")
+    if options.all and options.version is not None:
+        raise CallError("--version is of one model: name it in place of --all")
     projects = _projects(options)
     with ThreadPoolExecutor(1) as pool:
         # Reading a large model takes as long as waking a GPU; neither waits for the other.

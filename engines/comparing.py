@@ -13,7 +13,7 @@ from rich.text import Text
 
 from engines.build_display import BuildDisplay
 from engines.comparison import DEFAULT_PRECISIONS, Comparison, compare, default_sizes
-from engines.errors import BuildError
+from engines.errors import CallError
 from engines.progress import Report
 from engines.project import Project, open_project
 from engines.report.comparison_page import (
@@ -23,8 +23,9 @@ from engines.report.comparison_page import (
     comparison_page,
     comparison_picture,
     speed_cells,
+    told_columns,
 )
-from engines.report.page import save
+from engines.report.page import make_folder, save
 from engines.report.style import plain
 from engines.spec import CALIBRATOR, spec_of
 from engines.store import DEFAULT_ROOT, Store
@@ -69,11 +70,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
         BuildError: nothing could be begun, or the files cannot be written.
     """
     if not 0 < options.seconds <= 3600:
-        raise BuildError(f"--seconds is {options.seconds:g}: write a number above 0, 3600 at most")
+        raise CallError(f"--seconds is {options.seconds:g}: write a number above 0, 3600 at most")
     project = open_project(options.model, options.model_repository, options.version)
     sizes = _sizes(options.batch, project)
     target = choose_target(options.target)
     precisions = _precisions(options.precisions, target)
+    if options.output is not None:
+        # Measuring takes minutes; that there is no place for the result should show before.
+        make_folder(options.output)
     with BuildDisplay(console, [*precisions, "timing"]) as display:
         reports = {name: _started_when_told(display, name) for name in (*precisions, "timing")}
         comparison = compare(project, target, Store(options.cache), precisions, sizes, options.seconds, reports)
@@ -107,8 +111,7 @@ def show(console: Console, comparison: Comparison) -> None:
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
     cells = [cells_of(row) for row in comparison.worked]
-    # A terminal is narrow: what no row can tell, such as an accuracy without labels, takes no column.
-    told = [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in cells)]
+    told = told_columns(cells)
     what = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in told:
         what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
@@ -148,7 +151,7 @@ def _precisions(asked: str | None, target: Target) -> list[str]:
     names = list(dict.fromkeys(word.strip().lower() for word in asked.split(",") if word.strip()))
     unknown = [name for name in names if name not in _COMPARABLE]
     if unknown or not names:
-        raise BuildError(f"--precisions is '{asked}': write some of {','.join(_COMPARABLE)}")
+        raise CallError(f"--precisions is '{asked}': write some of {','.join(_COMPARABLE)}")
     return names
 
 
@@ -158,14 +161,14 @@ def _sizes(asked: str | None, project: Project) -> list[int]:
         return default_sizes(project, spec)
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise BuildError(f"--batch is '{asked}': write batch sizes from 1 on, e.g. 1,8,32")
+        raise CallError(f"--batch is '{asked}': write batch sizes from 1 on, e.g. 1,8,32")
     sizes = sorted({int(word) for word in words})
     if not project.config.max_batch_size:
         if sizes != [1]:
-            raise BuildError(f"{project.name} has no batch dimension: leave --batch out")
+            raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return sizes
     least, _, most = next(iter(spec.profiles[0].shapes.values()))
     if sizes[0] < least[0] or sizes[-1] > most[0]:
         cure = "raise max_batch_size or the profile's batch" if sizes[-1] > most[0] else "lower the profile's batch"
-        raise BuildError(f"--batch is {asked}, engines of {project.name} take {least[0]} to {most[0]} rows: {cure}")
+        raise CallError(f"--batch is {asked}, engines of {project.name} take {least[0]} to {most[0]} rows: {cure}")
     return sizes

@@ -222,6 +222,7 @@ def _measure(
         alive = {precision: engine for precision, engine in engines.items() if precision not in failed}
         for precision, rounds in _in_turns(alive, inputs, seconds, report, failed, size).items():
             found[precision].append(_joined(rounds, size, batched))
+    timing(1.0, "timed")
     measured = []
     for row in rows:
         if row.precision in failed:
@@ -251,7 +252,7 @@ def _in_turns(
         for place, precision in enumerate(order[first:] + order[:first]):
             if precision in failed:
                 continue
-            report((turn + place / len(order)) / ROUNDS, f"{precision}, {size} rows")
+            report((turn + place / len(order)) / ROUNDS, f"{precision}, {size} row{'s' * (size > 1)}")
             try:
                 rounds[precision].append(engines[precision].time(inputs, seconds / ROUNDS))
             except (BuildError, MemoryError) as error:

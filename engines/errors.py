@@ -9,6 +9,10 @@ class BuildError(HeadraceError):
     """A model or an engine cannot be built."""
 
 
+class CallError(BuildError):
+    """The command line contradicts itself, or an option has a value that it cannot have."""
+
+
 class NoKernelError(BuildError):
     """The target has no kernel for a layer in the precision that it is written in.
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engines.errors import BuildError
+from engines.errors import BuildError, CallError
 from engines.inspection import Inspection
 from engines.onnx_graph import read_onnx
 from engines.project import Project, open_project
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     for name, value in (("--top", options.top), ("--batch", options.batch)):
         if value is not None and value < 1:
-            raise BuildError(f"{name} is {value}: write a number from 1 on")
+            raise CallError(f"{name} is {value}: write a number from 1 on")
     project = open_project(options.model, options.model_repository, options.version)
     inspection = inspect(project, targets_of(options.target), options.batch)
     show(console, inspection, options.top)
@@ -149,13 +150,13 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
     tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}
     if not config.max_batch_size:
         if rows not in (None, 1):
-            raise BuildError(f"{project.name} has no batch dimension: leave --batch out")
+            raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))
     least, best, most = next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
     if rows is None:
         rows = max(least[0], min(best[0], _CPU_ROWS)) if target.name == "onnxruntime" else best[0]
     if not least[0] <= rows <= most[0]:
-        raise BuildError(f"--batch is {rows}, {project.name} takes {least[0]} to {most[0]} rows")
+        raise CallError(f"--batch is {rows}, {project.name} takes {least[0]} to {most[0]} rows")
     samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
     batch = next(iter(samples.batches(_NOISE_ROWS)))
     return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}
@@ -169,10 +170,11 @@ def show(console: Console, inspection: Inspection, top: int | None) -> None:
     head = f"{inspection.model} {inspection.version} on {inspection.machine_text}: {inspection.title}"
     console.print(Text(plain(head), "bold"), soft_wrap=True)
     if inspection.reason:
-        console.print(Text(plain(f"This is the model itself: {inspection.reason}."), "yellow"), soft_wrap=True)
+        cure = f"`headrace build {inspection.model}` builds an engine"
+        console.print(Text(plain(f"This is the model itself: {inspection.reason}; {cure}."), "yellow"), soft_wrap=True)
     bar_width = _BAR_WIDTH if console.width >= _WIDE else 0
-    table = Table()
-    table.add_column("#", justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("#", justify="right", no_wrap=True)
     table.add_column("ONNX nodes", overflow="fold")
     for heading in ("kind", "precision", "tactic"):
         table.add_column(heading, overflow="fold")

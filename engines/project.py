@@ -69,10 +69,12 @@ def open_project(model: str, repository: Path, version: int | None = None) -> Pr
         BuildError: no such model or version, or its configuration cannot be used; says why.
     """
     path = _folder(model, repository)
+    if path.name.isdecimal() and (path / SOURCE).is_file():
+        raise BuildError(f"{model} is a version of a model: name {path.parent.name}, with --version {path.name}")
     try:
         folder = read_model_folder(path, path.parent)
     except ConfigError as error:
-        raise BuildError(f"{path.name} cannot be built: {error}") from error
+        raise BuildError(f"{path.name} cannot be used: {error}") from error
     served = served_versions(folder.config, folder.versions)
     chosen = max(served, default=0) if version is None else version
     if chosen not in folder.versions:

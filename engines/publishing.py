@@ -50,7 +50,8 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
         gone = version_folder if artefact.exists() else "the store"
         raise BuildError(f"the engine cannot be published, {gone} has changed meanwhile: build again") from error
     except OSError as error:
-        raise disk_error(error, version_folder, stamp.size_bytes, _CURE) from error
+        # The file's passing name, which the error has, tells nobody anything.
+        raise disk_error(OSError(error.errno, error.strerror), version_folder, stamp.size_bytes, _CURE) from error
 
 
 def _place(artefact: Path, path: Path, stamp: Stamp) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engines.errors import BuildError
+from engines.report.style import size
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -30,7 +31,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
     if error.errno in _FULL:
         return BuildError(_full(place, needed_bytes, cure))
     if error.errno == errno.EFBIG:
-        needed = f", {megabytes(needed_bytes)} are needed" if needed_bytes else ""
+        needed = f", {size(needed_bytes)} are needed" if needed_bytes else ""
         return BuildError(f"{place} would be larger than a file may be here{needed}: raise `ulimit -f`, or {cure}")
     if error.errno in _FORBIDDEN:
         return BuildError(f"{place} cannot be written ({error.strerror}): check its permissions, or {cure}")
@@ -68,17 +69,12 @@ def free_bytes(folder: Path) -> int:
     return 1 << 62
 
 
-def megabytes(size_bytes: int) -> str:
-    """A size for people."""
-    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:,.1f} kB"
-
-
 def _places(error: OSError) -> list[Path]:
     """The files an error names: what was read or renamed, then what was written."""
     return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
 
 
 def _full(place: Path, needed_bytes: int, cure: str) -> str:
-    needed = f"{megabytes(needed_bytes)} are needed, " if needed_bytes else ""
-    free = megabytes(free_bytes(place))
+    needed = f"{size(needed_bytes)} are needed, " if needed_bytes else ""
+    free = size(free_bytes(place))
     return f"{place}: the disk is full ({needed}{free} are free): make room, e.g. by `headrace engines gc`, or {cure}"

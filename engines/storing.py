@@ -9,17 +9,36 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engines.report.narrow_table import Heading, narrow_table
+from engines.report.style import plain, size
 from engines.store import DEFAULT_ROOT, Store
-from engines.store_errors import disk_error, megabytes
+from engines.store_errors import disk_error
 from engines.store_survey import DAMAGED, FOREIGN, STALE, USED, Published, Stored, survey_repositories, survey_store
 
 _DEFAULT_REPOSITORY = Path("model_repository")
 _DAY_S = 86_400
+_STORED = (
+    Heading("key"),
+    Heading("model", wraps=True),
+    Heading("engine"),
+    Heading("for", rank=3),
+    Heading("size", number=True, rank=1),
+    Heading("used", number=True, rank=2),
+    Heading("published", wraps=True),
+)
+_PUBLISHED = (
+    Heading("model"),
+    Heading("engine"),
+    Heading("for", rank=1),
+    Heading("size", number=True, rank=3),
+    Heading("accuracy", number=True, wraps=True, rank=2),
+    Heading("age", number=True, rank=4),
+    Heading("state", wraps=True),
+)
 _STYLES = {USED: "green", FOREIGN: "dim", STALE: "yellow", DAMAGED: "red"}
 
 
@@ -86,80 +105,70 @@ def _ls(
         console.print_json(data={"store": told, "published": [_published_json(one) for one in published]})
         return
     if stored:
-        console.print(_store_table(store, stored))
+        console.print(_store_table(store, stored, console.width))
     else:
         console.print(f"Nothing is in the store {store.root}.", highlight=False, markup=False, soft_wrap=True)
     if published:
-        console.print(_published_table(published))
+        console.print()
+        console.print(_published_table(published, console.width))
     else:
         console.print("No engine is published: `headrace build MODEL` builds one.", highlight=False, soft_wrap=True)
+    _print_problems(stored, published, console)
 
 
-def _store_table(store: Store, stored: Sequence[Stored]) -> Table:
-    table = _table(Text(f"Store {store.root}"), ("key", "model", "engine", "for"), ("size", "used"))
-    table.add_column("published", overflow="fold")
+def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
+    rows = []
     for one in stored:
+        key = Text(one.key[:12])
+        publishers = Text("damaged", "red") if one.problem else Text(", ".join(one.published) or "nobody")
         if one.entry is None:
-            table.add_row(one.key[:12], *[""] * 5, Text(one.problem, "red"))
+            rows.append([key, *[Text()] * 5, publishers])
             continue
         facts = one.entry.facts
-        state = Text(one.problem, "red") if one.problem else Text(", ".join(one.published) or "nobody")
-        table.add_row(
-            one.key[:12],
-            _text(facts.get("model")),
-            _text(facts.get("precision")),
-            _machine(facts.get("machine")),
-            megabytes(one.entry.size_bytes),
-            _age(one.entry.used_s),
-            state,
-        )
+        told = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
+        rows.append([key, *told, Text(size(one.entry.size_bytes)), Text(_age(one.entry.used_s)), publishers])
+    table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
     total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
-    table.caption = Text(f"{len(stored)} in all, {megabytes(total_bytes)}")
+    table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
     return table
 
 
-def _published_table(published: Sequence[Published]) -> Table:
-    table = _table(Text("Published"), ("model", "engine", "for"), ("size", "accuracy", "age"))
-    table.add_column("state", overflow="fold")
+def _published_table(published: Sequence[Published], width: int) -> Table:
+    rows = []
     for one in published:
-        state = Text.assemble((one.state, _STYLES[one.state]), f": {one.problem}" if one.problem else "")
-        name, stamp = Text(f"{one.model}/{one.version}"), one.stamp
+        state, stamp = Text(one.state, _STYLES[one.state]), one.stamp
+        name = Text(plain(f"{one.model}/{one.version}"))
         if stamp is None:
-            table.add_row(name, *[""] * 5, state)
+            rows.append([name, *[Text()] * 5, state])
             continue
         if stamp.forced:
-            state.append(" (forced)", "yellow")
+            state.append(" forced", "yellow")
         if stamp.overridden:
             state.append(" by option")
-        table.add_row(
-            name,
-            _text(stamp.precision),
-            _machine(asdict(stamp.machine)),
-            megabytes(stamp.size_bytes),
-            _accuracy(stamp.accuracy),
-            _age(_changed_s(one.folder / stamp.artefact)),
-            state,
-        )
-    return table
+        measured = Text(_age(_changed_s(one.folder / stamp.artefact)))
+        told = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
+        rows.append([name, *told, _accuracy(stamp.accuracy), measured, state])
+    return narrow_table("Published", _PUBLISHED, rows, width)
 
 
-def _table(title: Text, headings: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading in ("key", "for"), overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=heading != "accuracy")
-    return table
+def _print_problems(stored: Sequence[Stored], published: Sequence[Published], console: Console) -> None:
+    lines = [(one.key[:12], "damaged", one.problem) for one in stored if one.problem]
+    # What is for another machine says so in its row.
+    told = [one for one in published if one.problem and one.state != FOREIGN]
+    lines += [(f"{one.model}/{one.version}", one.state, one.problem) for one in told]
+    for where, state, problem in lines:
+        line = Text.assemble((plain(where), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
+        console.print(line, soft_wrap=True)
 
 
 def _machine(told: Any) -> Text:
     told = told if isinstance(told, dict) else {}
     lines = (("device", "capability"), ("target", "version"))
-    return Text("\n".join(" ".join(str(told.get(name, "")) for name in line) for line in lines))
+    return Text("\n".join(plain(" ".join(str(told.get(name, "")) for name in line)) for line in lines))
 
 
 def _text(value: object) -> Text:
-    return Text("" if value is None else str(value))
+    return Text("" if value is None else plain(str(value)))
 
 
 def _accuracy(told: Any) -> Text:
@@ -244,9 +253,12 @@ def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace,
         console.print_json(data={**told, "busy": busy, "files": [str(path) for path in files]})
         return 0
     word = "would remove" if options.dry_run else "removed"
-    lines = [f"{word} {one.key[:12]} {one.model}: {megabytes(one.freed_bytes)}" for one in removed]
+    lines = [f"{word} {one.key[:12]} {one.model}: {size(one.freed_bytes)}" for one in removed]
     lines += [f"{word} {path.relative_to(store.root)}" for path in files]
     lines += [f"kept {key[:12]}: it is being built" for key in busy]
+    kept = len(stored) - len(removed) - len(busy)
+    if kept:
+        lines.append(f"kept {kept}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
     for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -254,7 +266,7 @@ def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace,
 
 def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
     would = "would be " if dry_run else ""
-    return f"{removed} of {stored} engines {would}removed, {megabytes(freed_bytes)} {would}freed"
+    return f"{removed} of {stored} engines {would}removed, {size(freed_bytes)} {would}freed"
 
 
 def _model(one: Stored) -> str:
@@ -317,10 +329,14 @@ def _verify(stored: Sequence[Stored], published: Sequence[Published], as_json: b
 def _store_cure(one: Stored) -> str:
     if one.entry is None:
         return "`headrace engines gc` removes it"
-    model = one.entry.facts.get("model", "MODEL")
-    return f"`headrace build {model}` builds it again, `headrace engines gc --all` empties the store"
+    model, precision = one.entry.facts.get("model", "MODEL"), one.entry.facts.get("precision")
+    return f"`headrace build {model} --precision {precision}` builds it again, `headrace engines gc --all` empties the store"
 
 
 def _cure(one: Published) -> str:
-    where = "" if one.stamp is None else f" on {one.stamp.machine.device} {one.stamp.machine.capability}"
-    return f"`headrace build {one.model} --version {one.version}`{where}"
+    command = f"headrace build {one.model} --version {one.version}"
+    if one.stamp is None:
+        return f"`{command}`"
+    if one.stamp.overridden:
+        command += f" --precision {one.stamp.asked}"
+    return f"`{command}` on {one.stamp.machine.device} {one.stamp.machine.capability}"

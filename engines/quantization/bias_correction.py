@@ -46,7 +46,7 @@ def correct_biases(
     counterparts = {node.name: node for node in rounded.nodes}
     wanted = set(nodes) & set(counterparts)
     layers = [node for node in graph.nodes if node.name in wanted and node.op_type in _BIAS]
-    report(0.0, "measuring the means of the layers' inputs")
+    report(0.0, "correcting biases")
     means = _means(model, graph, sorted({node.input[0] for node in layers}), samples.head(SAMPLES), report)
     for node in layers:
         weight, mean = graph.constant(node.input[1]), means.get(node.input[0])
@@ -56,7 +56,7 @@ def correct_biases(
         shift = _shift(graph, node, stored - weight, mean)
         if shift is not None and np.isfinite(shift).all():
             _take_off(graph, node, shift)
-    report(1.0, "biases are corrected")
+    report(1.0, "corrected biases")
     return graph.finish()
 
 
@@ -72,7 +72,7 @@ def _means(
         # The last batch may have fewer rows, and counts for less.
         rows = len(next(iter(batch.values()))) if samples.batched else 1
         count += rows
-        report(count / len(samples), "measuring the means of the layers' inputs")
+        report(count / len(samples), "correcting biases")
         for name in tensors:
             array = values[name]
             if array.ndim > 1:

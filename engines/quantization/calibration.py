@@ -59,12 +59,12 @@ def calibrate(
     key = _key(model, names, samples, method, calibration.percentile)
     table = None if cache is None else cache / f"{key}.json"
     if table is not None and (known := _read(table, key, names)) is not None:
-        report(1.0, "the ranges are known from an earlier calibration")
+        report(1.0, "calibrated earlier")
         return known
     histograms = {name: TensorHistogram(name, method, calibration.percentile) for name in names}
     _fill(model, histograms, samples, report)
     ranges = {name: histogram.range() for name, histogram in histograms.items()}
-    report(1.0, f"calibrated {len(ranges)} tensors on {samples.origin}")
+    report(1.0, f"calibrated {len(ranges)} tensors")
     if table is not None:
         _write(table, {"recipe": RECIPE, "key": key, "method": method, "samples": samples.origin, "ranges": ranges})
     return ranges
@@ -89,7 +89,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
         first = runner.run(next(samples.head(1).batches(1)))
         rows = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(sum(array.nbytes for array in first.values()), 1)))
     for batch in samples.batches(rows):
-        report(done / len(samples), f"calibrating on {samples.origin}: {done} done")
+        report(done / len(samples), f"calibrating, {done} of {len(samples)} samples")
         found = {**runner.run(batch), **batch}
         for name, histogram in histograms.items():
             if name in found:

@@ -27,6 +27,8 @@ def comparison_page(comparison: Comparison) -> str:
     """HTML with three plots and two tables."""
     names = [row.precision for row in comparison.worked]
     throughput, latency, accuracy = _panels(comparison)
+    lines = [cells_of(row) for row in comparison.worked]
+    told = told_columns(lines)
     label = f"{comparison.model} by precision: "
     body = [
         f"<h1>{escape(comparison.model)} <small>version {comparison.version}, precisions compared</small></h1>",
@@ -40,7 +42,7 @@ def comparison_page(comparison: Comparison) -> str:
         svg(latency, WIDTH, HEIGHT, label + "latency"),
         svg(accuracy[0], WIDTH, accuracy[1], label + "accuracy"),
         "</div><h2>What they are</h2>",
-        table(HEADINGS[:-1], [[escape(cell) for cell in cells_of(row)[:-1]] for row in comparison.worked]),
+        table([HEADINGS[column] for column in told], [[escape(cells[column]) for column in told] for cells in lines]),
         *(f"<p><small><b>{escape(row.precision)}</b> {escape(told)}</small></p>" for row, told in _remarks(comparison)),
         "<h2>How fast they are</h2>",
         table(
@@ -82,6 +84,11 @@ def cells_of(row: Row) -> list[str]:
         f"{built.seconds:.1f} s",
         row.remark,
     ]
+
+
+def told_columns(lines: list[list[str]]) -> list[int]:
+    """Of lines of `cells_of`: what no row can tell, such as an accuracy without labels, takes no column; nor do remarks."""
+    return [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in lines)]
 
 
 def speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:

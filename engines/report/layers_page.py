@@ -21,7 +21,7 @@ ol .name{grid-area:name}ol .kind{grid-area:kind}
 ol .time{grid-area:time;text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 ol .bar{grid-area:bar;height:.55rem;border-radius:.2rem;min-width:2px}
 @media (min-width:60rem){
-ol li{grid-template:"name kind time bar"/minmax(0,2fr) minmax(0,1.3fr) 9rem minmax(0,3fr);align-items:center;padding:.2rem 0}
+ol li{grid-template:"name kind time bar"/minmax(0,2fr) minmax(0,1.7fr) 9rem minmax(0,2.6fr);align-items:center;padding:.2rem 0}
 ol .bar{height:1rem}}
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from engines.errors import BuildError
 from engines.report.style import variables
@@ -51,6 +52,20 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in headings)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for pages, and see that it takes files.
+
+    Raises:
+        BuildError: it does not; says why.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise BuildError(f"{path} cannot be written: {error.strerror}: name another folder, or make room") from error
 
 
 def save(path: Path, text: str) -> None:

@@ -14,6 +14,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 46
 _INSET = 12
 LEGEND_HEIGHT = 30
 _BAR_HEIGHT, _BAR_GAP = 18, 8
+# Width of a letter of the labels, on average, with some to spare.
+_LETTER = 6.6
 _TEXT = "text{font:12px system-ui,sans-serif;fill:var(--ink)}.s{fill:var(--soft)}.t{font-size:13px;font-weight:600}"
 
 
@@ -85,21 +87,22 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
 
 def bar_plot(title: str, bars: Sequence[Bar]) -> str:
     """A panel of horizontal bars from 0 to 1 with their values behind them; as high as `bars_height`."""
+    start = max([150, *(round(_LETTER * len(bar.label)) for bar in bars)])
     parts = [_text(title, 0, 18, "t")]
     if not bars:
         parts.append(_text("nothing was measured", 0, 44, "s"))
-    room = WIDTH - 150 - 64
+    room = WIDTH - start - 64
     for number, bar in enumerate(bars):
         y = _TOP + number * (_BAR_HEIGHT + _BAR_GAP)
         width = room * min(max(bar.value, 0.0), 1.0)
         parts.append(_text(bar.label, 0, y + 13))
         parts.append(
-            f'<rect x="150" y="{y}" width="{room}" height="{_BAR_HEIGHT}" rx="3" fill="var(--line)" opacity=".5"/>'
+            f'<rect x="{start}" y="{y}" width="{room}" height="{_BAR_HEIGHT}" rx="3" fill="var(--line)" opacity=".5"/>'
         )
         parts.append(
-            f'<rect x="150" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" rx="3" fill="{colour(bar.name)}"/>'
+            f'<rect x="{start}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" rx="3" fill="{colour(bar.name)}"/>'
         )
-        parts.append(_text(bar.text, 150 + room + 6, y + 13))
+        parts.append(_text(bar.text, start + room + 6, y + 13))
     return "".join(parts)
 
 

@@ -22,7 +22,7 @@ from engines.accuracy import Accuracy
 from engines.build import Built
 from engines.comparing import add_arguments, run
 from engines.comparison import ROUNDS, Comparison, compare, default_sizes
-from engines.errors import BuildError
+from engines.errors import BuildError, CallError
 from engines.onnx_graph import read_onnx
 from engines.progress import Report
 from engines.project import Project, open_project
@@ -250,6 +250,23 @@ def test_the_command_writes_three_files(project: Project, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("direct")
+def test_a_place_that_takes_no_files_is_told_before_anything_is_built(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"file cannot be written: .*name another folder"):
+        call(project, tmp_path, "--output", tmp_path / "file")
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_bar_of_the_timing_ends(project: Project, tmp_path: Path) -> None:
+    told: list[tuple[float, str]] = []
+    reports = {"timing": lambda done, note: told.append((done, note))}
+    compare(project, OnnxRuntimeTarget(), Store(tmp_path), ["fp32"], [1, 2], 0.02, reports, fails_on_int8)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[0] == (0.0, "fp32, 1 row")
+    assert told[-1][0] == 1.0
+
+
+@pytest.mark.usefixtures("direct")
 def test_the_status_is_that_of_fp32(project: Project, tmp_path: Path) -> None:
     assert call(project, tmp_path, "--precisions", "int8,fp32", "--batch", "1")[0] == 0
     assert call(project, tmp_path, "--precisions", "int8", "--batch", "1")[0] == 1
@@ -269,7 +286,7 @@ def test_the_status_is_that_of_fp32(project: Project, tmp_path: Path) -> None:
 def test_wrong_words_are_refused_before_anything_is_built(
     words: tuple[str, str], expected: str, project: Project, tmp_path: Path
 ) -> None:
-    with pytest.raises(BuildError, match=expected):
+    with pytest.raises(CallError, match=expected):
         call(project, tmp_path, *words)
     assert not (tmp_path / "store").exists()
 

@@ -128,7 +128,7 @@ def test_a_disk_without_room_for_a_copy_is_told_with_the_bytes(
     entry = _entry(store, "a" * 200)
     monkeypatch.setattr(publishing.os, "link", _failing(errno.EXDEV))
     monkeypatch.setattr(publishing, "free_bytes", lambda _folder: entry.size_bytes - 1)
-    with pytest.raises(BuildError, match=r"the disk is full \(0\.2 MB are needed, .*stays in the store"):
+    with pytest.raises(BuildError, match=r"the disk is full \(200 kB are needed, .*stays in the store"):
         store.publish(entry, folder, _stamp(entry))
     assert _names(folder) == set()
     assert store.find(entry.key) is not None

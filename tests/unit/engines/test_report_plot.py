@@ -56,6 +56,19 @@ def test_logarithmic_ticks_are_round_ascending_and_around_the_values(low: float,
     assert all(f"{mark:e}"[0] in "125" for mark in found)
 
 
+def test_long_labels_end_before_their_bars() -> None:
+    bars = [
+        Bar("int8-tensorrt", "int8-tensorrt same as FP32", 0.5, "50.0%"),
+        Bar("fp32", "fp32 same as FP32", 1.0, "1"),
+    ]
+    drawn = picture(bar_plot("Accuracy", bars))
+    starts = {float(bar.attrib["x"]) for bar in drawn.iter(SVG + "rect")}
+    ends = [float(bar.attrib["x"]) + float(bar.attrib["width"]) for bar in drawn.iter(SVG + "rect")]
+    assert len(starts) == 1
+    assert starts.pop() >= 6.5 * len(bars[0].label)
+    assert max(ends) < WIDTH - 40, "the value stands behind"
+
+
 def test_known_ticks() -> None:
     assert ticks(68_324) == [0, 20_000, 40_000, 60_000, 80_000]
     assert ticks(0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]

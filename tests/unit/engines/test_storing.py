@@ -67,13 +67,13 @@ class _Place:
         self.store.publish(entry, project.source.parent, replace(stamp, **changes))
         return entry
 
-    def run(self, action: str, *words: str, repositories: bool = True) -> tuple[int, str]:
+    def run(self, action: str, *words: str, repositories: bool = True, width: int = 200) -> tuple[int, str]:
         parser = argparse.ArgumentParser()
         storing.add_arguments(parser, action)
         given = ["--model-repository", str(self.repository)] if repositories else []
         output = io.StringIO()
         options = parser.parse_args([*given, "--cache", str(self.store.root), *words])
-        status = storing.run(options, Console(file=output, width=200, force_terminal=False))
+        status = storing.run(options, Console(file=output, width=width, force_terminal=False))
         return status, output.getvalue()
 
     def json(self, action: str, *words: str) -> Any:
@@ -143,6 +143,19 @@ def test_entries_and_what_is_published_are_listed(place: _Place) -> None:
     assert "98.8%" in lines["here/1"]
     assert "nobody" in lines[unused.key[:12]]
     assert "6 in all, 30.0 kB" in text
+
+
+def test_names_are_whole_and_problems_are_sentences_on_eighty_columns(place: _Place) -> None:
+    for name in ("efficientnet_lite0", "m"):
+        place.add_model(name)
+        place.publish(name, forced=True, overridden=True)
+    _reconfigure(place, "m")
+    text = place.run("ls", width=80)[1]
+    lines = text.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert sum("efficientnet_lite0" in line for line in lines) == 2
+    assert sum("efficientnet_lite0/1" in line for line in lines) == 2
+    assert lines[-1] == "m/1 stale: built for another configuration (precision int8)"
 
 
 def test_a_model_whose_configuration_is_wrong_is_stale_for_that_reason(place: _Place) -> None:
@@ -288,6 +301,15 @@ def test_a_corrupted_artefact_is_found_wherever_it_lies(place: _Place) -> None:
     assert last == "2 checked, 0 as built, 2 wrong"
     # The store looks at size alone when it only lists.
     assert place.run("ls")[0] == 0
+
+
+def test_the_cure_asks_for_what_was_asked_for(place: _Place) -> None:
+    place.add_model("m")
+    entry = place.publish("m", overridden=True)
+    _reconfigure(place, "m")
+    assert "(`headrace build m --version 1 --precision int8` on " in place.run("verify")[1]
+    _change(entry.path)
+    assert "`headrace build m --precision int8` builds it again" in place.run("verify")[1]
 
 
 @pytest.mark.parametrize(

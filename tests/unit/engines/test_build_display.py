@@ -1,0 +1,150 @@
+"""What `headrace build` shows on eighty columns, and what its statuses are."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from engines.__main__ import main
+from engines.accuracy import Accuracy
+from engines.build import Built
+from engines.build_display import BuildDisplay, show_outcomes
+from engines.building import Outcome
+from engines.spec import BuildSpec, spec_of
+from engines.targets.base import Timing
+from server.config.config_reader import read_model_folder
+from server.config.machine import Machine, onnxruntime_machine
+from tests.models import add_model, affine
+
+HERE: Machine = onnxruntime_machine()
+ACCURACY = Accuracy(48, "accuracy/ (48 pictures)", 1.0, 0.999, 0.1, 0.989, 0.989)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> BuildSpec:
+    return spec_of(read_model_folder(add_model(tmp_path, "m", affine()), tmp_path).config)
+
+
+def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes: object) -> Outcome:
+    built = Built(
+        Path("x.onnx"), spec, HERE, "0" * 64, ACCURACY, [], (), (Timing(1, 1.0, 2.0, 13_995_487.0),), 102_100_000, 9.1, False
+    )  # fmt: skip
+    return Outcome("efficientnet_lite0", replace(built, **changes), published, False, error, 9.1)
+
+
+def shown(*outcomes: Outcome) -> tuple[str, str]:
+    out, errors = io.StringIO(), io.StringIO()
+    show_outcomes(Console(file=out, width=80), Console(file=errors, width=80), outcomes, HERE)
+    return out.getvalue(), errors.getvalue()
+
+
+def test_a_row_tells_all_on_eighty_columns(spec: BuildSpec) -> None:
+    text, errors = shown(outcome(spec))
+    (row,) = [line for line in text.splitlines() if line.startswith("efficientnet_lite0")]
+    assert row.split() == [
+        "efficientnet_lite0",
+        "fp32",
+        "published",
+        "100.0%",
+        "98.9%",
+        "13,995,487",
+        "102.1",
+        "MB",
+        "9.1",
+        "s",
+    ]
+    assert max(map(len, text.splitlines())) <= 80
+    assert errors == ""
+
+
+def test_the_state_is_what_happened(spec: BuildSpec) -> None:
+    told = "efficientnet_lite0: the disk is full: make room"
+    text, errors = shown(outcome(spec, published=False, error=told, kept=("a",), cached=True))
+    assert "refused" not in text, "nothing is wrong with its accuracy"
+    assert re.search(r"fp32, 1 +not ", text)
+    assert "stored" in text
+    assert errors == "efficientnet_lite0 was not published: the disk is full: make room\n", "it is named once"
+    assert "refused" in shown(outcome(spec, published=False, error="x", refusal=["too bad"]))[0]
+
+
+class _Terminal:
+    """What stands on a terminal of eighty columns after each drawing."""
+
+    def __init__(self) -> None:
+        self.out = io.StringIO()
+        self.console = Console(file=self.out, width=80, height=12, force_terminal=True, color_system=None)
+
+    def lines(self) -> list[str]:
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.out.getvalue())
+        return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+def test_a_bar_names_the_phase_and_is_not_cut() -> None:
+    terminal = _Terminal()
+    with BuildDisplay(terminal.console, ["efficientnet_lite0"]) as display:
+        report = display.report("efficientnet_lite0")
+        for note in (
+            "calibrating, 12 of 64 samples",
+            "comparing with FP32, 48 of 48",
+            "a phase that nobody can name in short",
+        ):
+            report(0.5, note)
+            display._progress.refresh()
+    text = "\n".join(terminal.lines())
+    for note in ("calibrating, 12 of 64 samples", "comparing with FP32, 48 of 48", "a phase that nobody"):
+        assert re.search(rf"^efficientnet_lite0 .+ 50% 0:00:\d\d {note}", text, re.MULTILINE), text
+
+
+def test_of_many_models_the_one_at_work_is_seen() -> None:
+    terminal = _Terminal()
+    names = [f"model_{number:02}" for number in range(40)]
+    with BuildDisplay(terminal.console, names) as display:
+        for name in names:
+            report = display.report(name)
+            terminal.out.truncate(terminal.out.seek(0))
+            report(0.5, "building")
+            display._progress.refresh()
+            assert any(line.startswith(name) and "building" in line for line in terminal.lines())
+            assert len({line.split()[0] for line in terminal.lines()}) <= 8, "fewer than the terminal has lines"
+
+
+def test_a_warning_does_not_run_into_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = _Terminal()
+    root = logging.getLogger()
+    others, root.handlers = root.handlers, []
+    try:
+        main(["build", "nothing", "--model-repository", "nowhere"])
+        with BuildDisplay(terminal.console, ["m"]) as display:
+            display.report("m")(0.5, "building")
+            logging.getLogger("engines.somewhere").warning("layers stay in floating point")
+    finally:
+        root.handlers = others
+    assert "layers stay in floating point" in terminal.lines(), "a line of its own, above the bar"
+    assert "layers" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("build", 2, "name the models to build, or say --all"),
+        ("build m --all", 2, "models are named and --all is said"),
+        ("build --all --version 1", 2, "--version is of one model"),
+        ("build nothing", 1, "no model 'nothing'"),
+        ("build {root}/m/1", 1, "is a version of a model: name m, with --version 1"),
+        ("inspect m --batch 0", 2, "--batch is 0"),
+        ("compare m --seconds 0", 2, "--seconds is 0"),
+    ],
+)
+def test_a_wrong_call_has_another_status_than_a_failed_build(
+    words: str, status: int, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_model(tmp_path, "m", affine())
+    given = [word.format(root=tmp_path) for word in words.split()]
+    assert main([*given, "--model-repository", str(tmp_path)]) == status
+    assert told in capsys.readouterr().err
