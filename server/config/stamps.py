@@ -288,7 +288,7 @@ def choose_in(folder: Path, onnx_sha256: str, config_digest: str, machine: Machi
         try:
             stamps = read_stamps(folder)
         except ConfigError as error:
-            return Choice(None, None, str(error.findings[0]))
+            return Choice(None, None, f"{error.findings[0].path} {error.findings[0].message}")
         choice = choose(stamps, folder, onnx_sha256, config_digest, machine, check)
         if not choice.reason.endswith(_MISSING):
             break

@@ -65,7 +65,9 @@ class Plan:
 
     def without_engine(self, error: ConfigError) -> Plan:
         """The model's own file after all, because the engine could not be loaded."""
-        remark = f"{self.source.name} serves in place of {_engine(self.stamp)}, which cannot be loaded: {error}"
+        # What would mend a model's own file, which the rest of the error tells, mends no engine.
+        why = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
+        remark = f"{self.source.name} serves in place of {_engine(self.stamp)}, which cannot be loaded: {why}"
         runtime = self.fallback or self.runtime
         return replace(self, runtime=runtime, artefact=None, stamp=None, remark=remark, cure=f"{self.cure} --rebuild")
 
@@ -85,7 +87,9 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
     """
     config, source, own = folder.config, folder.source_file(version), folder.model_file(version)
     place = folder.path / str(version)
-    cure = f"headrace build {folder.name} --target {runtime}"
+    precision = asked_precision(config.optimization)
+    option = _option(place, runtime) if precision == "fp32" else ""
+    cure = f"headrace build {folder.name} --target {runtime}{option}"
     choice, digest = _choose(place, source, config, runtime)
     if choice.stamp is not None:
         remark = f"{_engine(choice.stamp)} is below its accuracy bar: {'; '.join(choice.stamp.refusal)}"
@@ -101,7 +105,6 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
         raise ConfigError(
             [Finding(f"{folder.name}/{version}", None, message, f"{cure}, or write fallback: onnxruntime")]
         )
-    precision = asked_precision(config.optimization)
     if runtime == "onnxruntime" and choice.reason == "" and precision == "fp32" and not config.build_on_load:
         return Plan(runtime, source)
     wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(precision, f"the {precision} engine")
@@ -175,7 +178,7 @@ def _choose(place: Path, source: Path, config: ModelConfig, runtime: str) -> tup
         if not read_stamps(place) or (runtime != "onnxruntime" and not source.is_file()):
             return Choice(None, None, ""), ""
     except ConfigError as error:
-        return Choice(None, None, str(error.findings[0])), ""
+        return Choice(None, None, f"{error.findings[0].path} {error.findings[0].message}"), ""
     digest = onnx_digest(source)
     return choose_in(place, digest, config_digest(config), _machine(runtime)), digest
 
@@ -186,6 +189,15 @@ def _machine(runtime: str) -> Machine:
     from server.control.gpus import tensorrt_machine
 
     return tensorrt_machine()
+
+
+def _option(place: Path, runtime: str) -> str:
+    """The option with which this machine's engine was built, where no configuration asked for it."""
+    try:
+        asked = [stamp.asked for stamp in read_stamps(place) if stamp.overridden and stamp.machine == _machine(runtime)]
+    except ConfigError:
+        return ""
+    return f" --precision {asked[0]}" if asked else ""
 
 
 def _engine(stamp: Stamp | None) -> str:

@@ -182,7 +182,7 @@ class Builds:
             with tempfile.TemporaryFile() as output:
                 # A group of its own, so that Ctrl-C reaches us alone; in our session, where niceness tells us apart.
                 process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output, process_group=0
                 )
                 _step_back(process)
                 with self._lock:

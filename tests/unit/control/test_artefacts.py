@@ -154,6 +154,16 @@ def test_an_engine_that_does_not_fit_is_passed_over_with_the_reason_and_a_cure(
     run(repository, check, ALL)
 
 
+@pytest.mark.parametrize(("overridden", "option"), [(True, " --precision int8"), (False, "")])
+def test_the_cure_asks_for_what_was_asked_for(tmp_path: Path, overridden: bool, option: str) -> None:
+    """Where the configuration says nothing, `headrace build m` alone would build FP32."""
+    repository = tmp_path / "repository"
+    put(repository, 1)
+    publish(repository / "m", 1, ENGINE, overridden=overridden)
+    change_model(repository / "m")
+    assert serves(repository, 1).endswith(f" (headrace build m --target onnxruntime{option})")
+
+
 def test_an_engine_of_another_machine_stays_aside(repository: Path) -> None:
     publish(repository / "m", 1, ENGINE, machine=OTHER_MACHINE)
     assert "built for cpu abacus with ONNX Runtime 1.2; this is " in serves(repository, 1)
@@ -196,6 +206,7 @@ def test_a_broken_engine_leaves_the_model_serving(repository: Path, engine: byte
     reason = serves(repository, 1)
     assert reason.startswith(f"model.onnx serves in place of the int8 engine, which cannot be loaded: {path.name}")
     assert reason.endswith("(headrace build m --target onnxruntime --rebuild)")
+    assert "export the model again" not in reason, "it is the engine that is broken"
 
 
 @pytest.mark.parametrize("location", ["../../../secret", "link"])
