@@ -14,7 +14,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from server.backends.tensorrt_lanes import Berth, Lane, output_shapes, told
 from server.backends.tensorrt_plan import Plan, Shape, buckets, choose_profile, largest, refused
 from server.core.errors import HeadraceError, ModelFailed
 from server.core.tensor import Array
-from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, check, primary_context, pushed
+from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, loaded, primary_context
 from server.cuda.memory import DeviceBuffer
 from server.cuda.signals import works
 
@@ -61,6 +62,35 @@ class _Trip(NamedTuple):
     rows: int
 
 
+class _Working:
+    """The GPU current in a thread; an error after which it does nothing any more becomes `ExecutionLost`. Has no state."""
+
+    def __init__(self, context: Any, device: int, name: str) -> None:
+        self._context = context
+        self._device = device
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._context.push()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The error itself is not raised anew: frames in a cycle would keep streams alive that must go while the GPU is current.
+        try:
+            if error is None or isinstance(error, OutOfDeviceMemory):
+                return
+            if not isinstance(error, (HeadraceError, loaded().Error)):
+                return
+            if not works():
+                message = f"GPU {self._device} has failed, {self._name} runs there no more: {error}"
+                raise ExecutionLost(message) from error
+            if not isinstance(error, HeadraceError):
+                raise DeviceError(f"running {self._name} failed on the GPU: {error}") from error
+        finally:
+            loaded().Context.pop()
+
+
 class TensorRtExecution:
     """See `server.backends.base.PipelinedExecution`. Opened and closed by the instance's thread.
 
@@ -85,7 +115,7 @@ class TensorRtExecution:
         self._graphs = placement.graphs
         self._buckets = buckets(plan.profiles, placement.max_rows) if placement.max_rows else ()
         self._check_buckets()
-        self._context = primary_context(placement.device)
+        self._working = _Working(primary_context(placement.device), placement.device, plan.name)
         self._scratch = DeviceBuffer()
         self._streams: list[Stream] = []
         self._berths: list[Berth] = []
@@ -95,7 +125,7 @@ class TensorRtExecution:
         self._late: set[_Shapes] = set()
         self._routes: dict[_Shapes, _Shapes] = {}
         self._inputs = {tensor.name: tensor.dtype for tensor in plan.inputs}
-        with pushed(self._context):
+        with self._working:
             try:
                 self._open()
             except BaseException:
@@ -124,7 +154,7 @@ class TensorRtExecution:
         trip = _trip(flight)
         berth = trip.berth
         try:
-            with self._working():
+            with self._working:
                 for name, values in flight.inputs.items():
                     berth.inputs[name].send(values, self._copying_in)
                 berth.copied_in.record(self._copying_in)
@@ -137,7 +167,7 @@ class TensorRtExecution:
                 berth.copied_out.record(self._copying_out)
         except BaseException:
             # Some of it may be queued: nobody else may use the memory before it is over.
-            with self._working():
+            with self._working:
                 self._synchronize()
             self._free.append(berth)
             raise
@@ -147,7 +177,7 @@ class TensorRtExecution:
         trip = _trip(flight)
         berth = trip.berth
         try:
-            with self._working():
+            with self._working:
                 berth.copied_out.wait()
             return {name: memory.view(self._fetched(trip, name)).copy() for name, memory in berth.outputs.items()}
         finally:
@@ -159,7 +189,7 @@ class TensorRtExecution:
 
     def close(self) -> None:
         """Give everything back, after what still runs."""
-        with pushed(self._context):
+        with self._working:
             self._give_back()
 
     # Opening and closing, with the device current
@@ -233,23 +263,6 @@ class TensorRtExecution:
 
     # On the way
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """The device current; an error after which it does nothing any more becomes `ExecutionLost`."""
-        with pushed(self._context):
-            try:
-                with check(f"running {self._plan.name}"):
-                    yield
-            except OutOfDeviceMemory:
-                raise
-            except HeadraceError as error:
-                if works():
-                    raise
-                device = self._placement.device
-                raise ExecutionLost(
-                    f"GPU {device} has failed, {self._plan.name} runs there no more: {error}"
-                ) from error
-
     def _begin(self, like: Mapping[str, Array], rows: int) -> Flight:
         self._check(like)
         shapes = [(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._inputs]
@@ -259,7 +272,7 @@ class TensorRtExecution:
         try:
             lane = self._lanes.get((berth.index, padded))
             if lane is None:
-                with self._working():
+                with self._working:
                     lane = self._new_lane(berth, padded)
             views = {name: berth.inputs[name].view(shape) for name, shape in exact.items()}
         except BaseException:

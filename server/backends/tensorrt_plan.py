@@ -78,7 +78,7 @@ class Plan:
         self._lock = threading.Lock()
         with api.collecting() as errors:
             self._runtime = api.runtime()
-            self._engine = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
+            self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if self._engine is None:
                 raise refused(name, *refusal(errors, here))
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
