@@ -89,7 +89,7 @@ class FakePipeline:
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         self._expect(not self._open, "run while flights are open")
         self._on("instance")
-        self._say("run")
+        self.note("run")
         self.batches.append([float(row[0]) for row in inputs["x"]])  # type: ignore[index,attr-defined]
         self._misbehave("finish", inputs["x"])
         return {"y": np.asarray(inputs["x"]) * 2}
@@ -103,7 +103,7 @@ class FakePipeline:
             self.most_open = max(self.most_open, len(self._open))
             self._expect(len(self._open) <= self.depth, "more flights open than depth")
         buffer = np.full((rows, *like["x"].shape[1:]), np.nan, like["x"].dtype)
-        self._say(f"begin {number}")
+        self.note(f"begin {number}")
         self.during_fill()
         return Flight({"x": buffer}, rows, _Batch(number, buffer))
 
@@ -120,13 +120,13 @@ class FakePipeline:
             raise
         batch.launched = True
         self._in_the_air.append(batch.number)
-        self._say(f"launch {batch.number}")
+        self.note(f"launch {batch.number}")
 
     def finish(self, flight: Flight) -> dict[str, Array]:
         self._on("finisher")
         batch = self._batch(flight)
         self._expect(batch.launched, "finished before it was launched")
-        self._say(f"finishing {batch.number}")
+        self.note(f"finishing {batch.number}")
         if self.manual:
             self._permits.acquire()
         self._expect(self._in_the_air.pop(0) == batch.number, "finished out of turn")
@@ -134,7 +134,7 @@ class FakePipeline:
         batch.buffer.fill(np.nan)
         self._give_back(batch)
         self.batches.append(x[:, 0].tolist())
-        self._say(f"finish {batch.number}")
+        self.note(f"finish {batch.number}")
         self._misbehave("finish", x)
         return {"y": x * 2}
 
@@ -143,14 +143,15 @@ class FakePipeline:
         batch = self._batch(flight)
         self._expect(not batch.launched, "discarded after the launch")
         self._give_back(batch)
-        self._say(f"discard {batch.number}")
+        self.note(f"discard {batch.number}")
 
     def close(self) -> None:
-        self._say("close")
+        self.note("close")
 
     # Within
 
-    def _say(self, event: str) -> None:
+    def note(self, event: str) -> None:
+        """Write something into the log."""
         with self._changed:
             self.log.append(event)
             self._changed.notify_all()
@@ -171,7 +172,7 @@ class FakePipeline:
 
     def _misbehave(self, call: str, x: Array) -> None:
         if self.hanging == call:
-            self._say(f"{call} hangs")
+            self.note(f"{call} hangs")
             assert self._released.wait(20), "the test forgot to let go"
         values = np.asarray(x)[:, 0]
         if DIES[call] in values:

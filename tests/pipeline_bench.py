@@ -20,7 +20,7 @@ from server.dataplane.instance import Instance, OnDeath, Runner
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Scheduler
+from server.dataplane.scheduler import Batch, Scheduler
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import FakePipeline
@@ -100,6 +100,16 @@ class Bench:
             entries[-1].completion.after = entries[-1].on_settled
         self.scheduler.enqueue(entries)
         return [cast("Caller", entry.completion) for entry in entries]
+
+    def log_pulls(self) -> None:
+        """From now on the model's log says when the instance asks for a batch: "pull", or "pull busy" with flights open."""
+        next_batch = self.scheduler.next_batch
+
+        def logged(sleeper: threading.Lock, interrupted: Callable[[], bool], busy: bool) -> Batch | None:
+            self.model.note("pull busy" if busy else "pull")
+            return next_batch(sleeper, interrupted, busy)
+
+        self.scheduler.next_batch = logged  # type: ignore[method-assign,assignment]
 
     def close(self) -> None:
         """End it; whatever was wrong with how the model was treated comes out now."""

@@ -93,9 +93,10 @@ class Patient(Pace):
 def patient_bench(model: FakePipeline) -> tuple[Bench, list[Caller]]:
     """An instance with one flight in the air, which holds back the three requests in the queue."""
     bench = Bench(model, BatchPolicy(4), pace=Patient(4))
+    bench.log_pulls()
     first = bench.ask(1)
     model.wait_for("finishing 0")
-    return bench, first + bench.ask(2, 3, 4)
+    return bench, first + bench.ask(2) + bench.ask(3) + bench.ask(4)
 
 
 def test_what_is_held_back_goes_when_a_flight_lands() -> None:
@@ -109,6 +110,7 @@ def test_what_is_held_back_goes_when_a_flight_lands() -> None:
         assert answer.outputs["y"].tolist() == [[2.0 * value] * 2]
     bench.close()
     assert model.batches == [[1], [2, 3, 4]]
+    assert "pull busy" not in model.log, "it asked for a batch while a flight was open"
 
 
 def test_members_of_a_failed_batch_are_not_held_back() -> None:

@@ -88,6 +88,19 @@ def test_while_flights_are_slow_to_land_the_next_batch_grows(benches: Make) -> N
     assert model.batches == [[0], [1], [2, 3, 4, 5, 6, 7]]
 
 
+def test_who_pulls_says_whether_flights_are_open(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model)
+    bench.log_pulls()
+    (first,) = bench.ask(1)
+    model.wait_for("pull busy")
+    model.land()
+    first.answer()
+    bench.ask(2)
+    bench.close()
+    assert "pull" in model.log, "the last time, with nothing open"
+
+
 def test_rows_come_from_where_they_lie_and_return_to_their_callers(benches: Make) -> None:
     bench = benches(FakePipeline())
     body = np.zeros(1 + 3 * 2 * 4, np.uint8)
