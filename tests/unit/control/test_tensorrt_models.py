@@ -15,11 +15,11 @@ from engines.targets.tensorrt_target import TensorRtTarget
 from server.control.gpus import tensorrt_machine
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry
-from tests.fake_builder import publish
+from tests.fake_builder import command, publish
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import fake_tensorrt
 from tests.models import affine
-from tests.unit.control.control_thread import ask, index, put, run, same
+from tests.unit.control.control_thread import ask, index, put, run, same, until
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
@@ -168,3 +168,17 @@ def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
     assert "fallback: onnxruntime" in told
     put(repository, 1, config=TENSORRT + "fallback: onnxruntime\n")
     assert serves(repository, 1) == ("", 1)
+
+
+def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
+    repository, orders = tmp_path / "repository", tmp_path / "orders"
+    put(repository, 1, config=TENSORRT + "build_on_load: true\n")
+    builder = command(orders)
+    (orders / "fail").write_text("error: no room")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 1)
+        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+
+    run(repository, check, ALL, None, builder)
+    assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
