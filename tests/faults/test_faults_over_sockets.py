@@ -262,7 +262,7 @@ def test_a_stopped_server_answers_what_it_has_taken(tmp_path: Path, number: int)
         answers: list[int] = []
 
         def ask() -> None:
-            answers.append(infer(running, "busy", steps_body(STEPS_PER_S // 5))[0])
+            answers.append(infer(running, "busy", steps_body(2 * STEPS_PER_S))[0])
 
         threads = [threading.Thread(target=ask) for _ in range(4)]
         for thread in threads:
