@@ -15,6 +15,7 @@ from engines.quantization import ranges
 from engines.targets.base import ShapeRange
 from server.core.model_config import ModelConfig
 from server.core.optimization_config import (
+    CALIBRATED,
     PRECISIONS,
     AccuracyBar,
     Calibration,
@@ -28,8 +29,6 @@ RECIPE = 2
 
 # Not a precision of its own, but worth a row in a comparison.
 CALIBRATOR = "int8-tensorrt"
-
-_QUANTIZED = ("int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,13 @@ class BuildSpec:
     @property
     def quantized(self) -> bool:
         """True where ranges are needed."""
-        return self.precision in (*_QUANTIZED, "best")
+        return self.precision in (*CALIBRATED, "best")
 
     @property
     def bar(self) -> Bar:
         """The accuracy to reach, with the defaults of the precision."""
         told = self.accuracy
-        lossy = self.precision in _QUANTIZED
+        lossy = self.precision in CALIBRATED
         agreement = told.min_top1_agreement if told.min_top1_agreement is not None else 0.9 if lossy else 0.98
         cosine = told.min_cosine if told.min_cosine is not None else 0.95 if lossy else 0.999
         return Bar(agreement, cosine, told.max_drop)

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from server.config.document import refuse
 from server.core.errors import Finding
 from server.core.model_config import ModelConfig, Problem
+from server.core.optimization_config import CALIBRATED, asked_precision
 
 # ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
 MAX_LABELS_BYTES = 16 * 1024 * 1024
@@ -140,6 +141,10 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
             )
         elif not (folder / file).exists():
             remarks.append(Problem(loc, f"{block}.data {data!r:.120} is not there", "add it to the model's folder"))
+    precision = asked_precision(config.optimization)
+    if precision in CALIBRATED and not config.optimization.calibration.data:
+        cure = "write optimization.calibration.data: samples in the model's folder"
+        remarks.append(Problem(("optimization", "precision"), f"{precision} cannot be built without samples", cure))
     return remarks
 
 

@@ -60,6 +60,8 @@ Priority = Literal["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "fp8", "best")
+# Those whose ranges are found on samples.
+CALIBRATED = ("int8", "fp8")
 METHODS = ("entropy", "minmax", "percentile", "mse", "tensorrt")
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8", "best"]
 Method = Literal["entropy", "minmax", "percentile", "mse", "tensorrt"]

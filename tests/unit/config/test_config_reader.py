@@ -383,3 +383,13 @@ def test_what_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "m").touch()
     assert errors(tmp_path)[0].message == "is not a folder"
     assert errors(tmp_path, "absent")[0].message == "is not a folder"
+
+
+def test_a_precision_that_wants_samples_is_warned_of_where_none_are_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "m", config="optimization: {precision: int8}\n")
+    (finding,) = read(tmp_path).findings
+    assert (finding.line, finding.fatal) == (1, False)
+    assert "int8 cannot be built without samples" in finding.message
+    assert "optimization.calibration.data" in finding.cure
+    write_model(tmp_path / "m", config="optimization: {precision: fp16}\n")
+    assert read(tmp_path).findings == ()
