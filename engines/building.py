@@ -6,18 +6,18 @@ import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
+from engines.arguments import add_cache, add_places, add_version
 from engines.build import Built, make, make_best, stamp_of
 from engines.errors import BuildError, CallError
 from engines.progress import Report
 from engines.project import Project, all_projects, open_project
 from engines.spec import BuildSpec, spec_of
-from engines.store import DEFAULT_ROOT, Store
+from engines.store import Store
 from engines.targets.base import Target
-from engines.targets.choice import NAMES, choose_target
+from engines.targets.choice import choose_target
 from server.core.errors import HeadraceError
 from server.core.optimization_config import PRECISIONS
 
@@ -26,26 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `build`."""
     parser.add_argument("models", nargs="*", metavar="MODEL", help="a model's name in the repository, or its folder")
     parser.add_argument("--all", action="store_true", help="every model of the repository")
-    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
+    add_version(parser)
     parser.add_argument("--precision", choices=PRECISIONS, help="instead of the configuration's")
     parser.add_argument(
         "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
     )
     parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
-    add_common_arguments(parser)
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every command on engines has."""
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=Path("model_repository"),
-        metavar="DIR",
-        help="where names are looked up",
-    )
-    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+    add_places(parser)
+    add_cache(parser)
 
 
 @dataclass(frozen=True, slots=True)

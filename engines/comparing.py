@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engines.arguments import add_cache, add_one_model
 from engines.build_display import BuildDisplay
 from engines.comparison import DEFAULT_PRECISIONS, Comparison, compare, default_sizes
 from engines.errors import CallError
@@ -28,9 +29,9 @@ from engines.report.comparison_page import (
 from engines.report.page import make_folder, save
 from engines.report.style import plain
 from engines.spec import CALIBRATOR, spec_of
-from engines.store import DEFAULT_ROOT, Store
+from engines.store import Store
 from engines.targets.base import Target
-from engines.targets.choice import NAMES, choose_target
+from engines.targets.choice import choose_target
 from server.core.optimization_config import PRECISIONS
 
 _COMPARABLE = (*(precision for precision in PRECISIONS if precision != "best"), CALIBRATOR)
@@ -38,17 +39,8 @@ _COMPARABLE = (*(precision for precision in PRECISIONS if precision != "best"), 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `compare`."""
-    parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
-    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=Path("model_repository"),
-        metavar="DIR",
-        help="where names are looked up",
-    )
-    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+    add_one_model(parser)
+    add_cache(parser)
     parser.add_argument(
         "--precisions",
         metavar="P,P",

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engines.arguments import add_one_model
 from engines.errors import BuildError, CallError
 from engines.inspection import Inspection
 from engines.onnx_graph import read_onnx
@@ -23,7 +24,7 @@ from engines.report.page import save
 from engines.report.style import milliseconds, plain, rate
 from engines.spec import spec_of
 from engines.targets.base import Array, Layer, ShapeRange, Target
-from engines.targets.choice import NAMES, choose_target
+from engines.targets.choice import choose_target
 from server.config.stamps import choose_in, config_digest, onnx_digest
 from server.core.errors import ConfigError
 
@@ -39,16 +40,7 @@ _COLOURS = {"fp32": "blue", "fp16": "cyan", "bf16": "green", "int8": "yellow", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `inspect`."""
-    parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
-    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
-    parser.add_argument(
-        "--model-repository",
-        type=Path,
-        default=Path("model_repository"),
-        metavar="DIR",
-        help="where names are looked up",
-    )
-    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
+    add_one_model(parser)
     parser.add_argument(
         "--batch", type=int, metavar="ROWS", help=f"the tuned batch if left out, on a CPU {_CPU_ROWS} at most"
     )

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from engines.arguments import add_cache
 from engines.report.narrow_table import Heading, narrow_table
 from engines.report.style import plain, size
-from engines.store import DEFAULT_ROOT, Store
+from engines.store import Store
 from engines.store_errors import disk_error
 from engines.store_survey import DAMAGED, FOREIGN, STALE, USED, Published, Stored, survey_repositories, survey_store
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         metavar="DIR",
         help="whose models count; may be given again (default: model_repository, if there)",
     )
-    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+    add_cache(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     if action == "gc":
         parser.add_argument(
