@@ -35,7 +35,7 @@ test: $(VENV)/.dev models ## everything that is tested without a GPU
 	$(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.dev ## what needs an NVIDIA GPU (with the extra gpu installed)
-	$(BIN)/python -m pytest tests/gpu
+	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
 
 check: $(VENV)/.dev ## format, lint, types, architecture
 	$(BIN)/ruff format --check .
