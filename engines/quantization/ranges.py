@@ -80,7 +80,7 @@ class TensorHistogram:
             flat = np.ascontiguousarray(values, np.float32).ravel()
         if not flat.size:
             return
-        low, high = float(flat.min()), float(flat.max())
+        low, high = float(np.min(flat)), float(np.max(flat))
         if not (np.isfinite(low) and np.isfinite(high)):
             cure = "look at the samples, or keep the node that reads it in floating point (calibration.keep)"
             raise BuildError(f"tensor '{self._name}' holds NaN or infinity when the model runs on the samples: {cure}")
