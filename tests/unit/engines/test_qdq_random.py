@@ -111,7 +111,8 @@ def test_random_graphs(plan: list[tuple[str, int, int]], seed: int, every: int) 
             onnx.checker.check_model(quantized, full_check=True)
             found = OnnxRunner(quantized, optimize=precision == "int8").run(x)["y"]
             assert found.shape == expected.shape
-            assert np.abs(found - expected).max() <= 0.25 * np.abs(expected).max()
+            # Of the whole output: where a random graph subtracts nearly equal values, single ones are all noise.
+            assert np.linalg.norm(found - expected) <= 0.25 * np.linalg.norm(expected)
         if target == "onnxruntime":
             fused = networks.operators(networks.as_optimised(quantize(simple, ranges, target)))
             assert not fused["Conv"]

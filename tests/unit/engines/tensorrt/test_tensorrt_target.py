@@ -221,6 +221,8 @@ def test_a_signal_stops_the_build(
     # What a handler raises inside of TensorRT does not come out of it.
     trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == 3 * calibrated else None
     rows = tuple({"x": np.full((2, 3), n, np.float32)} for n in (1, 2)) if calibrated else None
+    # A shell that starts something in the background has it ignore SIGINT.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, terminate), signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(raised):
@@ -228,6 +230,7 @@ def test_a_signal_stops_the_build(
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (terminate, before[1])
     finally:
         signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, inherited)
     assert trt.state.steps in (1, 4)
     assert trt.state.calibrated == []
     assert list(tmp_path.iterdir()) == []
