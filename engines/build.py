@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from engines.accuracy import Accuracy, judge, measure
@@ -29,7 +30,7 @@ from engines.spec import RECIPE, BuildSpec
 from engines.store import Entry, Store
 from engines.targets.base import Engine, Order, Target, Timing
 from server.config.machine import Machine
-from server.config.stamps import Stamp, config_digest
+from server.config.stamps import Stamp, artefact_name, config_digest
 
 logger = logging.getLogger("headrace.build")
 
@@ -271,8 +272,6 @@ class _Filled:
 
 def _resized(array: Array, rows: int) -> Array:
     """So many rows of a batch, repeated from its start."""
-    import numpy as np
-
     return np.resize(array, (rows, *array.shape[1:]))
 
 
@@ -308,7 +307,7 @@ def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridde
         {
             **{name: value for name, value in facts.items() if name not in ("model", "version")},
             "key": built.key,
-            "artefact": f"model.{built.key[:12]}{built.path.suffix}",
+            "artefact": artefact_name(built.key, built.path.suffix),
             "config_digest": config_digest(project.config),
             "asked": asked,
             "overridden": overridden,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,13 +104,6 @@ def all_projects(repository: Path) -> list[Project | BuildError]:
         except BuildError as error:
             projects.append(error)
     return projects
-
-
-def with_precision(project: Project, precision: str) -> Project:
-    """The same project as if its configuration asked for another precision."""
-    optimization = project.config.optimization.model_copy(update={"precision": precision})
-    config = project.config.model_copy(update={"optimization": optimization})
-    return dataclasses.replace(project, folder=dataclasses.replace(project.folder, config=config))
 
 
 def _folder(model: str, repository: Path) -> Path:
