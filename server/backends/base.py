@@ -17,11 +17,12 @@ An execution that can overlap batches offers more (`PipelinedExecution`); one ba
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeGuard
 
 from server.core.errors import BadRequest
+from server.core.resident import ResidentRows
 from server.core.tensor import Array
 
 
@@ -49,6 +50,10 @@ class Execution(Protocol):
         """Give back what the execution holds; called once, from the instance's thread."""
 
 
+# An input's name, the first of the batch's rows they are, the rows.
+Resident = tuple[str, int, ResidentRows]
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A batch on its way through a pipelined execution.
@@ -56,14 +61,20 @@ class Flight:
     Ownership: the caller's from `begin` to `launch`, the backend's from then on; nobody keeps it after `finish` or `discard`.
 
     Attributes:
-        inputs: by name, C-contiguous host arrays of exactly `rows` rows (pinned on a GPU); the caller fills them.
+        inputs: by name, C-contiguous host arrays of exactly `rows` rows (pinned on a GPU); the caller fills them, but for the
+            rows in `residents`.
         rows: rows in the batch.
         handle: the backend's own.
+        device: number of the GPU that reads resident rows at launch; None if the execution takes none, as most do.
+        residents: (input, first row in the batch, rows): what lies in pinned memory or on `device`, and is read from there
+            instead of from `inputs`. The caller's to append until the launch, in any order; the flight keeps the memory alive.
     """
 
     inputs: dict[str, Array]
     rows: int
     handle: object = None
+    device: int | None = None
+    residents: list[Resident] = field(default_factory=list)
 
 
 class PipelinedExecution(Execution, Protocol):

@@ -14,7 +14,8 @@ class InferRequest:
 
     Attributes:
         id: the caller's own id, "" if there is none.
-        inputs: tensors by name; with the batch dimension in front where the model batches.
+        inputs: tensors by name, with the batch dimension in front where the model batches; where its spec has
+            `resident_devices`, any of them may be `ResidentRows` (by `resident.as_input`).
         rows: size of the batch dimension (1 for a model without one).
         shape_key: equal for requests that may share a batch; None where the model allows one shape only.
         outputs: names of the outputs wanted; None means all.

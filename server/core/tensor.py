@@ -108,6 +108,7 @@ class ModelSpec:
         outputs: by name, in the order of the configuration.
         max_batch_size: rows in one execution; 0 if the model has no batch dimension.
         parameters: what is told with its metadata, e.g. of the engine that serves it.
+        resident_devices: numbers of the GPUs whose instances read inputs where they lie (`ResidentRows`), if there are any.
     """
 
     name: str
@@ -117,3 +118,4 @@ class ModelSpec:
     outputs: dict[str, TensorSpec]
     max_batch_size: int
     parameters: Mapping[str, str | float | bool] = field(default_factory=dict)
+    resident_devices: frozenset[int] = frozenset()

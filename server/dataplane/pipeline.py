@@ -209,7 +209,7 @@ class Pipeline:
         execution, entries = self._execution, run.entries
         flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]))
         try:
-            fill(flight.inputs, entries)
+            fill(flight, entries)
         except Exception:
             execution.discard(flight)
             raise

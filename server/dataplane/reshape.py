@@ -38,7 +38,8 @@ class ReshapingExecution:
         """A flight whose inputs are the inner one's memory in the callers' shape."""
         inner = self._pipelined().begin(self._wanted(like), rows)
         inputs = {name: array.reshape((rows, *like[name].shape[1:])) for name, array in inner.inputs.items()}
-        return Flight(inputs, rows, inner)
+        # Rows that are resident have the same bytes in either shape.
+        return Flight(inputs, rows, inner, inner.device, inner.residents)
 
     def launch(self, flight: Flight) -> None:
         """Launch the inner flight."""

@@ -120,7 +120,7 @@ class PictureExecution:
         pixels = self._pixels
         if pixels is None or pixels.name not in like:
             inner = self._pipelined().begin(like, rows)
-            return Flight(inner.inputs, rows, inner)
+            return Flight(inner.inputs, rows, inner, inner.device, inner.residents)
         tensor: Array = np.empty(pixels.shape, pixels.dtype)
         inner = self._pipelined().begin({**like, pixels.name: tensor}, rows)
         buffer = self._free.pop() if self._free else np.empty((0,), np.uint8)
