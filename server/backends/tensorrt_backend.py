@@ -14,8 +14,10 @@ from server.backends.tensorrt_api import installed, load
 from server.backends.tensorrt_execution import Placement, TensorRtExecution
 from server.backends.tensorrt_plan import Plan, Tensor, refused
 from server.core.errors import ConfigError, Finding, HeadraceError, Unsupported
+from server.core.ledger import Account, Kind, Reservation
 from server.cuda import device as gpus
 from server.cuda.driver import current
+from server.cuda.memory import Allocator, booked
 
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
 MAX_BATCH_SIZE = "headrace.max_batch_size"
@@ -49,7 +51,9 @@ class TensorRtBackend:
             cure = "write backend: onnxruntime, or fallback: onnxruntime with the ONNX file beside"
             raise ConfigError([Finding("config", None, message, cure)]) from error
 
-    def load(self, file: Path, instances: int, parameters: dict[str, str]) -> TensorRtModel:
+    def load(
+        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+    ) -> TensorRtModel:
         """Deserialise a plan once on each GPU.
 
         Args:
@@ -57,6 +61,7 @@ class TensorRtBackend:
             instances: how many executions will be asked for.
             parameters: of the model's configuration: `cuda_graphs` (1 or 0) and `pipeline_depth` (batches under way in an
                 instance) are heeded; and `MAX_BATCH_SIZE` and `GPUS`.
+            account: in which the memory is booked; None: nobody counts.
         """
         graphs, depth = parameters.get("cuda_graphs", "1"), parameters.get("pipeline_depth", str(_DEPTH))
         if graphs not in ("0", "1"):
@@ -71,7 +76,7 @@ class TensorRtBackend:
             content = file.read_bytes()
         except OSError as error:
             raise refused(file.name, f"cannot be read: {error.strerror}", "build it with `headrace build`") from error
-        return TensorRtModel(file.name, content, placements)
+        return TensorRtModel(file.name, content, placements, account)
 
 
 class TensorRtModel:
@@ -81,20 +86,27 @@ class TensorRtModel:
         name: of the plan's file.
         content: of it.
         placements: of the instances.
+        account: in which the memory is booked; None: nobody counts. A plan is taken to need as much as its file is long.
 
     Raises:
+        NoRoom: the account has no room.
         ConfigError: the plan is foreign or broken, or does not fit into memory.
     """
 
-    def __init__(self, name: str, content: bytes, placements: list[Placement]) -> None:
+    def __init__(self, name: str, content: bytes, placements: list[Placement], account: Account | None = None) -> None:
         self._name = name
         self._placements = placements
         self._plans: dict[int, Plan] = {}
+        self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _told: instances open in threads of their own
         self._told = False
         try:
             for device in sorted({placement.device for placement in placements}):
-                self._plans[device] = _deserialised(name, content, device)
+                allocator = Allocator(device, account)
+                weights = allocator.reservation(Kind.WEIGHTS)
+                with booked(weights, len(content)):
+                    self._plans[device] = _deserialised(name, content, allocator)
+                self._weights.append(weights)
         except BaseException:
             self.close()
             raise
@@ -130,6 +142,10 @@ class TensorRtModel:
             with current(device):
                 plan.close()
         self._plans.clear()
+        for weights in self._weights:
+            if weights is not None:
+                weights.release()
+        self._weights.clear()
 
     def _tell(self, reason: str) -> None:
         with self._lock:
@@ -138,11 +154,12 @@ class TensorRtModel:
             logger.warning("%s runs without CUDA graphs, it cannot be captured: %s", self._name, reason)
 
 
-def _deserialised(name: str, content: bytes, device: int) -> Plan:
+def _deserialised(name: str, content: bytes, allocator: Allocator) -> Plan:
+    device = allocator.gpu
     try:
         here = installed(device)
         with current(device):
-            return Plan(load(), content, name, here)
+            return Plan(load(), content, name, here, allocator)
     except ConfigError:
         raise
     except HeadraceError as error:

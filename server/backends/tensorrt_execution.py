@@ -23,9 +23,9 @@ from server.backends.base import ExecutionLost, Flight
 from server.backends.tensorrt_lanes import Berth, Lane, output_shapes, told
 from server.backends.tensorrt_plan import Plan, Shape, buckets, choose_profile, largest, refused
 from server.core.errors import HeadraceError, ModelFailed
+from server.core.ledger import Kind
 from server.core.tensor import Array
 from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, loaded, primary_context
-from server.cuda.memory import DeviceBuffer
 from server.cuda.signals import works
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -116,7 +116,7 @@ class TensorRtExecution:
         self._buckets = buckets(plan.profiles, placement.max_rows) if placement.max_rows else ()
         self._check_buckets()
         self._working = _Working(primary_context(placement.device), placement.device, plan.name)
-        self._scratch = DeviceBuffer()
+        self._scratch = plan.allocator.device(Kind.SCRATCH)
         self._streams: list[Stream] = []
         self._berths: list[Berth] = []
         self._free: deque[Berth] = deque()

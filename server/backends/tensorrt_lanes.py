@@ -18,7 +18,7 @@ from server.core.errors import ModelFailed
 from server.core.tensor import Array
 from server.cuda.driver import Stream
 from server.cuda.graphs import Graph
-from server.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
+from server.cuda.memory import Allocator, download, upload
 from server.cuda.signals import Signal
 
 
@@ -28,12 +28,13 @@ class Memory:
     Args:
         tensor: what is kept there.
         size_bytes: of the largest that is served.
+        allocator: of the GPU.
     """
 
-    def __init__(self, tensor: Tensor, size_bytes: int) -> None:
+    def __init__(self, tensor: Tensor, size_bytes: int, allocator: Allocator) -> None:
         self._dtype = tensor.dtype
-        self._device = DeviceBuffer()
-        self._pinned = PinnedBuffer()
+        self._device = allocator.device()
+        self._pinned = allocator.pinned()
         try:
             self._device.reserve(size_bytes)
             self._pinned.reserve(size_bytes)
@@ -97,9 +98,9 @@ class Berth:
         self.outputs: dict[str, Memory] = {}
         try:
             for tensor in plan.inputs:
-                self.inputs[tensor.name] = Memory(tensor, sizes[tensor.name])
+                self.inputs[tensor.name] = Memory(tensor, sizes[tensor.name], plan.allocator)
             for tensor in plan.outputs:
-                self.outputs[tensor.name] = Memory(tensor, sizes[tensor.name])
+                self.outputs[tensor.name] = Memory(tensor, sizes[tensor.name], plan.allocator)
             self.copied_in, self.computed, self.copied_out = Signal(), Signal(), Signal()
         except Exception:
             self.close()

@@ -16,6 +16,7 @@ import numpy as np
 
 from server.backends.tensorrt_api import Installed, TensorRt, numpy_type, refusal
 from server.core.errors import ConfigError, Finding
+from server.cuda.memory import Allocator
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -58,9 +59,11 @@ class Plan:
         content: of the plan's file.
         name: of the file, for messages.
         here: the machine.
+        allocator: for what its instances need on this GPU.
 
     Attributes:
         name: of the file.
+        allocator: as given.
         inputs: in the plan's order.
         outputs: likewise.
         profiles: by profile and input what is taken.
@@ -70,10 +73,11 @@ class Plan:
         ConfigError: it was built for another machine, is broken, or has tensors that cannot be served.
     """
 
-    def __init__(self, api: TensorRt, content: bytes, name: str, here: Installed) -> None:
+    def __init__(self, api: TensorRt, content: bytes, name: str, here: Installed, allocator: Allocator) -> None:
         self._trt = api.trt
         self._api = api
         self.name = name
+        self.allocator = allocator
         # TensorRT makes no promise for contexts that are made by several threads at once.
         self._lock = threading.Lock()
         with api.collecting() as errors:

@@ -1,0 +1,73 @@
+"""What a TensorRT model books in its account, on a GPU that is not there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from server.core.ledger import HOST, Kind, Ledger, NoRoom
+from tests.fake_streams import LateCuda, install
+from tests.fake_tensorrt import fake_tensorrt
+from tests.tensorrt_case import build
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
+    fake = LateCuda()
+    install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
+    module = fake_tensorrt(cuda, "10.6.0")
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    yield module
+    assert not cuda.live, "memory was not given back"
+
+
+def test_weights_scratch_and_buffers_are_booked_on_each_gpu(cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 2
+    plan = build(tmp_path)
+    ledger = Ledger()
+    parameters = {MAX_BATCH_SIZE: "8", GPUS: "0,1,1"}
+    with closing(TensorRtBackend().load(plan, 3, parameters, ledger.account("m", "1"))) as model:
+        weights = plan.stat().st_size
+        assert {(h.gpu, h.kind): h.size_bytes for h in ledger.holdings()} == {
+            (0, Kind.WEIGHTS): weights,
+            (1, Kind.WEIGHTS): weights,
+        }
+        executions = [model.execution(index) for index in range(3)]
+        booked = {(h.gpu, h.kind): h.size_bytes for h in ledger.holdings()}
+        assert booked.keys() == {(HOST, Kind.BUFFERS), *((gpu, kind) for gpu in (0, 1) for kind in Kind)}
+        # Three batches of eight rows of three and two floats at the least, for every instance.
+        assert booked[0, Kind.BUFFERS] >= 3 * 8 * (3 + 2) * 4
+        assert booked[1, Kind.BUFFERS] == 2 * booked[0, Kind.BUFFERS]
+        for execution in executions:
+            execution.close()
+        assert {h.kind for h in ledger.holdings()} == {Kind.WEIGHTS}
+    assert ledger.holdings() == []
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_without_room_the_model_is_refused_and_leaves_nothing(tmp_path: Path, kind: Kind) -> None:
+    plan = build(tmp_path)
+    ledger = Ledger()
+    limit = plan.stat().st_size - 1
+    if kind is not Kind.WEIGHTS:
+        limit += 100 if kind is Kind.SCRATCH else 4096 + 100
+    ledger.set_limit(0, limit)
+
+    def load() -> None:
+        with closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "8"}, ledger.account("m", "1"))) as model:
+            model.execution(0)
+
+    with pytest.raises(NoRoom, match=f"more of GPU 0 for {kind}"):
+        load()
+    assert ledger.holdings() == []
