@@ -40,7 +40,7 @@ class Plan:
         cure: what a person can do about the remark, or "".
         build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
         target: the runtime that it would be built for.
-        fallback: the backend that loads the model's own file should the artefact not load; `runtime` if "".
+        spare: what is loaded should this not load; None: nothing is.
     """
 
     runtime: str
@@ -51,7 +51,7 @@ class Plan:
     cure: str = ""
     build: str = ""
     target: str = ""
-    fallback: str = ""
+    spare: Plan | None = None
 
     @property
     def file(self) -> Path:
@@ -63,13 +63,32 @@ class Plan:
         stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
         return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
 
-    def without_engine(self, error: ConfigError) -> Plan:
-        """The model's own file after all, because the engine could not be loaded."""
+    def replaced(self, error: ConfigError) -> Plan | None:
+        """The spare and why it serves; None if there is none.
+
+        Args:
+            error: why this could not be loaded.
+        """
+        if self.spare is None:
+            return None
         # What would mend a model's own file, which the rest of the error tells, mends no engine.
         why = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
-        remark = f"{self.source.name} serves in place of {_engine(self.stamp)}, which cannot be loaded: {why}"
-        runtime = self.fallback or self.runtime
-        return replace(self, runtime=runtime, artefact=None, stamp=None, remark=remark, cure=f"{self.cure} --rebuild")
+        what = self.file.name if self.artefact is None else _engine(self.stamp)
+        remark = f"{self.spare.file.name} serves in place of {what}, which cannot be loaded: {why}"
+        rebuild = "" if self.artefact is None else " --rebuild"
+        return replace(self.spare, remark=remark, cure=f"{self.cure}{rebuild}")
+
+    def refused(self, error: ConfigError) -> ConfigError:
+        """The error for a version that is not served, with what else would help.
+
+        Args:
+            error: why this could not be loaded.
+        """
+        if self.spare is not None or self.remark or not self.cure:
+            return error
+        return ConfigError(
+            [replace(finding, cure=", or ".join(filter(None, (finding.cure, self.cure)))) for finding in error.findings]
+        )
 
 
 def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
@@ -85,7 +104,7 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
     Raises:
         ConfigError: the model's file cannot be read.
     """
-    config, source, own = folder.config, folder.source_file(version), folder.model_file(version)
+    config, source = folder.config, folder.source_file(version)
     place = folder.path / str(version)
     precision = asked_precision(config.optimization)
     option = _option(place, runtime) if precision == "fp32" else ""
@@ -94,12 +113,11 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
     if choice.stamp is not None:
         remark = f"{_engine(choice.stamp)} is below its accuracy bar: {'; '.join(choice.stamp.refusal)}"
         told = remark if choice.stamp.forced else ""
-        # What serves should the engine not load: the model's own file, which for another backend may be the ONNX file beside it.
-        if runtime == "onnxruntime" or own.is_file():
-            return Plan(runtime, source if runtime == "onnxruntime" else own, choice.path, choice.stamp, told, cure)
-        return Plan(runtime, source, choice.path, choice.stamp, told, cure, fallback="onnxruntime")
-    if runtime != "onnxruntime" and own.is_file():
-        return Plan(runtime, own)
+        spare = _own(folder, version, runtime, digest, cure) or Plan("onnxruntime", source)
+        return Plan(runtime, spare.source, choice.path, choice.stamp, told, cure, spare=spare)
+    mine = _own(folder, version, runtime, digest, cure)
+    if mine is not None:
+        return mine
     if runtime != "onnxruntime" and not _may_serve_source(config, source):
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         raise ConfigError(
@@ -109,8 +127,7 @@ def plan(folder: ModelFolder, version: int, runtime: str) -> Plan:
         return Plan(runtime, source)
     wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(precision, f"the {precision} engine")
     remark = f"{source.name} serves in place of {wanted}: {choice.reason or 'none is built'}"
-    build = _build_digest(folder, digest or onnx_digest(source), runtime) if config.build_on_load else ""
-    return Plan("onnxruntime", source, remark=remark, cure=cure, build=build, target=runtime)
+    return replace(_on_cpu(folder, version, runtime, digest), remark=remark, cure=cure)
 
 
 def check_engine(plan: Plan, config: ModelConfig) -> None:
@@ -165,6 +182,30 @@ def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
         if isinstance(value, float | int):
             found[f"engine.{name}"] = value
     return found
+
+
+def _own(folder: ModelFolder, version: int, runtime: str, digest: str, cure: str) -> Plan | None:
+    """The file that the model came with, for a backend that does not run ONNX; None if there is none.
+
+    The ONNX file beside it serves where somebody else's plan does not load, if the configuration allows that.
+    """
+    own, source = folder.model_file(version), folder.source_file(version)
+    if runtime == "onnxruntime" or not own.is_file():
+        return None
+    if not source.is_file():
+        return Plan(runtime, own, cure=f"put {source.name} beside it and write fallback: onnxruntime")
+    if not _may_serve_source(folder.config, source):
+        return Plan(runtime, own, cure="write fallback: onnxruntime")
+    return Plan(runtime, own, cure=cure, spare=_on_cpu(folder, version, runtime, digest))
+
+
+def _on_cpu(folder: ModelFolder, version: int, runtime: str, digest: str) -> Plan:
+    """The ONNX file, and an engine of the model's own backend to be built meanwhile if the configuration says so."""
+    source = folder.source_file(version)
+    if not folder.config.build_on_load:
+        return Plan("onnxruntime", source, target=runtime)
+    build = _build_digest(folder, digest or onnx_digest(source), runtime)
+    return Plan("onnxruntime", source, build=build, target=runtime)
 
 
 def _may_serve_source(config: ModelConfig, source: Path) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -232,20 +233,23 @@ class Deployments:
         """A handle on the engine, or on the model's own file where there is none or it is broken."""
         version, what = int(number), f"{folder.name} version {number}"
         plan = _guarded(lambda: self._loader.plan(folder, version), what)
-        if plan.stamp is None:
+        if plan.remark and plan.stamp is None:
+            level, cure = (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})")
+            logger.log(level, "model %s: %s%s", what, plan.remark, cure)
+        while True:
+            try:
+                handle = _guarded(partial(self._loader.load, folder, version, plan), what)
+                break
+            except ConfigError as error:
+                spare = plan.replaced(error)
+                if spare is None:
+                    raise plan.refused(error) from error
+                logger.error("model %s: %s (%s)", what, spare.remark, spare.cure)
+                plan = spare
+        if plan.stamp is not None:
+            logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
             if plan.remark:
-                level, cure = (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})")
-                logger.log(level, "model %s: %s%s", what, plan.remark, cure)
-            return plan, _guarded(lambda: self._loader.load(folder, version, plan), what)
-        try:
-            handle = _guarded(lambda: self._loader.load(folder, version, plan), what)
-        except ConfigError as error:
-            own = plan.without_engine(error)
-            logger.error("model %s: %s (%s)", what, own.remark, own.cure)
-            return own, _guarded(lambda: self._loader.load(folder, version, own), what)
-        logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
-        if plan.remark:
-            logger.warning("model %s: %s", what, plan.remark)
+                logger.warning("model %s: %s", what, plan.remark)
         return plan, handle
 
     def _remark(self, model: _Model, number: str) -> str:

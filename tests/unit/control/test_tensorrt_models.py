@@ -134,6 +134,72 @@ def test_an_engine_that_does_not_load_gives_way_to_the_onnx_file(trt: Any, tmp_p
     assert instances == 1
 
 
+def foreign(repository: Path, config: str = "") -> None:
+    """A plan of the model's own that TensorRT refuses, as it does one from another GPU, beside its ONNX file."""
+    put(repository, 1, config=TENSORRT + config)
+    (repository / "m" / "1" / "model.plan").write_bytes(b"rubbish")
+
+
+def test_a_foreign_plan_gives_way_to_the_onnx_file_where_that_is_allowed(
+    trt: Any, cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository = tmp_path / "repository"
+    foreign(repository, "fallback: onnxruntime\n")
+    reason, instances = serves(repository, 1)
+    assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: model.plan is no plan")
+    assert reason.endswith("(headrace build m --target tensorrt)")
+    assert str(tmp_path) not in reason
+    assert instances == 1
+    assert any(r.levelname == "ERROR" and "serves in place of model.plan" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("onnx", "cure"),
+    [
+        (True, "`headrace build`, or write fallback: onnxruntime)"),
+        (False, "or put model.onnx beside it and write fallback: onnxruntime)"),
+    ],
+)
+def test_a_foreign_plan_is_quarantined_where_nothing_else_may_serve(
+    trt: Any, cuda: LateCuda, tmp_path: Path, onnx: bool, cure: str
+) -> None:
+    repository = tmp_path / "repository"
+    tensors = "input: [{name: X, data_type: fp32, dims: [16]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
+    foreign(repository, tensors if not onnx else "")
+    if not onnx:
+        (repository / "m" / "1" / "model.onnx").unlink()
+    reason = refused(repository)
+    assert "model.plan: error: is no plan that TensorRT" in reason
+    assert reason.endswith(cure)
+
+
+def test_engine_then_own_plan_then_the_onnx_file(trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    foreign(repository, "fallback: onnxruntime\n")
+    publish(repository / "m", 1, b"more rubbish", suffix=".plan", machine=machine())
+    assert "in place of model.plan" in serves(repository, 1)[0]
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    reason, _instances = serves(repository, 2)
+    assert reason.startswith("model.plan serves in place of the int8 engine")
+    assert reason.endswith("(headrace build m --target tensorrt --rebuild)")
+
+
+def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
+    trt: Any, cuda: LateCuda, tmp_path: Path
+) -> None:
+    repository, orders = tmp_path / "repository", tmp_path / "orders"
+    foreign(repository, "build_on_load: true\n")
+    builder = command(orders)
+    (orders / "fail").write_text("error: no room")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 1)
+        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+
+    run(repository, check, ALL, None, builder)
+    assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
