@@ -6,7 +6,6 @@ process. Ownership: `admit`, `infer`, `failed` and `release` are called on the e
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,21 +13,14 @@ from dataclasses import dataclass, field
 from server.backends.base import Execution, LoadedModel, is_pipelined
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
-from server.core.errors import (
-    BadRequest,
-    ConfigError,
-    DeadlineExceeded,
-    Finding,
-    HeadraceError,
-    TooLarge,
-    Unavailable,
-)
+from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, TooLarge, Unavailable
 from server.core.request import InferRequest
 from server.core.tensor import BYTES, ModelSpec
 from server.dataplane.answers import Answers
 from server.dataplane.batch import cut
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
+from server.dataplane.crew import Crew
+from server.dataplane.instance import OnDeath, Runner, WarmUp
 from server.dataplane.join import Joint, PartCompletion
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
@@ -37,8 +29,6 @@ from server.dataplane.scheduler import QueueLimits, Scheduler
 from server.dataplane.sequencer import Sequencer
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
-
-logger = logging.getLogger("headrace.model")
 
 # uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
 _MAX_DELAY_NS = 86_400 * NS_PER_S
@@ -83,7 +73,12 @@ class ModelHandle:
         mailbox: of the event loop on which callers wait.
         recorder: counts.
         on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
+        on_wanted: called with the handle, on any thread, when a request waits while it is parked; once for each parking, and
+            perhaps once more than needed.
         clock: monotonic nanoseconds.
+
+    Attributes:
+        used_ns: when the last request came, monotonic; 0 if none has.
     """
 
     def __init__(
@@ -95,28 +90,27 @@ class ModelHandle:
         recorder: Recorder,
         on_dead: Callable[[int], None] = lambda _left: None,
         clock: Clock = monotonic_ns,
+        on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
     ) -> None:
         self.spec = spec
         self.policy = policy
         self.recorder = recorder
-        self._model = model
+        self.used_ns = 0
         self._mailbox = mailbox
-        self._on_dead = on_dead
+        self._on_wanted = on_wanted
         self._clock = clock
         self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
         self._sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if self._sequencer is None else self._sequencer.deliver
         self._answers = Answers(recorder, deliver, self._scheduler.report)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _leases, _closing and _wanted
         self._leases = 0
-        self._started = False
+        self._wanted = False
         self._closing = False
-        self._closed = False
         self._idle = threading.Event()
         self._idle.set()
-        self._alive = policy.instances
-        self._instances = [self._instance(index) for index in range(policy.instances)]
-        self._scheduler.set_instances(policy.instances)
+        name = f"{spec.name}/{spec.version}"
+        self._crew = Crew(name, policy.instances, model, self._scheduler, self._runner, on_dead, clock)
 
     def start(self, warm_up: WarmUp | None = None) -> None:
         """Start the instances and wait until each is open and warm.
@@ -127,13 +121,7 @@ class ModelHandle:
         Raises:
             ConfigError: an instance failed; the others have ended and the model is closed.
         """
-        for instance in self._instances:
-            instance.start(warm_up)
-        failures = [error for instance in self._instances if (error := instance.opened.exception()) is not None]
-        self._started = True
-        if failures:
-            self.close(None)
-            raise self._stillborn(failures[0]) from failures[0]
+        self._crew.start(warm_up)
 
     # On the event loop
 
@@ -159,8 +147,8 @@ class ModelHandle:
         Raises:
             Unavailable: no instance is left.
         """
-        if self._alive == 0:
-            raise self._dead()
+        if not self.ready:
+            raise self._crew.dead()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; await what is returned for the answer.
@@ -191,6 +179,9 @@ class ModelHandle:
         except Unavailable as error:
             settle_all([(entry.completion, error) for entry in entries])  # so that a sequencer waits for none of them
             raise
+        self.used_ns = now_ns
+        if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
+            self._want()
         if request.deadline_ns or self.policy.queue_timeout_ns:
             self._set_alarms(request, completion, entries, now_ns)
         return completion
@@ -203,13 +194,23 @@ class ModelHandle:
 
     @property
     def ready(self) -> bool:
-        """True while at least one instance lives."""
-        return self._alive > 0
+        """True while at least one instance lives, or will once somebody asks."""
+        return self._crew.alive > 0 or self._crew.parked
 
     @property
     def alive(self) -> int:
         """Instances that live."""
-        return self._alive
+        return self._crew.alive
+
+    @property
+    def parked(self) -> bool:
+        """True while the model is out of memory and requests wait for `unpark`."""
+        return self._crew.parked
+
+    @property
+    def closing(self) -> bool:
+        """True once it is being closed: it takes no new leases."""
+        return self._closing
 
     @property
     def in_flight(self) -> int:
@@ -237,34 +238,63 @@ class ModelHandle:
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
             self._closing = True
-            instances = self._instances
+        self._crew.hush()
         self._idle.wait(timeout_s)
         self._scheduler.close()
-        ended = True
-        for instance in instances:
-            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
-            ended = instance.join(left_s) and ended
-        if not ended:
-            error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
-            self._give_up(error)
-            for instance in instances:
-                instance.give_up(error)
-            return False
-        with self._lock:
-            last, self._closed = not self._closed, True
-            self._instances = []  # they point back here: without the circle the memory is free at once
-        if last:
-            self._model.close()
-        return True
+        left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+        error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
+        return self._crew.close(left_s, error)
 
-    def _instance(self, index: int) -> Instance:
-        name = f"{self.spec.name}/{self.spec.version}#{index}"
-        return Instance(
-            name=name,
-            open_execution=lambda: self._model.execution(index),
-            make_runner=lambda execution, on_death: self._runner(name, execution, on_death),
-            on_exit=self._instance_ended,
-        )
+    def park(self, timeout_s: float) -> bool:
+        """Answer what is being run, end the instances and close the model; leases, queue and counts stay.
+
+        From here on a request waits in the queue, under all its limits, and `on_wanted` is called.
+
+        Args:
+            timeout_s: how long it may take.
+
+        Returns:
+            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+        """
+        with self._lock:
+            self._wanted = False
+        parked = self._crew.park(timeout_s)
+        if parked and self._scheduler.depth:
+            self._want()
+        return parked
+
+    def unpark(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
+        """Serve again.
+
+        Args:
+            model: what runs from here on; owned by the handle, closed in any case.
+            warm_up: as in `start`.
+
+        Returns:
+            False if there was no need: it is closed or not parked.
+
+        Raises:
+            ConfigError: an instance failed; it stays parked.
+        """
+        with self._lock:
+            self._wanted = False
+        try:
+            return self._crew.unpark(model, warm_up)
+        finally:
+            if self._crew.parked and self._scheduler.depth:
+                self._want()
+
+    def refuse(self, error: HeadraceError) -> None:
+        """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
+        with self._lock:
+            self._wanted = False
+        settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
+
+    def _want(self) -> None:
+        with self._lock:
+            known, self._wanted = self._wanted, True
+        if not known:
+            self._on_wanted(self)
 
     def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> Runner:
         """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
@@ -277,38 +307,6 @@ class ModelHandle:
         batch = self.policy.batch
         pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
         return Pipeline(name + " finisher", execution, scheduler, len(inputs), serial, answers, on_death, pace, clock)
-
-    def _stillborn(self, cause: BaseException) -> ConfigError:
-        where = f"{self.spec.name}/{self.spec.version}"
-        if isinstance(cause, ConfigError):
-            return cause
-        if isinstance(cause, HeadraceError):
-            return ConfigError([Finding(where, None, f"an instance could not be started: {cause}")])
-        # A backend's own words may hold paths: they are for the log alone.
-        logger.error("an instance of %s could not be started", where, exc_info=cause)
-        cure = "the server's log has the cause"
-        return ConfigError([Finding(where, None, f"an instance could not be started ({type(cause).__name__})", cure)])
-
-    def _instance_ended(self, cause: BaseException | None) -> None:
-        if cause is None:
-            return
-        with self._lock:
-            self._alive -= 1
-            left = self._alive
-            serves = self._started and not self._closing
-        self._scheduler.set_instances(left)
-        try:
-            if serves:
-                self._on_dead(left)
-        finally:
-            if left == 0:
-                self._give_up(self._dead())
-
-    def _give_up(self, error: HeadraceError) -> None:
-        settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
-
-    def _dead(self) -> Unavailable:
-        return Unavailable(f"all instances of model '{self.spec.name}' have died; the server's log says why")
 
     def _level(self, request: InferRequest) -> int:
         # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.

@@ -77,6 +77,11 @@ class Instance:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def ended_well(self) -> bool:
+        """True once the thread has ended, having served to the end."""
+        return not self._dead and not self._thread.is_alive()
+
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error, since the backend does not come back."""
         runner = self._runner

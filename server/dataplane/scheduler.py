@@ -80,6 +80,7 @@ class Scheduler:
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
         self._closed = False
+        self._paused = False
         self._failure: Exception | None = None
         self._batch_ns = 0  # smoothed time an instance is busy with a batch
         self._instances = 1
@@ -163,8 +164,8 @@ class Scheduler:
     def next_batch(
         self, sleeper: threading.Lock, interrupted: Callable[[], bool] = lambda: False, busy: bool = False
     ) -> Batch | None:
-        """Block until there is a batch to run; None when the scheduler is closed and empty, or if there is none and
-        `interrupted` says so.
+        """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
+        and `interrupted` says so.
 
         Args:
             sleeper: a lock that the calling thread owns and holds, on which it sleeps.
@@ -173,6 +174,8 @@ class Scheduler:
         """
         while True:
             with self._lock:
+                if self._paused:
+                    return None
                 answer = self._poll(self._clock())
                 if type(answer) is Batch or interrupted():
                     # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
@@ -214,6 +217,24 @@ class Scheduler:
         self._instances = max(count, 1)
 
     # What the owner calls
+
+    def pause(self) -> None:
+        """Hand out nothing more until `resume`: `next_batch` answers None, whatever waits; requests are queued as before."""
+        with self._lock:
+            self._paused = True
+            sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            sleeper.release()
+
+    def resume(self) -> None:
+        """Hand out again; whoever is to pull asks `next_batch` from here on."""
+        with self._lock:
+            self._paused = False
+
+    def drop(self) -> list[Entry]:
+        """Give up what waits, and take more: the caller settles the entries returned."""
+        with self._lock:
+            return self._queue.clear()
 
     def close(self) -> None:
         """Accept nothing more; what waits is still served, without delay."""

@@ -1,0 +1,263 @@
+"""The instances of one model version and the model that they run: they begin, are parked, come back and end together.
+
+    start -> serving -> park -> parked -> unpark -> serving -> close
+                 |                                     ^
+                 +-------------- close ----------------+--> closed
+
+While a version is parked its model is closed and nothing pulls from the queue; what is queued waits for `unpark`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from server.backends.base import Execution, LoadedModel
+from server.core.clock import NS_PER_S, Clock
+from server.core.completion import settle_all
+from server.core.errors import ConfigError, Finding, HeadraceError, Unavailable
+from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
+from server.dataplane.scheduler import Scheduler
+
+logger = logging.getLogger("headrace.model")
+
+MakeRunner = Callable[[str, Execution, OnDeath], Runner]
+
+
+class Crew:
+    """Starts, parks and ends the instances of one version.
+
+    Ownership: `_moving` is held by whoever starts, parks or ends the instances, for as long as that takes; `_instances`,
+    `_model` and `_closed` are written under it. `_lock` guards `alive`, `_opening` and `_ending`, for moments; it may be taken
+    under `_moving`, never the other way round. `parked` and `alive` are read without a lock.
+
+    Args:
+        name: of the version, for threads and messages, e.g. "resnet50/1".
+        size: how many instances there are.
+        model: what runs; owned by the crew, closed with it.
+        scheduler: what they pull from.
+        make_runner: how an instance of this name takes batches to its execution.
+        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        alive: instances that live.
+        parked: the model is closed until `unpark`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        make_runner: MakeRunner,
+        on_dead: Callable[[int], None],
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._size = size
+        self._model: LoadedModel | None = model
+        self._scheduler = scheduler
+        self._make_runner = make_runner
+        self._on_dead = on_dead
+        self._clock = clock
+        self._moving = threading.Lock()
+        self._lock = threading.Lock()
+        self._instances: list[Instance] = []
+        self._opening = True  # who starts them sees to those that die meanwhile
+        self._ending = False
+        self._closed = False
+        self.alive = size
+        self.parked = False
+
+    def start(self, warm_up: WarmUp | None) -> None:
+        """Start the instances and wait until each is open and warm.
+
+        Raises:
+            ConfigError: an instance failed; the others have ended and the model is closed.
+        """
+        with self._moving:
+            self._start(warm_up)
+
+    def park(self, timeout_s: float) -> bool:
+        """End the instances behind what they run and close the model; a no-op if it is parked already.
+
+        Returns:
+            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+        """
+        if not self._moving.acquire(timeout=timeout_s):
+            return False
+        try:
+            if self._closed or self.parked or not self.alive:
+                return self.parked
+            # Before anything ends: who queues a request from here on sees that nobody may come to pull it.
+            self.parked = True
+            self._scheduler.pause()
+            ended = self._join(self._instances, timeout_s)
+            if not ended or not self.alive:
+                self.parked = False
+                self._scheduler.resume()
+                self._replace_ended()
+                return False
+            self._let_go()
+            return True
+        finally:
+            self._moving.release()
+
+    def unpark(self, model: LoadedModel, warm_up: WarmUp | None) -> bool:
+        """Start the instances anew.
+
+        Args:
+            model: what runs from here on; owned by the crew.
+            warm_up: as in `start`.
+
+        Returns:
+            False if there was no need: the version is closed or not parked; the model is closed then.
+
+        Raises:
+            ConfigError: an instance failed; the version is parked as before, and the model is closed.
+        """
+        with self._moving:
+            if self._closed or not self.parked:
+                model.close()
+                return False
+            self._model = model
+            self._scheduler.resume()
+            self._start(warm_up)
+            self.parked = False
+        return True
+
+    def hush(self) -> None:
+        """Tell nobody of deaths any more: the version is being closed."""
+        with self._lock:
+            self._ending = True
+
+    def close(self, timeout_s: float | None, error: HeadraceError) -> bool:
+        """Wait for the instances to end, the scheduler being closed, and close the model.
+
+        Args:
+            timeout_s: how long it may take; None: as long as it does.
+            error: for what is not answered by then.
+
+        Returns:
+            False if something still ran after `timeout_s`; its callers have got the error, and its memory is not freed.
+        """
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        if not self._moving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            self._abandon(error)
+            return False
+        try:
+            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            if not self._join(self._instances, left_s):
+                self._abandon(error)
+                return False
+            if not self._closed:
+                self._closed = True
+                self.parked = False
+                self._let_go()
+        finally:
+            self._moving.release()
+        self.give_up(error)  # what waits in the queue of a version that is parked
+        return True
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Take nothing more, and answer what waits with an error."""
+        settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
+
+    def dead(self) -> Unavailable:
+        """What callers are told when no instance is left."""
+        return Unavailable(
+            f"all instances of model '{self._name.rpartition('/')[0]}' have died; the server's log says why"
+        )
+
+    # With `_moving` held
+
+    def _start(self, warm_up: WarmUp | None) -> None:
+        instances = [self._instance(index) for index in range(self._size)]
+        with self._lock:
+            self.alive, self._opening = self._size, True
+        self._instances = instances
+        self._scheduler.set_instances(self._size)
+        for instance in instances:
+            instance.start(warm_up)
+        failures = [error for instance in instances if (error := instance.opened.exception()) is not None]
+        if failures:
+            self._scheduler.pause()
+            self._join(instances, None)
+            self._let_go()
+            raise self._stillborn(failures[0]) from failures[0]
+        with self._lock:
+            self._opening, left, news = False, self.alive, not self._ending
+        if left < self._size:
+            self._lost(left, news)
+
+    def _let_go(self) -> None:
+        """All instances have ended: give the model back."""
+        self.alive = 0
+        self._instances = []  # they point back here: without the circle the memory is free at once
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+
+    def _replace_ended(self) -> None:
+        """Start those anew that have ended for a parking that came to nothing."""
+        for index, instance in enumerate(self._instances):
+            if instance.ended_well:
+                self._instances[index] = again = self._instance(index)
+                again.start(None)
+
+    def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        ended = True
+        for instance in instances:
+            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            ended = instance.join(left_s) and ended
+        return ended
+
+    # From any thread
+
+    def _instance(self, index: int) -> Instance:
+        model, name = self._model, f"{self._name}#{index}"
+        assert model is not None, "instances are made while there is a model"
+        return Instance(
+            name=name,
+            open_execution=lambda: model.execution(index),
+            make_runner=lambda execution, on_death: self._make_runner(name, execution, on_death),
+            on_exit=self._instance_ended,
+        )
+
+    def _instance_ended(self, cause: BaseException | None) -> None:
+        if cause is None:
+            return
+        with self._lock:
+            self.alive -= 1
+            left, news, opening = self.alive, not self._ending, self._opening
+        self._scheduler.set_instances(left)
+        if not opening:
+            self._lost(left, news)
+
+    def _lost(self, left: int, news: bool) -> None:
+        try:
+            if news:
+                self._on_dead(left)
+        finally:
+            if left == 0:
+                self.give_up(self.dead())
+
+    def _abandon(self, error: HeadraceError) -> None:
+        self.give_up(error)
+        for instance in self._instances:
+            instance.give_up(error)
+
+    def _stillborn(self, cause: BaseException) -> ConfigError:
+        if isinstance(cause, ConfigError):
+            return cause
+        if isinstance(cause, HeadraceError):
+            return ConfigError([Finding(self._name, None, f"an instance could not be started: {cause}")])
+        # A backend's own words may hold paths: they are for the log alone.
+        logger.error("an instance of %s could not be started", self._name, exc_info=cause)
+        cure = "the server's log has the cause"
+        message = f"an instance could not be started ({type(cause).__name__})"
+        return ConfigError([Finding(self._name, None, message, cure)])
