@@ -15,9 +15,10 @@ from importlib.metadata import version
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
-from server.control.shared_memory import CudaOpener, SharedMemoryRegions
+from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
+from server.cuda.shared_memory import find_client_memory
 from server.frontends.http_server import HttpApplication
 from server.frontends.models import Services
 from server.frontends.tls import TlsFiles
@@ -110,11 +111,12 @@ class HeadraceServer:
     def _services(self, reconciler: Reconciler) -> Services:
         settings = self._settings
         # The driver is started only where clients may register its memory.
-        cuda = _cuda_opener() if settings.allow_client_shm else None
+        memory = find_client_memory() if settings.allow_client_shm else None
+        cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
         return Services(
             models=self._registry,
             repository=reconciler,
-            regions=SharedMemoryRegions(settings.allow_client_shm, cuda),
+            regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
             traces=self._tracer,
             logs=LogSettings(logging.getLogger("headrace")),
             version=version("headrace"),
@@ -195,15 +197,6 @@ def extensions(settings: Settings, cuda: bool) -> list[str]:
     if settings.trace_file:
         names += ["trace"]
     return sorted(names)
-
-
-def _cuda_opener() -> CudaOpener | None:
-    """Opens a GPU's memory by its handle; None on a machine without a GPU or PyCUDA."""
-    try:
-        from server.cuda.shared_memory import available, open_ipc
-    except ImportError:
-        return None
-    return open_ipc if available() else None
 
 
 def _calm_garbage_collector() -> None:

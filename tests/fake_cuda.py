@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.cuda import device, driver, graphs
+from server.cuda import device, driver, libcuda
 
 
 class FakeCuda:
@@ -30,6 +30,10 @@ class FakeCuda:
         refuse_capture: makes captures fail.
         now_us: the stream's clock.
         work_us: what one launch takes.
+        registered: sizes of the host's memory that is pinned, by address.
+        refuse_pinning: makes that fail.
+        exported: arrays that stand for memory of another process, by IPC handle.
+        broken_ipc: makes copies of such memory fail.
     """
 
     def __init__(self) -> None:
@@ -45,6 +49,10 @@ class FakeCuda:
         self.capability = (9, 0)
         self.devices = 1
         self.graphs: set[int] = set()
+        self.registered: dict[int, int] = {}
+        self.refuse_pinning = False
+        self.exported: dict[bytes, Any] = {}
+        self.broken_ipc = False
 
     def submit(self, work: Callable[[], None], stream: int = 77) -> None:
         """Queue work on a stream: done at once, or recorded for a graph."""
@@ -160,6 +168,34 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
         assert cuda.captured is None
         ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
+    class IPCMemoryHandle:
+        """Opens what `FakeCuda.exported` has under the handle."""
+
+        def __init__(self, handle: bytearray) -> None:
+            assert cuda.depth > 0
+            if bytes(handle) not in cuda.exported:
+                raise Error("cuIpcOpenMemHandle failed: invalid resource handle")
+            self._array = cuda.exported[bytes(handle)]
+            cuda.live.add(int(self))
+
+        def __int__(self) -> int:
+            return int(self._array.ctypes.data)
+
+        def close(self) -> None:
+            assert cuda.depth > 0
+            cuda.live.remove(int(self))
+
+    def address_range(address: int) -> tuple[int, int]:
+        sizes = {array.ctypes.data: array.nbytes for array in cuda.exported.values()}
+        return address, sizes[address]
+
+    def dtoh_now(target: Any, source: int) -> None:
+        assert cuda.depth > 0
+        if cuda.broken_ipc:
+            raise Error("cuMemcpyDtoH failed: invalid argument")
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    module.IPCMemoryHandle, module.mem_get_address_range, module.memcpy_dtoh = IPCMemoryHandle, address_range, dtoh_now
     module.Error, module.MemoryError = Error, OutOfMemory
     module.Context, module.Device, module.Stream, module.Event = Context, Device, Stream, Event
     module.mem_alloc, module.pagelocked_empty = Allocation, pagelocked_empty
@@ -209,6 +245,26 @@ class _Library:
             self._cuda.submit(work, stream.value)
         return 0
 
+    def cuMemHostRegister_v2(self, address: Any, size: Any, flags: int) -> int:  # noqa: N802
+        assert self._cuda.depth > 0
+        assert flags == 3
+        if self._cuda.refuse_pinning:
+            return 801
+        assert address.value not in self._cuda.registered
+        self._cuda.registered[address.value] = size.value
+        return 0
+
+    def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
+        assert self._cuda.depth > 0
+        del self._cuda.registered[address.value]
+        return 0
+
+    def cuMemHostGetDevicePointer_v2(self, found: Any, address: Any, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        pinned = any(start <= address.value < start + size for start, size in self._cuda.registered.items())
+        found._obj.value = address.value
+        return 0 if pinned else 1
+
     def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802
         text._obj.value = b"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
         return 0
@@ -223,4 +279,4 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setattr(driver, "_contexts", {})
     monkeypatch.setattr(device, "driver_major", lambda: 580)
     library = _Library(cuda)
-    monkeypatch.setattr(graphs, "_library", lambda: library)
+    monkeypatch.setattr(libcuda, "library", lambda: library)

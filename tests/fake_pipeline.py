@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from server.backends.base import ExecutionLost, Flight
+from server.core.resident import PINNED, is_resident
 from server.core.tensor import Array
 from tests.fakes import InstanceKilledError
+from tests.residents import read
 
 # A row that starts with one of these makes the call of that name do it.
 RAISES = {"begin": -11.0, "launch": -12.0, "finish": -13.0}
@@ -35,6 +37,7 @@ class FakePipeline:
 
     Attributes:
         depth: flights that may be open.
+        device: of the GPU that it pretends to run on, which reads resident rows when it comes to the batch; None: it takes none.
         manual: a flight lands only when `land` says so.
         log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" as they happen; numbers count the `begin`s.
         batches: the values of the flights finished or run, first column.
@@ -45,6 +48,7 @@ class FakePipeline:
     """
 
     depth: int = 2
+    device: int | None = None
     manual: bool = False
     log: list[str] = field(default_factory=list)
     batches: list[list[float]] = field(default_factory=list)
@@ -96,7 +100,8 @@ class FakePipeline:
 
     def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
         self._on("instance")
-        self._misbehave("begin", like["x"])
+        if not is_resident(like["x"]):
+            self._misbehave("begin", like["x"])
         number, self._count = self._count, self._count + 1
         with self._changed:
             self._open.add(number)
@@ -105,16 +110,19 @@ class FakePipeline:
         buffer = np.full((rows, *like["x"].shape[1:]), np.nan, like["x"].dtype)
         self.note(f"begin {number}")
         self.during_fill()
-        return Flight({"x": buffer}, rows, _Batch(number, buffer))
+        return Flight({"x": buffer}, rows, _Batch(number, buffer), self.device)
 
     def launch(self, flight: Flight) -> None:
         self._on("instance")
         batch = self._batch(flight)
-        self._expect(
-            flight.rows == len(batch.buffer) and not np.isnan(batch.buffer).any(), "launched before it was full"
-        )  # type: ignore[call-overload]
+        unread = np.isnan(batch.buffer)  # type: ignore[call-overload]
+        for name, row, rows in flight.residents:
+            self._expect(name == "x" and rows.device in (PINNED, self.device), "residents that this GPU cannot read")
+            self._expect(bool(unread[row : row + len(rows)].all()), "residents that were copied too")
+            unread[row : row + len(rows)] = False
+        self._expect(flight.rows == len(batch.buffer) and not unread.any(), "launched before it was full")
         try:
-            self._misbehave("launch", batch.buffer)
+            self._misbehave("launch", _values(flight, batch))
         except BaseException:
             self._give_back(batch)
             raise
@@ -130,7 +138,7 @@ class FakePipeline:
         if self.manual:
             self._permits.acquire()
         self._expect(self._in_the_air.pop(0) == batch.number, "finished out of turn")
-        x = np.array(batch.buffer)  # only now: whoever touched the inputs after the launch is found out
+        x = _values(flight, batch)  # only now: whoever touched the inputs after the launch is found out
         batch.buffer.fill(np.nan)
         self._give_back(batch)
         self.batches.append(x[:, 0].tolist())
@@ -185,3 +193,11 @@ class FakePipeline:
     def _expect(self, right: bool, what: str) -> None:
         if not right:
             self.violations.append(what)
+
+
+def _values(flight: Flight, batch: _Batch) -> Array:
+    """What the GPU computes on."""
+    x = np.array(batch.buffer)
+    for _, row, rows in flight.residents:
+        x[row : row + len(rows)] = read(rows).reshape(-1, *x.shape[1:])
+    return x

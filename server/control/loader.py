@@ -77,11 +77,13 @@ class Loader:
         policy = handle_policy(config)
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
+        devices: list[int] = []
         if chosen.runtime == "tensorrt":
-            policy, model = self._on_gpus(chosen, config, policy)
+            devices, model = self._on_gpus(chosen, config)
+            policy = replace(policy, instances=len(devices))
         else:
             model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
-        spec = model_spec(folder, version)
+        spec = replace(model_spec(folder, version), resident_devices=frozenset(devices))
         if chosen.stamp is not None:
             spec = replace(spec, parameters=engine_parameters(chosen.stamp))
         handle = ModelHandle(
@@ -95,7 +97,7 @@ class Loader:
         handle.start(WarmUp(config.name, warmups) if warmups else None)
         return handle
 
-    def _on_gpus(self, chosen: Plan, config: ModelConfig, policy: HandlePolicy) -> tuple[HandlePolicy, LoadedModel]:
+    def _on_gpus(self, chosen: Plan, config: ModelConfig) -> tuple[list[int], LoadedModel]:
         from server.backends.tensorrt_backend import TensorRtModel
         from server.control.gpus import backend_parameters, check_tensors, devices_of
 
@@ -107,7 +109,7 @@ class Loader:
             except ConfigError:
                 model.close()
                 raise
-        return replace(policy, instances=len(devices)), model
+        return devices, model
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
         """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""

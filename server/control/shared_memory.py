@@ -5,6 +5,9 @@ past the end of the file dies of SIGBUS; `pread` and `pwrite` answer with a shor
 stall us: a page that is missing in the file reads as zeros, whatever fault handlers the client has put on its own mapping. It
 costs exactly one memory copy either way, as a mapping would: a tensor must not change while a model computes on it.
 
+For models on a GPU a region is mapped nevertheless, and pinned, by whatever `app` hands in: the GPU fetches rows by itself, and
+nothing else touches that mapping. Until it is there, and where it cannot be had, they are read like any others.
+
 Registering is off unless the operator allows it (`--allow-client-shm`): whoever may register can read and write all shared
 memory that the server's user may, that of other clients included. That is Triton's protocol ("shared memory extension"); the
 names that servers use for themselves are refused, and no error tells what else is there.
@@ -20,18 +23,20 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from server.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
 from server.core.names import REGION_PATTERN
+from server.core.resident import PINNED, ResidentRows
 from server.core.shared_range import check_range
 from server.core.tensor import Array
 
 SYSTEM = "system"
 CUDA = "cuda"
 _FOLDER = "/dev/shm"
+_BYTES: np.dtype[Any] = np.dtype(np.uint8)
 _MAX_REGIONS = 1024
 _MAX_NAME = 255
 # Ours, those of Triton's Python backend (CVE-2025-23320 went through them), and the semaphores of sem_open.
@@ -44,6 +49,9 @@ class OpenRegion(Protocol):
     def check(self, offset: int, size_bytes: int) -> None:
         """Raise BadRequest unless the range lies in the region."""
 
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
+        """A range where it lies, uint8[size_bytes]; None if it has to be read."""
+
     def read(self, offset: int, size_bytes: int) -> Array:
         """A copy as uint8[size_bytes]."""
 
@@ -51,8 +59,18 @@ class OpenRegion(Protocol):
         """Put data there."""
 
 
+class Pinned(Protocol):
+    """A range of a file that every GPU reads, as long as somebody holds this."""
+
+    @property
+    def address(self) -> int:
+        """CUdeviceptr of its first byte."""
+
+
 # Opens memory of a GPU: (handle, device, size_bytes).
 CudaOpener = Callable[[bytes, int, int], OpenRegion]
+# Pins a range of a file: (descriptor, start, size_bytes, device, done); calls `done` on a thread of its own, None if it failed.
+Pin = Callable[[int, int, int, int, Callable[[Pinned | None], None]], None]
 
 
 class SystemRegion:
@@ -62,14 +80,19 @@ class SystemRegion:
         descriptor: of the file, now the region's own.
         start: where in the file the region begins.
         size_bytes: of the region; `start + size_bytes` was within the file when it was registered.
+        pin: pins it for GPUs, None where there are none.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_size_bytes", "_start")
+    __slots__ = ("__weakref__", "_asked", "_descriptor", "_pin", "_pinned", "_size_bytes", "_start", "_waits")
 
-    def __init__(self, descriptor: int, start: int, size_bytes: int) -> None:
+    def __init__(self, descriptor: int, start: int, size_bytes: int, pin: Pin | None = None) -> None:
         self._descriptor = descriptor
         self._start = start
         self._size_bytes = size_bytes
+        self._pin = pin
+        self._pinned: Pinned | None = None  # written once, by the thread that pins
+        self._waits = False  # for that thread, which says so itself
+        self._asked = 0
         weakref.finalize(self, os.close, descriptor)
 
     def check(self, offset: int, size_bytes: int) -> None:
@@ -79,6 +102,39 @@ class SystemRegion:
             BadRequest: it does not lie in the region.
         """
         check_range(offset, size_bytes, self._size_bytes)
+
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
+        """A range in pinned memory, uint8[size_bytes]; None if it has to be read, as it has until it is pinned.
+
+        The first to ask gets it pinned. If that fails, it is tried again when twice as many have asked: memory that a client has
+        not filled yet is not pinned, and may be later.
+
+        Args:
+            offset, size_bytes: the range.
+            devices: numbers of the GPUs that would read it.
+
+        Raises:
+            BadRequest: it does not lie in the region.
+        """
+        self.check(offset, size_bytes)
+        pinned = self._pinned
+        if pinned is not None:
+            base = pinned.address
+
+            def copy(address: int, count: int) -> Array:
+                return self.read(address - base, count)
+
+            return ResidentRows(base + offset, PINNED, _BYTES, (size_bytes,), pinned, copy)
+        if devices and self._pin is not None and not self._waits:
+            self._asked += 1
+            if self._asked & (self._asked - 1) == 0:
+                self._waits = True
+                self._pin(self._descriptor, self._start, self._size_bytes, min(devices), self._on_pinned)
+        return None
+
+    def _on_pinned(self, pinned: Pinned | None) -> None:
+        self._pinned = pinned
+        self._waits = False
 
     def read(self, offset: int, size_bytes: int) -> Array:
         """A copy as uint8[size_bytes].
@@ -144,11 +200,15 @@ class SharedMemoryRegions:
         allowed: without it every method but `status` raises Forbidden.
         cuda: opens memory of a GPU by (handle, device, size_bytes), raising BadRequest; None where there is no GPU.
         limit: most regions at a time; by default 1024, or a quarter of the file descriptors that the process may have.
+        pin: pins system regions for models on a GPU; None where there is none.
     """
 
-    def __init__(self, allowed: bool, cuda: CudaOpener | None, limit: int | None = None) -> None:
+    def __init__(
+        self, allowed: bool, cuda: CudaOpener | None, limit: int | None = None, pin: Pin | None = None
+    ) -> None:
         self._allowed = allowed
         self._cuda = cuda
+        self._pin = pin
         self._limit = _default_limit() if limit is None else limit
         self._regions: dict[str, _Registration] = {}
 
@@ -187,7 +247,7 @@ class SharedMemoryRegions:
             raise BadRequest(
                 f"a region needs an offset of at least 0 and a byte_size of at least 1, not {offset} and {size_bytes}"
             )
-        region = _open_system(file, offset, size_bytes)
+        region = _open_system(file, offset, size_bytes, self._pin)
         status = {"name": name, "key": key, "offset": offset, "byte_size": size_bytes}
         self._regions[name] = _Registration(SYSTEM, region, status)
 
@@ -263,7 +323,7 @@ def _default_limit() -> int:
         return _MAX_REGIONS
     import resource
 
-    # A descriptor a region: most of the descriptors must be left to connections.
+    # A descriptor a region, two if it is mapped: most of the descriptors must be left to connections.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_REGIONS if soft == resource.RLIM_INFINITY else max(1, min(_MAX_REGIONS, soft // 4))
 
@@ -280,7 +340,7 @@ def _file_name(key: str) -> str:
     return file
 
 
-def _open_system(file: str, offset: int, size_bytes: int) -> SystemRegion:
+def _open_system(file: str, offset: int, size_bytes: int, pin: Pin | None) -> SystemRegion:
     if sys.platform != "linux":
         # Elsewhere shared memory is no file that could be read: only a mapping is left, and that can kill us.
         raise Unsupported("system shared memory needs Linux: send the tensor in the request")
@@ -299,7 +359,7 @@ def _open_system(file: str, offset: int, size_bytes: int) -> SystemRegion:
             raise _nothing_there()
         if offset + size_bytes > found.st_size:
             raise BadRequest(f"offset {offset} and byte_size {size_bytes} reach past the end of the shared memory")
-        return SystemRegion(descriptor, offset, size_bytes)
+        return SystemRegion(descriptor, offset, size_bytes, pin)
     except BadRequest:
         os.close(descriptor)
         raise

@@ -15,8 +15,9 @@ import numpy as np
 
 from server.core.tensor import Array
 
-# `device` of pinned host memory, which every GPU reads.
+# `device` of pinned host memory, which every GPU reads, and of rows that none may: they are not aligned to their dtype.
 PINNED = -1
+NOWHERE = -2
 
 # Copies (address, size_bytes) of what the owner holds into host memory of its own: uint8[size_bytes].
 HostCopy = Callable[[int, int], Array]
@@ -26,8 +27,8 @@ class ResidentRows:
     """One tensor, C-contiguous, rows first, by its address on a GPU. Immutable; slices and reshapes share the memory.
 
     Args:
-        address: CUdeviceptr of the first element, aligned to the dtype.
-        device: number of the GPU whose memory it is, or `PINNED`.
+        address: CUdeviceptr of the first element, aligned to the dtype but for `NOWHERE`.
+        device: number of the GPU whose memory it is, or `PINNED`, or `NOWHERE`.
         dtype: of the elements; no objects.
         shape: of the tensor, at least one dimension.
         owner: whatever keeps the memory alive; held as long as these rows, or a slice of them, are.
@@ -86,6 +87,16 @@ class ResidentRows:
         shape = (max(stop - start, 0), *inner)
         return ResidentRows(address, self.device, self.dtype, shape, self.owner, self._copy)
 
+    def as_tensor(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ResidentRows:
+        """The same bytes as a tensor; unless they are aligned to the dtype, it can only be copied.
+
+        Args:
+            dtype: of the tensor.
+            shape: of the tensor, which has as many bytes.
+        """
+        device = NOWHERE if self.address % dtype.alignment else self.device
+        return ResidentRows(self.address, device, dtype, shape, self.owner, self._copy)
+
     def reshape(self, *shape: SupportsIndex | tuple[int, ...]) -> ResidentRows:
         """The same elements in another shape, which may hold one -1.
 
@@ -110,7 +121,7 @@ class ResidentRows:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
-        where = "pinned" if self.device == PINNED else f"GPU {self.device}"
+        where = {PINNED: "pinned", NOWHERE: "unaligned"}.get(self.device, f"GPU {self.device}")
         return f"ResidentRows({self.dtype}, {list(self.shape)}, {where})"
 
 

@@ -1,17 +1,17 @@
 """CUDA graphs: work recorded once from a stream and replayed by a single call.
 
-PyCUDA has no graphs, so this file calls the driver itself (CUDA driver API, "Stream Management", "Graph Management";
+PyCUDA has no graphs, so this file calls the driver's library itself (CUDA driver API, "Stream Management", "Graph Management";
 cuGraphInstantiateWithFlags needs CUDA 11.4).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
-from typing import Any
 
-from server.cuda.driver import DeviceError, Stream
+from server.cuda import libcuda
+from server.cuda.driver import Stream
+from server.cuda.libcuda import succeeded
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do in the meantime does not spoil the capture.
 _THREAD_LOCAL = 1
@@ -31,8 +31,8 @@ class Graph:
     def __init__(self, stream: Stream, enqueue: Callable[[], None]) -> None:
         self._stream = ctypes.c_void_p(stream.handle)
         self._executable = ctypes.c_void_p()
-        driver = _library()
-        _check(driver.cuStreamBeginCapture_v2(self._stream, _THREAD_LOCAL), "starting to capture a CUDA graph")
+        driver = libcuda.library()
+        succeeded(driver.cuStreamBeginCapture_v2(self._stream, _THREAD_LOCAL), "starting to capture a CUDA graph")
         graph = ctypes.c_void_p()
         try:
             enqueue()
@@ -42,11 +42,11 @@ class Graph:
             if graph:
                 driver.cuGraphDestroy(graph)
             raise
-        _check(driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)), "capturing a CUDA graph")
+        succeeded(driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)), "capturing a CUDA graph")
         try:
             executable = ctypes.byref(self._executable)
             flags = ctypes.c_ulonglong(0)
-            _check(driver.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
+            succeeded(driver.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
         finally:
             driver.cuGraphDestroy(graph)
         self._launch = driver.cuGraphLaunch
@@ -59,24 +59,10 @@ class Graph:
         """
         result = self._launch(self._executable, self._stream)
         if result:
-            _check(result, "launching a CUDA graph")
+            succeeded(result, "launching a CUDA graph")
 
     def close(self) -> None:
         """Give the graph back; its work must be done."""
         executable, self._executable = self._executable, ctypes.c_void_p()
         if executable:
-            _library().cuGraphExecDestroy(executable)
-
-
-@functools.cache
-def _library() -> Any:
-    """The CUDA driver, loaded already by PyCUDA."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _check(result: int, doing: str) -> None:
-    if result:
-        text = ctypes.c_char_p()
-        _library().cuGetErrorName(result, ctypes.byref(text))
-        name = (text.value or b"unknown error").decode(errors="replace")
-        raise DeviceError(f"{doing} failed on the GPU ({name}, {result}): see the driver's messages in dmesg")
+            libcuda.library().cuGraphExecDestroy(executable)

@@ -173,7 +173,7 @@ class GrpcCodec:
             )
         shared_bytes = 0
         if plan.needs_regions:
-            plan, shared_bytes = plan.attach(self._regions, inputs)
+            plan, shared_bytes = plan.attach(self._regions, inputs, self.spec.resident_devices)
         return (
             InferRequest(
                 inputs=inputs,

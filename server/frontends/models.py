@@ -9,6 +9,7 @@ from typing import Protocol
 from server.core.completion import LoopCompletion
 from server.core.errors import HeadraceError
 from server.core.request import InferRequest, InferResponse
+from server.core.resident import ResidentRows
 from server.core.tensor import Array, ModelSpec
 
 
@@ -87,6 +88,13 @@ class Region(Protocol):
 
     def check(self, offset: int, size_bytes: int) -> None:
         """Hold a range against the region.
+
+        Raises:
+            BadRequest: it does not lie in the region.
+        """
+
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
+        """A range where it lies, uint8[size_bytes], for these GPUs or whoever copies it; None if it has to be read now.
 
         Raises:
             BadRequest: it does not lie in the region.

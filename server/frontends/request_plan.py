@@ -16,7 +16,8 @@ import numpy as np
 
 from server.core.clock import NS_PER_US
 from server.core.errors import BadRequest, Forbidden, TooLarge
-from server.core.tensor import Array, ModelSpec, TensorSpec
+from server.core.resident import as_input
+from server.core.tensor import BYTES, Array, ModelSpec, TensorSpec
 from server.frontends import tensor_codec
 from server.frontends.models import Region, Regions
 from server.frontends.request_parameters import SharedRange, flag, integer, tensor_parameters
@@ -98,12 +99,13 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         own_ns = received_ns + self.timeout_us * NS_PER_US
         return min(own_ns, transport_ns) if transport_ns else own_ns
 
-    def attach(self, regions: Regions | None, inputs: dict[str, Array]) -> tuple[Plan, int]:
-        """Look up the shared memory of one request: read its inputs, find and check where its outputs will go.
+    def attach(self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]) -> tuple[Plan, int]:
+        """Look up the shared memory of one request: read or locate its inputs, find and check where its outputs will go.
 
         Args:
             regions: all there are; None if shared memory is off.
-            inputs: receives the inputs that lie in shared memory.
+            inputs: receives the inputs that lie in shared memory; as `ResidentRows` where a GPU can read them.
+            devices: numbers of the GPUs that do (`ModelSpec.resident_devices`).
 
         Returns:
             The plan for this one request, and how many bytes were read.
@@ -127,11 +129,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             assert piece.shared is not None
             region = regions.find(piece.shared.region)
             with _named(f"input '{piece.spec.name}'"):
-                data = region.read(piece.shared.offset, piece.size_bytes)
-            inputs[piece.spec.name] = tensor_codec.from_binary(
-                piece.spec, piece.shape, piece.elements, data.view(np.uint8), 0, piece.size_bytes
-            )
-            size_bytes += piece.size_bytes
+                size_bytes += _take(piece, region, piece.shared.offset, devices, inputs)
         return msgspec.structs.replace(self, targets=targets), size_bytes
 
     def write(self, wanted: WantedOutput, data: bytes | memoryview) -> dict[str, str | int]:
@@ -337,6 +335,20 @@ class PlanCache:
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
         self._plans[header] = plan
+
+
+def _take(piece: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]) -> int:
+    """Put an input that lies in shared memory into `inputs`; how many bytes were read."""
+    spec, size_bytes = piece.spec, piece.size_bytes
+    # Text is taken apart here, and what has no dimensions has no rows.
+    if spec.datatype is not BYTES and piece.shape:
+        rows = region.locate(offset, size_bytes, devices)
+        if rows is not None:
+            inputs[spec.name] = as_input(rows.as_tensor(spec.datatype.dtype, piece.shape))
+            return 0
+    data = region.read(offset, size_bytes)
+    inputs[spec.name] = tensor_codec.from_binary(spec, piece.shape, piece.elements, data.view(np.uint8), 0, size_bytes)
+    return size_bytes
 
 
 @contextmanager

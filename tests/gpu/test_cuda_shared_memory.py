@@ -6,10 +6,15 @@ Also a script, for a GPU machine without pytest: `python tests/gpu/test_cuda_sha
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +71,30 @@ def _owner(size: int = SIZE) -> Iterator[_Owner]:
         owner.process.communicate("", timeout=30)
 
 
+def _finished(memory: Any) -> None:
+    """Until the driver's thread has closed what was dropped."""
+    gc.collect()
+    done = threading.Event()
+    memory._thread.submit(done.set)
+    assert done.wait(30)
+
+
+@contextlib.contextmanager
+def _stderr() -> Iterator[list[str]]:
+    """What is written to the descriptor of standard error meanwhile, by C++ too, as the one element of a list."""
+    said: list[str] = []
+    with tempfile.TemporaryFile("w+") as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said.append(file.read())
+
+
 @contextlib.contextmanager
 def _refused(kind: type[Exception], words: str) -> Iterator[None]:
     try:
@@ -78,11 +107,12 @@ def _refused(kind: type[Exception], words: str) -> Iterator[None]:
 
 def test_reads_and_writes_what_the_owner_sees() -> None:
     from server.control.shared_memory import CUDA, SharedMemoryRegions
-    from server.cuda.shared_memory import available, open_ipc
+    from server.cuda.shared_memory import find_client_memory
 
-    assert available()
+    memory = find_client_memory()
+    assert memory is not None
     with _owner() as owner:
-        regions = SharedMemoryRegions(allowed=True, cuda=open_ipc)
+        regions = SharedMemoryRegions(allowed=True, cuda=memory.open_ipc)
         regions.register_cuda("gpu", owner.handle, 0, SIZE)
         assert list(regions.status(CUDA, "")) == [{"name": "gpu", "device_id": 0, "byte_size": SIZE}]
         region = regions.find("gpu")
@@ -103,15 +133,46 @@ def test_reads_and_writes_what_the_owner_sees() -> None:
         regions.unregister(CUDA, "gpu")
         np.testing.assert_array_equal(region.read(0, SIZE), expected)
         del region
+        _finished(memory)
         regions.register_cuda("again", owner.handle, 0, SIZE)
         np.testing.assert_array_equal(regions.find("again").read(0, SIZE), expected)
         regions.unregister(CUDA, "")
 
 
+def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
+    from server.cuda.shared_memory import ClientMemory
+
+    memory = ClientMemory(0)
+    with _owner() as owner:
+        rows = memory.open_ipc(owner.handle, 0, SIZE).locate(1000, 1 << 16, frozenset())
+        held = [rows.as_tensor(np.dtype(np.int32), (64, 256))]
+        del rows
+        copies: list[Any] = []
+
+        def last() -> None:
+            copies.append(np.asarray(held[0][1:3]))
+            held.clear()
+
+        with _stderr() as said:
+            thread = threading.Thread(target=last)
+            thread.start()
+            thread.join(30)
+            _finished(memory)
+        expected = (np.arange(SIZE) % 251).astype(np.uint8)[1000 + 1024 : 1000 + 3072]
+        np.testing.assert_array_equal(copies.pop(), expected.view(np.int32).reshape(2, 256))
+        # PyCUDA would write of a context that it cannot enter, and the mapping would stay open.
+        assert said == [""]
+        again = memory.open_ipc(owner.handle, 0, SIZE)
+        np.testing.assert_array_equal(again.read(0, 10), np.arange(10))
+        del again
+        _finished(memory)
+
+
 def test_ranges_lie_in_the_region() -> None:
     from server.core.errors import BadRequest
-    from server.cuda.shared_memory import open_ipc
+    from server.cuda.shared_memory import ClientMemory
 
+    open_ipc = ClientMemory(0).open_ipc
     with _owner() as owner:
         region = open_ipc(owner.handle, 0, 1000)
         before = owner.content()
@@ -127,8 +188,9 @@ def test_ranges_lie_in_the_region() -> None:
 
 def test_what_cannot_be_opened() -> None:
     from server.core.errors import BadRequest
-    from server.cuda.shared_memory import open_ipc
+    from server.cuda.shared_memory import ClientMemory
 
+    open_ipc = ClientMemory(0).open_ipc
     with _owner() as owner:
         for handle in (b"", owner.handle[:-1], owner.handle + b"\0"):
             with _refused(BadRequest, "64 bytes"):

@@ -15,10 +15,12 @@ from tritonclient.utils import serialize_byte_tensor
 
 from server.core.errors import BadRequest, Forbidden, NotFound, TooLarge
 from server.core.request import InferRequest, InferResponse
+from server.core.resident import ResidentRows
 from server.core.tensor import BYTES, FP32, Array, ModelSpec, TensorSpec
 from server.frontends.grpc_codec import GrpcCodec, scan
 from server.frontends.http_codec import ModelCodec
 from server.frontends.request_plan import Plan
+from tests.residents import resident
 
 SPEC = ModelSpec(
     "m",
@@ -37,10 +39,15 @@ class FakeRegion:
     def __init__(self, size_bytes: int) -> None:
         self.memory = bytearray(size_bytes)
         self.reads = 0
+        self.array: Array | None = None  # what lies in pinned memory
 
     def check(self, offset: int, size_bytes: int) -> None:
         if offset < 0 or size_bytes < 0 or offset + size_bytes > len(self.memory):
             raise BadRequest(f"{offset} and {size_bytes} do not lie in the region")
+
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows | None:
+        self.check(offset, size_bytes)
+        return resident(self.array)[offset : offset + size_bytes] if devices and self.array is not None else None
 
     def read(self, offset: int, size_bytes: int) -> Array:
         self.check(offset, size_bytes)
@@ -82,8 +89,8 @@ class Http:
     client = triton_http
     result: Any = triton_http.InferResult
 
-    def __init__(self, regions: FakeRegions | None, **options: Any) -> None:
-        self.codec = ModelCodec(SPEC, regions, **options)
+    def __init__(self, regions: FakeRegions | None, spec: ModelSpec = SPEC, **options: Any) -> None:
+        self.codec = ModelCodec(spec, regions, **options)
 
     def decode(self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None) -> tuple[InferRequest, Plan]:
         body, size = triton_http.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
@@ -103,8 +110,8 @@ class Http:
 class Grpc:
     client = triton_grpc
 
-    def __init__(self, regions: FakeRegions | None, **options: Any) -> None:
-        self.codec = GrpcCodec(SPEC, regions, **options)
+    def __init__(self, regions: FakeRegions | None, spec: ModelSpec = SPEC, **options: Any) -> None:
+        self.codec = GrpcCodec(spec, regions, **options)
 
     def decode(self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None) -> tuple[InferRequest, Plan]:
         message = _get_inference_request("m", inputs, "", "", outputs, 0, False, False, 0, None, None)

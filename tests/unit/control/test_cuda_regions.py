@@ -32,6 +32,9 @@ class FakeGpu:
     def check(self, offset: int, size_bytes: int) -> None:
         pass
 
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> None:
+        pass
+
     def read(self, offset: int, size_bytes: int) -> Array:
         return np.zeros(size_bytes, np.uint8)
 
