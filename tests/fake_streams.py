@@ -61,7 +61,12 @@ class LateCuda(FakeCuda):
             self.captured.append(work)
             return
         self.launches += 1
-        self.queue(stream, lambda: work() is None)
+
+        def step() -> bool:
+            work()
+            return True
+
+        self.queue(stream, step)
 
     def queue(self, stream: int, step: _Step) -> None:
         """Queue a step; it returns False as long as it cannot be done."""
@@ -131,9 +136,11 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
             check()
 
     def copy(target: int, source: int, size: int, stream: Stream) -> None:
-        assert cuda.captured is None
         assert cuda.depth > 0
-        cuda.queue(stream.handle, lambda: ctypes.memmove(target, source, size) is not None)
+        if cuda.captured is not None:
+            cuda.captured.append(lambda: ctypes.memmove(target, source, size))
+        else:
+            cuda.queue(stream.handle, lambda: ctypes.memmove(target, source, size) is not None)
 
     monkeypatch.setattr(module, "Stream", Stream)
     monkeypatch.setattr(module, "Event", Event)

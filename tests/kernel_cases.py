@@ -10,7 +10,8 @@ import numpy as np
 from server.cuda import driver
 from server.cuda.graphs import Graph
 from server.cuda.kernels import reference
-from server.cuda.kernels.launching import Classifier, Preprocessor, RowGather
+from server.cuda.kernels.launching import Classifier, Preprocessor
+from server.cuda.kernels.rows import RowGather
 from server.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 from server.pipelines.recipe import ImageRecipe
 
@@ -96,24 +97,31 @@ def check_pictures(recipe: ImageRecipe, dtype: str, rows: int = 3, graph: bool =
     assert np.array_equal(got, expected), f"{recipe}: {np.abs(got - expected).max()}"
 
 
-def check_gather(row_bytes: int, rows: int, total: int, offset: int = 0) -> None:
-    """`offset` bytes in front of every row, so that it is not aligned."""
+def check_gather(row_bytes: int, rows: int, total: int, offset: int = 0, blocks: int = 8) -> None:
+    """`offset` bytes in front of every row, so that it is not aligned; every other row is in pinned memory."""
     rng = np.random.default_rng(row_bytes)
     pool = rng.integers(0, 256, (rows + 2, row_bytes + offset), dtype=np.uint8)
     order = rng.permutation(rows + 2)[:rows]
     expected = reference.gather([pool[number, offset:] for number in order], total)
-    kernel = RowGather(0, row_bytes)
+    kernel = RowGather(0)
     with driver.current():
-        places = PinnedBuffer()
+        places, pinned = PinnedBuffer(), PinnedBuffer()
         places.reserve(8 * rows)
+        pinned.reserve(pool.nbytes)
+        pinned.view(pool.shape, pool.dtype)[:] = pool
         addresses = places.view((rows,), np.dtype(np.uint64))
 
         def launch(stream: driver.Stream, source: list[int], to: list[int]) -> None:
-            addresses[:] = [source[0] + int(number) * (row_bytes + offset) + offset for number in order]
-            kernel.launch(stream, places.address, rows, total, to[0])
+            bases = (source[0], pinned.address)
+            addresses[:] = [
+                bases[at % 2] + int(number) * (row_bytes + offset) + offset for at, number in enumerate(order)
+            ]
+            kernel.launch(stream, places.address, row_bytes, rows, total, to[0], blocks)
 
         (got,) = computed([pool], [expected], launch)
         places.free()
+        pinned.free()
+    kernel.close()
     assert np.array_equal(got, expected)
 
 
@@ -135,6 +143,7 @@ def check_rank(rows: int, classes: int, count: int, dtype: str, softmax: bool) -
     got_best, got_numbers = computed(
         [table], [best, numbers], lambda stream, source, to: kernel.launch(stream, source[0], rows, to[0], to[1])
     )
+    kernel.close()
     assert np.array_equal(got_numbers, numbers)
     if softmax:
         assert np.allclose(got_best, best, rtol=1e-5, atol=1e-9)
@@ -147,5 +156,6 @@ def check_soften(rows: int, classes: int, dtype: str) -> None:
     expected = reference.soften(table)
     kernel = Classifier(0, classes, dtype, True, 0)
     (got,) = computed([table], [expected], lambda stream, source, to: kernel.launch(stream, source[0], rows, to[0]))
+    kernel.close()
     assert np.allclose(got, expected, rtol=1e-5, atol=1e-9)
     assert np.allclose(got.sum(axis=1), 1, atol=1e-5)

@@ -25,6 +25,7 @@ _PRELUDE = """
 #define __global__
 #define __device__
 #define __shared__ static
+#define __launch_bounds__(threads)
 struct Index { unsigned x, y, z; };
 struct uint4 { unsigned x, y, z, w; };
 static thread_local Index threadIdx, blockIdx;
@@ -122,4 +123,4 @@ class _Function:
         assert len(arguments) == len(self._types)
         assert all(type(argument) is int for argument in arguments), arguments
         handed = [ctypes.c_ulonglong(argument) for argument in arguments]
-        self._cuda.submit(lambda: self._run(*map(ctypes.c_uint, (*grid, block[0])), *handed))
+        self._cuda.submit(lambda: self._run(*map(ctypes.c_uint, (*grid, block[0])), *handed), stream.handle)

@@ -32,7 +32,8 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/config": {"ours": "server.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
     "server/control": {
-        "ours": "server.core server.config server.dataplane server.backends server.observability server.pipelines.execution"
+        "ours": "server.core server.config server.dataplane server.backends server.observability server.pipelines.execution "
+        "server.cuda.kernels.stages"
     },
     "server/frontends": {
         "ours": "server.core server.observability",

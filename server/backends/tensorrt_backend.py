@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from server.backends.tensorrt_api import installed, load
-from server.backends.tensorrt_execution import Placement, TensorRtExecution
+from server.backends.tensorrt_dock import Placement
+from server.backends.tensorrt_execution import TensorRtExecution
 from server.backends.tensorrt_plan import Plan, Tensor, refused
+from server.backends.tensorrt_stages import Joined, Stage
 from server.core.errors import ConfigError, Finding, HeadraceError, Unsupported
 from server.core.ledger import Account, Kind, Reservation
 from server.cuda import device as gpus
-from server.cuda.driver import current
+from server.cuda.driver import DeviceError, current
 from server.cuda.memory import Allocator, booked
 
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
@@ -97,6 +99,7 @@ class TensorRtModel:
         self._name = name
         self._placements = placements
         self._plans: dict[int, Plan] = {}
+        self._stages: dict[int, dict[str, Joined]] = {}
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _told: instances open in threads of their own
         self._told = False
@@ -111,6 +114,22 @@ class TensorRtModel:
             self.close()
             raise
 
+    def join(self, stages: Sequence[Stage]) -> str:
+        """Let the GPUs do these before and behind the plan; called once, before any execution is asked for.
+
+        Returns:
+            Why they cannot: then all is as if nobody had asked. "" if they do.
+        """
+        try:
+            for device in self._plans:
+                joined = self._stages[device] = {}
+                for stage in stages:
+                    joined[stage.tensor] = Joined(stage, stage.open(device))
+        except (Unsupported, DeviceError) as error:
+            self._part()
+            return str(error)
+        return ""
+
     def execution(self, index: int) -> TensorRtExecution:
         """Instance `index` on its GPU.
 
@@ -119,7 +138,8 @@ class TensorRtModel:
         """
         placement = self._placements[index]
         try:
-            return TensorRtExecution(self._plans[placement.device], placement, self._tell)
+            stages = self._stages.get(placement.device)
+            return TensorRtExecution(self._plans[placement.device], placement, self._tell, stages)
         except ConfigError:
             raise
         except HeadraceError as error:
@@ -138,6 +158,7 @@ class TensorRtModel:
 
     def close(self) -> None:
         """Give the GPUs' memory back."""
+        self._part()
         for device, plan in self._plans.items():
             with current(device):
                 plan.close()
@@ -146,6 +167,13 @@ class TensorRtModel:
             if weights is not None:
                 weights.release()
         self._weights.clear()
+
+    def _part(self) -> None:
+        for device, joined in self._stages.items():
+            with current(device):
+                while joined:
+                    joined.popitem()[1].work.close()
+        self._stages.clear()
 
     def _tell(self, reason: str) -> None:
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 
 from server.backends.tensorrt_api import installed
@@ -12,6 +14,10 @@ from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig
 from server.core.tensor import BY_CONFIG_NAME
 from server.core.tensor_config import ModelInput, ModelOutput
+from server.cuda.kernels.stages import ClassStage, PictureStage
+from server.pipelines.execution import Steps
+
+logger = logging.getLogger("headrace.tensorrt")
 
 
 def tensorrt_machine() -> Machine:
@@ -67,6 +73,48 @@ def check_tensors(model: TensorRtModel, config: ModelConfig, file: str) -> None:
             findings += [Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in known]
     if findings:
         raise ConfigError(findings)
+
+
+def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps:
+    """Have the GPUs do what is to be done around a model, as far as they can.
+
+    Returns:
+        What is left to the CPU.
+    """
+    prepares, ranks = _picture_stage(steps), _class_stage(steps, config)
+    stages = [stage for stage in (prepares, ranks) if stage is not None]
+    if not stages:
+        return steps
+    reason = model.join(stages)
+    if reason:
+        logger.warning("model %s: the CPU prepares its pictures and ranks its classes: %s", config.name, reason)
+        return steps
+    return steps.on_gpu(prepares is not None, ranks is not None)
+
+
+def _picture_stage(steps: Steps) -> PictureStage | None:
+    pixels = steps.pixels
+    return None if pixels is None else PictureStage(pixels.name, pixels.recipe, pixels.dtype)
+
+
+def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
+    if steps.ranking is None:
+        return None
+    name, asked = steps.ranking.output, steps.ranking.asked
+    output = next(tensor for tensor in config.output if tensor.name == name)
+    row = output.dims[-1:] if output.reshape is None else output.reshape.shape
+    if not row or min(row) < 1 or (output.reshape is not None and not config.max_batch_size):
+        return None  # the number of classes, or where a row ends, is known at run time only
+    return ClassStage(
+        tensor=name,
+        dtype=BY_CONFIG_NAME[output.data_type].dtype,
+        row=row,
+        classes=math.prod(row),
+        softmax=asked.softmax or not asked.top_k,
+        top_k=asked.top_k,
+        scores=asked.scores,
+        numbers=asked.classes,
+    )
 
 
 def _wrong(told: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:

@@ -20,7 +20,7 @@ from server.dataplane.handle import HandlePolicy, ModelHandle
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
-from server.pipelines.execution import with_pictures
+from server.pipelines.execution import Steps, steps_of, with_pictures
 
 logger = logging.getLogger("headrace.loader")
 
@@ -77,9 +77,10 @@ class Loader:
         policy = handle_policy(config)
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
+        steps = steps_of(config, folder.labels)
         devices: list[int] = []
         if chosen.runtime == "tensorrt":
-            devices, model = self._on_gpus(chosen, config)
+            devices, model, steps = self._on_gpus(chosen, config, steps)
             policy = replace(policy, instances=len(devices))
         else:
             model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
@@ -89,7 +90,7 @@ class Loader:
         handle = ModelHandle(
             spec=spec,
             policy=policy,
-            model=with_pictures(_reshaping(model, config), config, folder.labels),
+            model=with_pictures(_reshaping(model, config), steps),
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
@@ -97,19 +98,20 @@ class Loader:
         handle.start(WarmUp(config.name, warmups) if warmups else None)
         return handle
 
-    def _on_gpus(self, chosen: Plan, config: ModelConfig) -> tuple[list[int], LoadedModel]:
+    def _on_gpus(self, chosen: Plan, config: ModelConfig, steps: Steps) -> tuple[list[int], LoadedModel, Steps]:
         from server.backends.tensorrt_backend import TensorRtModel
-        from server.control.gpus import backend_parameters, check_tensors, devices_of
+        from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps
 
         devices = devices_of(config)
         model = self.backend(chosen.runtime).load(chosen.file, len(devices), backend_parameters(config, devices))
         if isinstance(model, TensorRtModel):
             try:
                 check_tensors(model, config, chosen.file.name)
-            except ConfigError:
+                steps = join_steps(model, config, steps)
+            except BaseException:
                 model.close()
                 raise
-        return devices, model
+        return devices, model, steps
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
         """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""

@@ -6,7 +6,7 @@ Both steps run in the instance's own thread, right before and right after the mo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from server.core.tensor_config import Postprocess
 from server.pipelines.ranking import softmax, top_k
 from server.pipelines.recipe import ImageRecipe
 
-__all__ = ["PictureModel", "with_pictures"]
+__all__ = ["PictureModel", "Steps", "steps_of", "with_pictures"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,23 @@ class Ranking:
         output: the model's output.
         asked: of the configuration.
         labels: object array of `bytes`, the classes' names; None where they have none.
+        ranked: True where the GPU ranks, and only names are wanting.
     """
 
     output: str
     asked: Postprocess
     labels: Array | None
+    ranked: bool = False
 
     def apply(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """The outputs of the model with the scores replaced, in their place."""
         made: dict[str, Array] = {}
         for name, array in outputs.items():
-            if name == self.output:
+            if self.ranked:
+                made[name] = array
+                if name == self.asked.classes:
+                    made |= self._named(array)
+            elif name == self.output:
                 made |= self._made(array)
             else:
                 made[name] = array
@@ -76,9 +82,33 @@ class Ranking:
             asked.scores: np.take_along_axis(scores, classes, axis=1).reshape(shape),
             asked.classes: classes.reshape(shape),
         }
-        if self.labels is not None:
-            made[asked.labels] = self.labels[np.minimum(classes, self.labels.size - 1)].reshape(shape)
-        return made
+        return made | self._named(made[asked.classes])
+
+    def _named(self, classes: Array) -> dict[str, Array]:
+        labels = self.labels
+        return {} if labels is None else {self.asked.labels: labels[np.minimum(classes, labels.size - 1)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What is done around a model.
+
+    Attributes:
+        pixels: how its picture is made, None if it comes as the model takes it.
+        ranking: what is made of its scores, None if they go out as they are.
+        batched: True if there is a batch dimension in front.
+    """
+
+    pixels: Pixels | None
+    ranking: Ranking | None
+    batched: bool
+
+    def on_gpu(self, pixels: bool, ranking: bool) -> Steps:
+        """What is left to do where the model's own execution prepares the pictures, or ranks the classes."""
+        left = self.ranking
+        if left is not None and ranking:
+            left = replace(left, ranked=True) if left.asked.top_k and left.labels is not None else None
+        return Steps(None if pixels else self.pixels, left, self.batched)
 
 
 class PictureExecution:
@@ -190,11 +220,10 @@ class PictureModel:
         self.inner.close()
 
 
-def with_pictures(model: LoadedModel, config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> LoadedModel:
-    """The model as its configuration has callers see it; itself where they see it as it is.
+def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
+    """What a configuration wants done around its model.
 
     Args:
-        model: behind its `reshape`.
         config: complete.
         labels: class names by output name.
     """
@@ -211,9 +240,19 @@ def with_pictures(model: LoadedModel, config: ModelConfig, labels: dict[str, tup
         output = config.output[at]
         names = labels.get(output.name) if output.label_filename else None
         ranking = Ranking(output.name, config.postprocess, None if names is None else _names(names, output.dims[-1]))
-    if pixels is None and ranking is None:
+    return Steps(pixels, ranking, config.max_batch_size > 0)
+
+
+def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
+    """The model as its configuration has callers see it; itself where they see it as it is.
+
+    Args:
+        model: behind its `reshape`.
+        steps: to be done around it.
+    """
+    if steps.pixels is None and steps.ranking is None:
         return model
-    return PictureModel(model, pixels, ranking, config.max_batch_size > 0)
+    return PictureModel(model, steps.pixels, steps.ranking, steps.batched)
 
 
 def _names(labels: tuple[str, ...], classes: int) -> Array:

@@ -41,8 +41,10 @@ def test_rows_are_gathered_and_padded() -> None:
     for row_bytes in (1, 16, 37, 4096, 150_528):
         check_gather(row_bytes, 3, 3)
         check_gather(row_bytes, 5, 8)
+        check_gather(row_bytes, 3, 5, offset=4, blocks=1)
     check_gather(150_528, 4, 8, offset=3)
     check_gather(64, 1, 256)
+    check_gather(150_528, 200, 256, blocks=132)
 
 
 def test_classes_are_ranked() -> None:

@@ -1,21 +1,83 @@
-// Rows that lie anywhere in the GPU's memory, one below the other; rows that are wanting are copies of the last one, which the model
-// is known to take.
+// Rows that lie anywhere a GPU can read, one below the other; rows that are wanting are copies of the last one, which the model is
+// known to take.
 //
-// One row of the grid (y) a row of the result; the threads along x share its bytes.
+// Any number of blocks in one dimension. A thread copies pieces of 16 bytes, four of them at a time: reads over the bus take long, and
+// only many under way at once fill it.
 
-extern "C" __global__ void gather(
-    const unsigned long long *addresses, unsigned char *destination, unsigned long long row_bytes, int rows)
+#define PIECE 16
+#define AT_ONCE 4
+
+typedef unsigned long long Address;
+
+__device__ inline uint4 fetched(Address from, unsigned int size)
 {
-    const int row = blockIdx.y < rows ? blockIdx.y : rows - 1;
-    const unsigned long long from = addresses[row];
-    const unsigned long long to = (unsigned long long)(destination + blockIdx.y * row_bytes);
-    const unsigned long long start = blockIdx.x * blockDim.x + threadIdx.x;
-    const unsigned long long step = gridDim.x * blockDim.x;
-    if ((from | to | row_bytes) % 16 == 0) {
-        for (unsigned long long i = start; i < row_bytes / 16; i += step)
-            ((uint4 *)to)[i] = ((const uint4 *)from)[i];
-    } else {
-        for (unsigned long long i = start; i < row_bytes; i += step)
-            ((unsigned char *)to)[i] = ((const unsigned char *)from)[i];
+    uint4 value;
+    if (size == PIECE && from % 16 == 0)
+        return *(const uint4 *)from;
+    if (size == PIECE && from % 4 == 0) {
+        const unsigned int *words = (const unsigned int *)from;
+        value.x = words[0];
+        value.y = words[1];
+        value.z = words[2];
+        value.w = words[3];
+        return value;
+    }
+    unsigned int words[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (unsigned int i = 0; i < PIECE; ++i)
+        if (i < size)
+            words[i / 4] |= (unsigned int)((const unsigned char *)from)[i] << (i % 4 * 8);
+    value.x = words[0];
+    value.y = words[1];
+    value.z = words[2];
+    value.w = words[3];
+    return value;
+}
+
+__device__ inline void put(Address to, uint4 value, unsigned int size)
+{
+    if (size == PIECE && to % 16 == 0) {
+        *(uint4 *)to = value;
+        return;
+    }
+    const unsigned int words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+    for (unsigned int i = 0; i < PIECE; ++i)
+        if (i < size)
+            ((unsigned char *)to)[i] = (unsigned char)(words[i / 4] >> (i % 4 * 8));
+}
+
+extern "C" __launch_bounds__(1024) __global__ void gather(
+    const Address *addresses, unsigned char *destination, unsigned long long row_bytes, int rows, int total)
+{
+    const unsigned long long pieces = (row_bytes + PIECE - 1) / PIECE;
+    const unsigned long long step = (unsigned long long)gridDim.x * blockDim.x;
+    const unsigned long long step_rows = step / pieces, step_pieces = step % pieces;
+    const unsigned long long first = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned long long row = first / pieces, piece = first % pieces;
+    while (row < total) {
+        uint4 values[AT_ONCE];
+        Address places[AT_ONCE];
+        unsigned int sizes[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+            sizes[k] = 0;
+            if (row < total) {
+                const unsigned long long start = piece * PIECE;
+                sizes[k] = row_bytes - start < PIECE ? (unsigned int)(row_bytes - start) : PIECE;
+                values[k] = fetched(addresses[row < rows ? row : rows - 1] + start, sizes[k]);
+                places[k] = (Address)(destination + row * row_bytes + start);
+                row += step_rows;
+                piece += step_pieces;
+                if (piece >= pieces) {
+                    piece -= pieces;
+                    ++row;
+                }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k)
+            if (sizes[k])
+                put(places[k], values[k], sizes[k]);
     }
 }

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from server.cuda.kernels import launching
+from server.cuda.kernels import loading
+from server.cuda.kernels.launching import Classifier, Preprocessor
 from tests.fake_cuda import FakeCuda, install
 from tests.kernel_cases import RECIPES, check_gather, check_pictures, check_rank, check_soften
 from tests.kernels_on_host import HostKernels
@@ -26,7 +27,7 @@ def cuda(built: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     install(monkeypatch, fake)
     host = HostKernels(built, fake)
-    monkeypatch.setattr(launching, "compile_cuda", host.compile_cuda)
+    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
     return fake
 
@@ -43,10 +44,11 @@ def test_a_launch_can_be_captured_and_replayed(cuda: FakeCuda) -> None:
     assert cuda.launches == 2
 
 
-@pytest.mark.parametrize(("row_bytes", "offset"), [(1, 0), (16, 0), (37, 0), (4096, 0), (4096, 3)])
+@pytest.mark.parametrize(("row_bytes", "offset"), [(1, 0), (16, 0), (37, 0), (37, 4), (4096, 0), (4096, 3), (4096, 4)])
 def test_rows(row_bytes: int, offset: int) -> None:
     check_gather(row_bytes, 3, 3, offset)
     check_gather(row_bytes, 5, 8, offset)
+    check_gather(row_bytes, 1, 300, offset, blocks=1)
 
 
 @pytest.mark.parametrize("softmax", [False, True])
@@ -63,8 +65,8 @@ def test_probabilities(dtype: str) -> None:
 
 def test_what_no_kernel_does_is_refused() -> None:
     with pytest.raises(ValueError, match="not float64"):
-        launching.Preprocessor(0, RECIPES["odd"], "float64")
+        Preprocessor(0, RECIPES["odd"], "float64")
     with pytest.raises(ValueError, match="top_k 5 of 4 classes"):
-        launching.Classifier(0, 4, "float32", True, 5)
+        Classifier(0, 4, "float32", True, 5)
     with pytest.raises(ValueError, match="softmax False"):
-        launching.Classifier(0, 4, "float32", False, 0)
+        Classifier(0, 4, "float32", False, 0)

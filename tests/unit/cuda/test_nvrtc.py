@@ -11,7 +11,7 @@ import pytest
 from server.core.errors import Unsupported
 from server.cuda import nvrtc
 from server.cuda.driver import DeviceError
-from server.cuda.kernels import launching
+from server.cuda.kernels import loading
 
 
 class FakeLibrary:
@@ -118,7 +118,7 @@ def _has_nvrtc() -> bool:
 
 @pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
 def test_the_kernels_compile() -> None:
-    folder = Path(launching.__file__).parent
+    folder = Path(loading.__file__).parent
     options = {"pictures.cu": ("-DCHANNELS=3", "-DPLANAR=1", "-DPRECISION_BITS=22"), "classes.cu": ("-DTHREADS=256",)}
     for file in ("pictures.cu", "rows.cu", "classes.cu"):
         source = (folder / "half.cuh").read_text() + (folder / file).read_text()

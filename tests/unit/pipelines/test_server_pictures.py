@@ -14,7 +14,7 @@ from PIL import Image
 from server.backends.base import Flight, is_pipelined
 from server.core.model_config import ModelConfig
 from server.core.tensor import Array
-from server.pipelines.execution import PictureExecution, with_pictures
+from server.pipelines.execution import PictureExecution, steps_of, with_pictures
 from server.pipelines.image import prepare, to_pixels
 from server.pipelines.pixels import PixelSteps
 from server.pipelines.ranking import softmax, top_k
@@ -162,7 +162,7 @@ CONFIG = {
 
 def test_the_model_sees_tensors_and_callers_see_classes() -> None:
     model = Model()
-    pictures = with_pictures(model, ModelConfig.model_validate(CONFIG), {"y": ("a", "b", "c", "d")})
+    pictures = with_pictures(model, steps_of(ModelConfig.model_validate(CONFIG), {"y": ("a", "b", "c", "d")}))
     execution = pictures.execution(0)
     sent = np.full((2, 6, 5, 3), 50, np.uint8)
     sent[1] = [100, 250, 150]
@@ -180,14 +180,14 @@ def test_a_model_of_one_picture_at_a_time() -> None:
     outputs = [{**tensor} for tensor in CONFIG["output"]]  # type: ignore[attr-defined]
     config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "output": outputs, "postprocess": None})
     model = Model()
-    with_pictures(model, config, {}).execution(0).run({"x": np.zeros((6, 5, 3), np.uint8)})
+    with_pictures(model, steps_of(config, {})).execution(0).run({"x": np.zeros((6, 5, 3), np.uint8)})
     assert model.seen[0].shape == (3, 6, 5)
 
 
 def test_a_model_that_asks_for_nothing_is_left_alone() -> None:
     model = Model()
     config = ModelConfig.model_validate({**CONFIG, "preprocess": None, "postprocess": None})
-    assert with_pictures(model, config, {}) is model
+    assert with_pictures(model, steps_of(config, {})) is model
 
 
 @pytest.mark.parametrize("crop", [(224, 224), (7, 3)])
@@ -237,7 +237,7 @@ def flown(execution: PictureExecution, pixels: np.ndarray) -> Flight:
 
 def test_batches_overlap_where_the_models_do() -> None:
     model = PipelinedModel()
-    execution = with_pictures(model, ModelConfig.model_validate(CONFIG), {}).execution(0)
+    execution = with_pictures(model, steps_of(ModelConfig.model_validate(CONFIG), {})).execution(0)
     assert isinstance(execution, PictureExecution)
     assert is_pipelined(execution)
     some, more = (rng.integers(0, 256, (rows, 6, 5, 3), dtype=np.uint8) for rows in (2, 4))
@@ -255,7 +255,7 @@ def test_batches_overlap_where_the_models_do() -> None:
 def test_a_flight_is_given_back_whatever_becomes_of_it() -> None:
     model = PipelinedModel()
     config = {**CONFIG, "preprocess": {**CONFIG["preprocess"], "mean": 0.0, "std": 1.0}}  # type: ignore[dict-item]
-    execution = with_pictures(model, ModelConfig.model_validate(config), {}).execution(0)
+    execution = with_pictures(model, steps_of(ModelConfig.model_validate(config), {})).execution(0)
     assert isinstance(execution, PictureExecution)
     execution.discard(flown(execution, np.zeros((2, 6, 5, 3), np.uint8)))
     with pytest.raises(RuntimeError, match="refused"):
@@ -265,7 +265,9 @@ def test_a_flight_is_given_back_whatever_becomes_of_it() -> None:
 
 def test_a_ranked_model_without_pictures_overlaps_too() -> None:
     model = PipelinedModel()
-    execution = with_pictures(model, ModelConfig.model_validate({**CONFIG, "preprocess": None}), {}).execution(0)
+    execution = with_pictures(
+        model, steps_of(ModelConfig.model_validate({**CONFIG, "preprocess": None}), {})
+    ).execution(0)
     assert isinstance(execution, PictureExecution)
     tensor = rng.standard_normal((2, 3, 6, 5)).astype(np.float32)
     flight = execution.begin({"x": tensor[:1]}, 2)
@@ -276,5 +278,5 @@ def test_a_ranked_model_without_pictures_overlaps_too() -> None:
 
 def test_one_picture_at_a_time_does_not_overlap() -> None:
     config = ModelConfig.model_validate({**CONFIG, "max_batch_size": 0, "postprocess": None})
-    assert not is_pipelined(with_pictures(PipelinedModel(), config, {}).execution(0))
-    assert not is_pipelined(with_pictures(Model(), ModelConfig.model_validate(CONFIG), {}).execution(0))
+    assert not is_pipelined(with_pictures(PipelinedModel(), steps_of(config, {})).execution(0))
+    assert not is_pipelined(with_pictures(Model(), steps_of(ModelConfig.model_validate(CONFIG), {})).execution(0))
