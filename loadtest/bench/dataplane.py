@@ -1,0 +1,348 @@
+"""What Headrace's own Python costs a request: the data plane in one process, on a device that takes time and no processor.
+
+    python -m loadtest.bench.dataplane --seconds 3
+
+Callers in a closed loop ask a `ModelHandle` for one row at a time and are called back. The model behind it is a pipelined
+execution whose batches take as long as a GPU of a given speed would, while its thread sleeps. What is left to measure is the
+scheduler: the share of the device's speed that comes out, processor time a request, and what a single caller waits longer than
+the device takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import cast
+
+import numpy as np
+import uvloop
+
+from loadtest.bench.spread import Spread
+from loadtest.protocol import Array
+from server.backends.base import Execution, Flight
+from server.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
+from server.core.completion import LoopCompletion, Mailbox
+from server.core.request import InferRequest
+from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.scheduler import QueueLimits
+from server.observability.recorder import Recorder
+
+_WARM_UP_S = 0.3
+_OUTPUTS = 10
+_PR_SET_TIMERSLACK = 29
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """How fast the simulated device is.
+
+    Attributes:
+        batch_ns: what each batch takes.
+        row_ns: what each of its rows takes more.
+        depth: flights that may be open.
+    """
+
+    batch_ns: int
+    row_ns: int
+    depth: int = 4
+
+    def ns(self, rows: int) -> int:
+        """What a batch of `rows` rows takes."""
+        return self.batch_ns + self.row_ns * rows
+
+
+@dataclass
+class Sleeper:
+    """A pipelined execution (and its model) that computes one batch after the other by the clock; its outputs are zeros.
+
+    Attributes:
+        device: how fast it is.
+        batches: how many it has run.
+    """
+
+    device: Device
+    batches: int = 0
+    _free_ns: int = 0
+    _buffers: deque[Array] = field(default_factory=deque)
+
+    @property
+    def depth(self) -> int:
+        """Flights that may be open."""
+        return self.device.depth
+
+    def execution(self, index: int) -> Execution:
+        """Itself."""
+        return self
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Begin, launch and finish in one."""
+        flight = self.begin(inputs, len(inputs["x"]))
+        self.launch(flight)
+        return self.finish(flight)
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """Memory that is used again and again."""
+        shape = like["x"].shape[1:]
+        buffer = self._buffers.popleft() if self._buffers else np.empty((4096, *shape), np.uint8)
+        return Flight({"x": buffer[:rows]}, rows, buffer)
+
+    def launch(self, flight: Flight) -> None:
+        """Fix when it will be done."""
+        self._free_ns = max(monotonic_ns(), self._free_ns) + self.device.ns(flight.rows)
+        flight.handle = (self._free_ns, flight.handle)
+        self.batches += 1
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """Sleep until then."""
+        done_ns, buffer = cast("tuple[int, Array]", flight.handle)
+        _sleep_until(done_ns)
+        self._buffers.append(buffer)
+        return {
+            "scores": np.zeros((flight.rows, _OUTPUTS), np.float32),
+            "classes": np.zeros((flight.rows, 5), np.int32),
+        }
+
+    def discard(self, flight: Flight) -> None:
+        """Nothing was begun."""
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def _sleep_until(done_ns: int) -> None:
+    left_ns = done_ns - monotonic_ns()
+    if left_ns > 0:
+        _precise_timers()
+        time.sleep(left_ns / NS_PER_S)
+
+
+_precise = threading.local()
+
+
+def _precise_timers() -> None:
+    """Let this thread's sleeps end on time: Linux adds 50 us to spare power, a GPU does not."""
+    if not getattr(_precise, "done", False):
+        _precise.done = True
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+@dataclass
+class Callers:
+    """A closed loop: each caller asks again as soon as it is answered.
+
+    Args:
+        handle: what is asked.
+        row_bytes: of one request's input.
+        front_ns: what the event loop does besides for each request, as a front end would.
+
+    Attributes:
+        answered: requests.
+        latencies_ns: of each, from asking to the callback.
+        gone: set once `stopping` is and all are answered.
+    """
+
+    handle: ModelHandle
+    row_bytes: int
+    front_ns: int = 0
+    answered: int = 0
+    latencies_ns: list[int] = field(default_factory=list)
+    stopping: bool = False
+    waiting: int = 0
+
+    def __post_init__(self) -> None:
+        self.gone = asyncio.Event()
+        self._row = np.zeros((1, self.row_bytes), np.uint8)
+
+    def ask(self) -> None:
+        """One request from one caller."""
+        now_ns = monotonic_ns()
+        while self.front_ns and monotonic_ns() < now_ns + self.front_ns:
+            pass
+        request = InferRequest(
+            inputs={"x": self._row}, rows=1, shape_key=None, received_ns=now_ns, size_bytes=self.row_bytes
+        )
+        completion = self.handle.infer(request)
+        completion.then(partial(self._told, completion, now_ns))
+        self.waiting += 1
+
+    def _told(self, completion: LoopCompletion, asked_ns: int) -> None:
+        outcome = completion.outcome
+        if outcome is None or isinstance(outcome, Exception):
+            raise RuntimeError("a request failed") from outcome
+        if outcome.outputs["classes"].shape != (1, 5):
+            raise RuntimeError("a wrong answer")
+        self.answered += 1
+        self.waiting -= 1
+        self.latencies_ns.append(monotonic_ns() - asked_ns)
+        if not self.stopping:
+            self.ask()
+        elif not self.waiting:
+            self.gone.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one measurement found.
+
+    Attributes:
+        rate_per_s: requests answered.
+        of_device: the same as a share of what the device can do with full batches.
+        cpu_us: processor time a request, of all threads.
+        rows: in a batch, on average.
+        p50_us, p99_us: from asking to the callback.
+    """
+
+    rate_per_s: float
+    of_device: float
+    cpu_us: float
+    rows: float
+    p50_us: float
+    p99_us: float
+
+
+def _handle(model: Sleeper, max_rows: int, row_bytes: int) -> ModelHandle:
+    spec = ModelSpec(
+        name="sleeper",
+        version="1",
+        platform="none",
+        inputs={"x": TensorSpec("x", BY_NAME["UINT8"], (-1, row_bytes))},
+        outputs={
+            "scores": TensorSpec("scores", FP32, (-1, _OUTPUTS)),
+            "classes": TensorSpec("classes", BY_NAME["INT32"], (-1, 5)),
+        },
+        max_batch_size=max_rows,
+    )
+    policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=1 << 20))
+    return ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
+
+
+async def measure(device: Device, outstanding: int, options: argparse.Namespace) -> Load:
+    """Ask with so many callers."""
+    model, max_rows = Sleeper(device), options.rows
+    handle = _handle(model, max_rows, options.row_bytes)
+    await asyncio.to_thread(handle.start)
+    callers = Callers(handle, options.row_bytes, int(options.front_us * NS_PER_US))
+    for _ in range(outstanding):
+        callers.ask()
+    await asyncio.sleep(_WARM_UP_S)
+    callers.latencies_ns.clear()
+    answered, batches, cpu_ns, start_ns = callers.answered, model.batches, time.process_time_ns(), monotonic_ns()
+    await asyncio.sleep(options.seconds)
+    took_ns, cpu_ns = monotonic_ns() - start_ns, time.process_time_ns() - cpu_ns
+    answered, batches = callers.answered - answered, model.batches - batches
+    callers.stopping = True
+    await callers.gone.wait()
+    await asyncio.to_thread(handle.close, None)
+    rate_per_s = answered / took_ns * NS_PER_S
+    limit_per_s = max_rows * NS_PER_S / max(device.ns(max_rows), 1)
+    p50_us, p99_us = np.percentile(callers.latencies_ns, (50, 99)) / NS_PER_US
+    return Load(
+        rate_per_s=rate_per_s,
+        of_device=rate_per_s / limit_per_s,
+        cpu_us=cpu_ns / answered / NS_PER_US,
+        rows=answered / batches,
+        p50_us=float(p50_us),
+        p99_us=float(p99_us),
+    )
+
+
+def bare_p50_us(device_ns: int, seconds: float) -> float:
+    """What the device's time for one row takes on a thread that does nothing else."""
+    times_ns: list[int] = []
+    end_ns = monotonic_ns() + int(seconds * NS_PER_S)
+    while (start_ns := monotonic_ns()) < end_ns:
+        _sleep_until(start_ns + device_ns)
+        times_ns.append(monotonic_ns() - start_ns)
+    return statistics.median(times_ns) / NS_PER_US
+
+
+def _summary(loads: Sequence[Load]) -> dict[str, dict[str, float]]:
+    return {key: asdict(Spread.of([asdict(load)[key] for load in loads])) for key in asdict(loads[0])}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="a measurement takes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="in the largest batch (default: %(default)s)")
+    parser.add_argument("--row-bytes", type=int, default=16, help="of one request's input (default: %(default)s)")
+    parser.add_argument("--front-us", type=float, default=0, help="what the loop does for each request besides")
+    parser.add_argument("--only", nargs="*", default=[], help="cases, e.g. full-200000 single-500")
+    parser.add_argument("--switch-interval-us", type=float, default=0, help="of the interpreter; 0: its own")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    if options.switch_interval_us:
+        sys.setswitchinterval(options.switch_interval_us / 1e6)
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # as the server has it
+    found = {name: run(options) for name, run in CASES.items() if not options.only or name in options.only}
+    print(json.dumps(found, indent=2) if options.json else _table(found))
+    return 0
+
+
+def _full(rate_per_s: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Many callers, a device that does so many rows a second in full batches."""
+    device = Device(batch_ns=options.rows * NS_PER_S // rate_per_s, row_ns=0)
+    return _summary([_run(device, 6 * options.rows, options) for _ in range(options.rounds)])
+
+
+def _single(device_us: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One caller, a device that takes so long."""
+    device = Device(batch_ns=device_us * NS_PER_US, row_ns=0)
+    loads, added = [], []
+    for _ in range(options.rounds):
+        loads.append(_run(device, 1, options))
+        added.append(loads[-1].p50_us - bare_p50_us(device.batch_ns, options.seconds / 4))
+    return {**_summary(loads), "added_p50_us": asdict(Spread.of(added))}
+
+
+def _run(device: Device, outstanding: int, options: argparse.Namespace) -> Load:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(measure(device, outstanding, options))
+
+
+CASES: dict[str, Callable[[argparse.Namespace], dict[str, dict[str, float]]]] = {
+    "full-43000": partial(_full, 43_000),
+    "full-68000": partial(_full, 68_000),
+    "full-200000": partial(_full, 200_000),
+    "single-500": partial(_single, 500),
+}
+
+
+def _table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    head = [heading for heading, _, _ in _COLUMNS]
+    lines = [f"| case | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    for name, figures in found.items():
+        cells = [f"{figures[key]['median']:,.{digits}f}" if key in figures else "-" for _, key, digits in _COLUMNS]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_COLUMNS = (
+    ("requests/s", "rate_per_s", 0),
+    ("of the device", "of_device", 3),
+    ("processor us a request", "cpu_us", 2),
+    ("rows a batch", "rows", 1),
+    ("p50 us", "p50_us", 0),
+    ("p99 us", "p99_us", 0),
+    ("added p50 us", "added_p50_us", 0),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
