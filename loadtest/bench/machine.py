@@ -22,21 +22,20 @@ def usable_cores() -> tuple[int, ...]:
 
 def describe(cores: Cores, busy: float) -> dict[str, str]:
     """Processor, cores, how busy it was, memory, system, versions, commit: label to text, in the order to print."""
-    packages = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {package_version(name)}" for name in PACKAGES)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     used = f"{len(cores.both)} used: {cores.server[0]} for servers, {cores.client[0]} for clients"
     wrk = _first_line(["wrk", "--version"]).split(" Copyright")[0]
-    release = ".".join(platform.release().split(".")[:2])
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": f"{os.cpu_count()} in the machine, {used}",
         "memory": f"{memory_bytes / 2**30:.1f} GiB",
         "other load": f"{busy:.0%} of the cores were in use before the run",
-        "system": f"{platform.system()} {release}",
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": system(),
+        "python": python(),
         "packages": packages,
         "clients": ", ".join(filter(None, (wrk, _first_line(["h2load", "--version"])))),
-        "commit": _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout",
+        "commit": commit(),
     }
 
 
@@ -53,7 +52,23 @@ def _idle_and_all() -> tuple[int, int]:
     return ticks[3] + ticks[4], sum(ticks)
 
 
-def _processor() -> str:
+def system() -> str:
+    """The operating system's name and release."""
+    return f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}"
+
+
+def python() -> str:
+    """The interpreter and its version."""
+    return f"{platform.python_implementation()} {platform.python_version()}"
+
+
+def commit() -> str:
+    """What of this repository runs."""
+    return _first_line(["git", "describe", "--always", "--dirty"]) or "not a git checkout"
+
+
+def processor() -> str:
+    """The processor's name, family and model."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -66,7 +81,8 @@ def _processor() -> str:
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
