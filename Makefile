@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench load lock docs clean test-gpu
+.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,6 +49,9 @@ format: $(VENV)/.dev ## let ruff rewrite the code
 
 bench: $(VENV)/.dev models ## compare with bare ASGI, a naive server and ONNX Runtime in process
 	$(BIN)/python -m loadtest.bench
+
+bench-gpu: $(VENV)/.dev ## every figure of serving on a GPU (needs one, with the extra gpu installed)
+	$(BIN)/python -m loadtest.gpu
 
 load: $(VENV)/.dev models ## locust, headless, against a server of its own
 	$(BIN)/python -m loadtest.run

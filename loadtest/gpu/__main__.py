@@ -1,0 +1,200 @@
+"""`python -m loadtest.gpu`: every figure of serving on a GPU, in one run.
+
+Exit status: 0 if every part came to its end and met its targets, 1 if a target was missed, 2 if a part failed or had no
+time left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from loadtest.gpu import place
+from loadtest.gpu.cases import PARTS, PREPARE, TWO_GPUS, Part
+from loadtest.gpu.findings import PartFindings, missed
+from loadtest.gpu.output import Output
+from loadtest.gpu.regions import remove_left
+from loadtest.gpu.setup import Setup
+from loadtest.gpu.watch import watch
+from loadtest.gpu.wire import DEFAULT_WAY, WAYS
+
+# Batches under way that keep an engine busy whatever waits on the host: three of the largest, and as much again in the queue.
+_BATCHES_IN_FLIGHT = 6
+_MOST_CLIENTS = 8
+_CORES_OF_SERVER = 4
+_LIMIT_S, _QUICK_LIMIT_S = 480.0, 300.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; give the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    output = Output(options.output, shlex.join(["python", "-m", "loadtest.gpu", *words]))
+    found = place.gpus()
+    output.machine |= place.describe(found)
+    for label, text in output.machine.items():
+        output.say(f"{label}: {text}")
+    setup = _setup(options, tuple(range(len(found))) or (0,))
+    limit_s = options.limit_s or (_QUICK_LIMIT_S if options.quick else _LIMIT_S)
+    Run(output, setup, time.monotonic() + limit_s).all(options.only, _precisions(options))
+    if any(part.failure for part in output.parts):
+        return 2
+    return int(missed(output.parts) and not options.quick)
+
+
+class Run:
+    """The parts, one after the other, as long as there is time.
+
+    Args:
+        output: where everything goes.
+        setup: of all parts; the precision is theirs.
+        deadline_s: on the monotonic clock, when the run must be over.
+    """
+
+    def __init__(self, output: Output, setup: Setup, deadline_s: float) -> None:
+        self._output = output
+        self._setup = setup
+        self._deadline_s = deadline_s
+
+    def all(self, only: Sequence[str], precisions: Sequence[str]) -> None:
+        """Every part for the first precision, then for the next: should the time run out, one precision is complete."""
+        chosen = [part for part in PARTS if not only or part.letter in only]
+        chosen += [TWO_GPUS] if TWO_GPUS.letter in only else []
+        for precision in precisions:
+            self._setup = replace(self._setup, precision=precision)
+            if self._one(PREPARE).failure:
+                continue
+            for part in chosen:
+                findings = self._one(part)
+                if part.letter == "c":
+                    self._take_best_way(findings)
+
+    def _one(self, part: Part) -> PartFindings:
+        """One part in its process; what goes wrong is its finding."""
+        output, setup = self._output, self._setup
+        findings = PartFindings(f"{part.letter} {setup.precision}", part.title)
+        output.parts.append(findings)
+        left_s = self._deadline_s - time.monotonic()
+        begun_s = time.monotonic()
+        if left_s < part.least_s:
+            findings.failure = "no time was left: give it more by --limit-s, or measure less by --only"
+        else:
+            output.say(f"{findings.name}: {part.title}")
+            command = [sys.executable, "-u", "-m", "loadtest.gpu.part_process", part.module, "--setup", setup.to_json()]
+
+            def on_message(kind: str, content: object) -> None:
+                findings.take(kind, content)
+                if kind == "sample":
+                    output.figure(findings, findings.samples[-1])
+                elif kind == "machine" and isinstance(content, dict):
+                    output.machine |= content
+                elif kind == "note":
+                    output.say(f"{findings.name} | {content}")
+
+            reason = watch(command, min(part.limit_s, left_s), output.log, on_message)
+            findings.failure = findings.failure or reason
+            remove_left()
+        findings.seconds = round(time.monotonic() - begun_s, 1)
+        output.part_ended(findings)
+        return findings
+
+    def _take_best_way(self, findings: PartFindings) -> None:
+        rates = {name: rate for name, rate in findings.medians("images/s").items() if name in {w.name for w in WAYS}}
+        if rates:
+            self._setup = replace(self._setup, best_way=max(rates, key=rates.__getitem__))
+
+
+def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
+    quick = options.quick
+    clients = options.clients or max(2, min(_MOST_CLIENTS, len(os.sched_getaffinity(0)) - _CORES_OF_SERVER))
+    work = options.work or Path(tempfile.gettempdir()) / "headrace-gpu-bench" / options.backend
+    setup = Setup(
+        backend=options.backend,
+        work=str(work.absolute()),
+        precision="",
+        seconds=options.seconds or (0.4 if quick else 0.8),
+        rounds=options.rounds or (1 if quick else 3),
+        instances=options.instances,
+        in_flight=0,
+        clients=clients,
+        best_way=options.way,
+        gpus=gpus,
+        quick=quick,
+    )
+    return replace(setup, in_flight=options.in_flight or _BATCHES_IN_FLIGHT * setup.max_rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.gpu", description="What is left of an engine once it is served."
+    )
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("loadtest/results/gpu"), metavar="DIR", help="(%(default)s)")
+    letters = [part.letter for part in (*PARTS, TWO_GPUS)]
+    add(
+        "--only",
+        type=_letters,
+        default=[],
+        metavar="X,Y",
+        help=f"of {','.join(letters)}; {TWO_GPUS.letter} only if named",
+    )
+    add("--quick", action="store_true", help="one short round, to see that all works; asks for no target")
+    add("--seconds", type=_positive, metavar="S", help="of one sample (0.8; 0.4 with --quick)")
+    add("--rounds", type=int, metavar="N", help="of each part (3; 1 with --quick)")
+    add("--limit-s", type=_positive, metavar="S", help=f"of the whole run, builds included ({_LIMIT_S:.0f})")
+    add("--precisions", default="", metavar="P,P", help="(fp16,int8; fp16 with --quick)")
+    add(
+        "--instances",
+        type=int,
+        default=1,
+        metavar="N",
+        help="on each GPU, where a part does not vary them (%(default)s)",
+    )
+    add("--in-flight", type=int, metavar="N", help=f"pictures under way ({_BATCHES_IN_FLIGHT} of the largest batches)")
+    add("--clients", type=int, metavar="N", help="client processes (by the cores)")
+    add(
+        "--way",
+        choices=[way.name for way in WAYS],
+        default=DEFAULT_WAY,
+        help="of f and two-gpus, unless c finds a better one",
+    )
+    add("--work", type=Path, metavar="DIR", help="models and engines; found again by the next run")
+    backends = ("tensorrt", "onnxruntime")
+    add("--backend", choices=backends, default=backends[0], help="onnxruntime: try the bench itself on a CPU")
+    return parser
+
+
+def _precisions(options: argparse.Namespace) -> list[str]:
+    if options.precisions:
+        return [word for word in options.precisions.split(",") if word]
+    if options.backend == "onnxruntime":
+        return ["fp32"]
+    return ["fp16"] if options.quick else ["fp16", "int8"]
+
+
+def _letters(text: str) -> list[str]:
+    words = [word for word in text.split(",") if word]
+    unknown = set(words) - {part.letter for part in (*PARTS, TWO_GPUS)}
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no part {', '.join(sorted(unknown))}")
+    return words
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError("a number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""(f) Latency and throughput against offered load: random arrivals at 50, 80, 95 and 110 % of the capacity.
+
+Latencies count from the moment when a request should have begun: a client that falls behind hides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from loadtest.gpu.crowd import Crowd
+from loadtest.gpu.messages import Reporter
+from loadtest.gpu.setup import REQUEST_ROWS, Setup
+from loadtest.gpu.subject import Variant, variant
+from loadtest.gpu.wire import open_way, saturate, server, way_called
+
+SHARES = (50, 80, 95, 110)
+# Of a sample's length elsewhere: tails need more requests than throughput does.
+_LONGER = 4.0
+# So many requests may be under way that the clients never hold one back before the server would refuse it.
+_SLOTS = 512
+
+
+def run(setup: Setup, reporter: Reporter) -> None:
+    """Find the capacity, then offer shares of it."""
+    model = variant(setup, Variant(setup.instances))
+    way = way_called(setup.best_way)
+    with server(setup, model, way.engine) as served, Crowd(setup.clients, setup.scratch) as crowd:
+        at_once = max(setup.clients, setup.in_flight // REQUEST_ROWS)
+        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, at_once)
+        watched = [saturate(crowd, key, served, model, setup.seconds) for _ in range(max(2, setup.rounds))]
+        capacity = max(one.taken.per_s for one in watched)
+        crowd.shut(key)
+        reporter.sample(f"capacity over {way.name}, closed loop", "images/s", capacity * REQUEST_ROWS)
+        slots = _SLOTS if setup.on_gpu else 64
+        key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, slots, key="sweep")
+        for share in SHARES:
+            rate = capacity * share / 100
+            taken = crowd.open_loop(key, rate, _LONGER * setup.seconds)
+            offered, name = round(rate * REQUEST_ROWS, 1), f"{share} % of capacity"
+            lost = {"failed": taken.wrong, "never_begun": taken.unanswered, "begun_late": taken.late}
+            reporter.sample(name, "images/s", taken.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
+            if taken.told:
+                reporter.note(f"{name}: {taken.wrong} requests failed, the first with {taken.told}")
+            for percent in (50, 95, 99):
+                value = taken.percentile_ms(percent)
+                if math.isfinite(value):
+                    reporter.sample(name, f"p{percent} ms", value, 0, share=share, offered=offered)

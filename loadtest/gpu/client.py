@@ -1,0 +1,225 @@
+"""A client process: `python -m loadtest.gpu.client`, told what to do line by line, see `Crowd`.
+
+    {"do": "open", "key": k, ...}               connections, requests and shared memory, ready to be used
+    {"do": "closed", "key": k, ...}             all slots under way, each begun again once it is answered
+    {"do": "open_loop", "key": k, ...}          requests at random moments, whether or not the last ones are answered
+    {"do": "lone", "key": k, ...}               one request after the other
+    {"do": "shut", "key": k}                    give back what `open` took
+
+Every line is answered by one; {"error": text} if it could not be done. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from loadtest.bench.spread import completion_rate
+from loadtest.gpu.lines import GrpcLines, HttpLines, Lines
+from loadtest.gpu.part_process import end_with_parent
+from loadtest.gpu.regions import CudaRegion, Region, SystemRegion
+from loadtest.gpu.requests import grpc_message, http_request
+from loadtest.protocol import Array
+
+# Different requests that the slots of a client send.
+_DIFFERENT = 4
+# epoll sleeps whole milliseconds: what is due sooner is waited for awake.
+_AWAKE_S = 0.002
+_STRAGGLERS_S = 15.0
+
+
+@dataclass(slots=True, eq=False)
+class _Opened:
+    lines: Lines
+    region: Region | None
+    rows: int
+
+    def close(self) -> None:
+        self.lines.close()
+        if self.region is not None:
+            self.region.close()
+
+
+class Client:
+    """What is open in this process."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, _Opened] = {}
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do one thing.
+
+        Raises:
+            Exception: it could not be done.
+        """
+        key = order["key"]
+        match order["do"]:
+            case "open":
+                self._opened[key] = _open(order)
+                return {}
+            case "shut":
+                self._opened.pop(key).close()
+                return {}
+            case "closed":
+                return closed_loop(self._opened[key].lines, order["start_s"], order["warm_s"], order["seconds"])
+            case "open_loop":
+                random = np.random.default_rng(order["seed"])
+                return open_loop(self._opened[key].lines, order["start_s"], order["seconds"], order["rate"], random)
+            case "lone":
+                return lone_caller(self._opened[key].lines, order["warm_s"], order["seconds"])
+        raise ValueError(f"nobody knows how to {order['do']!r}")
+
+    def close(self) -> None:
+        """Give everything back."""
+        for opened in self._opened.values():
+            opened.close()
+
+
+def closed_loop(lines: Lines, start_s: float, warm_s: float, seconds: float) -> dict[str, Any]:
+    """All slots under way from `start_s` on; answers count from `start_s + warm_s` for `seconds`."""
+    _wait_until(start_s)
+    cpu_s = time.process_time()
+    begun = [0.0] * lines.slots
+    for slot in range(lines.slots):
+        begun[slot] = time.monotonic()
+        lines.begin(slot)
+    first_s = start_s + warm_s
+    end_s = first_s + seconds
+    under_way, times_s, latencies_us, wrong = lines.slots, list[float](), list[float](), list[str]()
+    while under_way:
+        if time.monotonic() > end_s + _STRAGGLERS_S:
+            raise TimeoutError(f"{under_way} requests were not answered within {_STRAGGLERS_S:.0f} s")
+        for slot, at_s, told in lines.poll(1.0):
+            if told:
+                wrong.append(told)
+            elif first_s <= at_s < end_s:
+                times_s.append(at_s)
+                latencies_us.append((at_s - begun[slot]) * 1e6)
+            if at_s < end_s and len(wrong) < lines.slots:
+                begun[slot] = time.monotonic()
+                lines.begin(slot)
+            else:
+                under_way -= 1
+    busy = (time.process_time() - cpu_s) / max(time.monotonic() - start_s, 1e-3)
+    per_s = completion_rate(times_s) if len(set(times_s)) > 1 else len(times_s) / seconds
+    return {"per_s": per_s, "wrong": len(wrong), "told": wrong[:1], "busy": busy, "latencies": _packed(latencies_us)}
+
+
+def open_loop(lines: Lines, start_s: float, seconds: float, rate: float, random: np.random.Generator) -> dict[str, Any]:
+    """Poisson arrivals at `rate` a second; a latency counts from the moment when the request should have begun."""
+    end_s = start_s + seconds
+    # Some more than will be needed: those beyond the end are not offered.
+    moments = start_s + np.cumsum(random.exponential(1 / rate, 100 + round(1.5 * rate * seconds)))
+    due = deque(moments[moments < end_s].tolist())
+    count = len(due)
+    free, intended = deque(range(lines.slots)), [0.0] * lines.slots
+    latencies_us, wrong, late, in_time = list[float](), list[str](), 0, 0
+    _wait_until(start_s)
+    while True:
+        now_s = time.monotonic()
+        while due and due[0] <= now_s and free:
+            slot = free.popleft()
+            intended[slot] = due.popleft()
+            late += now_s - intended[slot] > _AWAKE_S
+            lines.begin(slot)
+        # What has not begun when the time is over was offered in vain.
+        if now_s > end_s and (len(free) == lines.slots or now_s > end_s + _STRAGGLERS_S):
+            break
+        for slot, at_s, told in lines.poll(_sleep_s(due, free, now_s, end_s)):
+            free.append(slot)
+            if told:
+                wrong.append(told)
+            else:
+                in_time += at_s <= end_s
+                latencies_us.append((at_s - intended[slot]) * 1e6)
+        if now_s > end_s:
+            due.clear()
+    if len(free) < lines.slots:
+        raise TimeoutError(f"{lines.slots - len(free)} requests were not answered within {_STRAGGLERS_S:.0f} s")
+    unanswered = count - len(latencies_us) - len(wrong)
+    found = {"offered": count, "in_time": in_time, "wrong": len(wrong), "told": wrong[:1], "late": late}
+    return {**found, "unanswered": unanswered, "latencies": _packed(latencies_us)}
+
+
+def lone_caller(lines: Lines, warm_s: float, seconds: float) -> dict[str, Any]:
+    """One request after the other."""
+    latencies_us = []
+    first_s = time.monotonic() + warm_s
+    end_s = first_s + seconds
+    while (begun_s := time.monotonic()) < end_s:
+        told = lines.ask(0)
+        if told:
+            raise ValueError(f"a request was answered with {told}")
+        if begun_s >= first_s:
+            latencies_us.append((time.monotonic() - begun_s) * 1e6)
+    return {"latencies": _packed(latencies_us)}
+
+
+def _sleep_s(due: deque[float], free: deque[int], now_s: float, end_s: float) -> float:
+    if not due or not free:
+        return 0.05 if now_s <= end_s else 0.5
+    left_s = due[0] - now_s
+    return left_s - _AWAKE_S / 2 if left_s > _AWAKE_S else 0.0
+
+
+def _open(order: dict[str, Any]) -> _Opened:
+    rows, side, slots, model = order["rows"], order["side"], order["slots"], order["model"]
+    random = np.random.default_rng(order["seed"])
+    different = min(_DIFFERENT, slots)
+    pixels: Array = random.integers(0, 256, (different, rows, side, side, 3), dtype=np.uint8)
+    region: Region | None = None
+    if order["data"] != "body":
+        kind = SystemRegion if order["data"] == "system" else CudaRegion
+        region = kind(order["http_port"], f"{order['key']}_{os.getpid()}".replace(" ", "_"), pixels)
+    try:
+        if order["transport"] == "http":
+            requests = [http_request(model, pixels, n, region) for n in range(different)]
+            lines: Lines = HttpLines(order["http_port"], [requests[slot % different] for slot in range(slots)])
+        else:
+            messages = [grpc_message(model, pixels, n, region) for n in range(different)]
+            lines = GrpcLines(order["grpc_port"], [messages[slot % different] for slot in range(slots)])
+        for slot in range(different):
+            if told := lines.ask(slot):
+                raise ValueError(f"the first request was answered with {told}")
+    except BaseException:
+        if region is not None:
+            region.close()
+        raise
+    return _Opened(lines, region, rows)
+
+
+def _wait_until(start_s: float) -> None:
+    time.sleep(max(0.0, start_s - time.monotonic()))
+
+
+def _packed(latencies_us: list[float]) -> str:
+    return base64.b64encode(np.array(latencies_us, dtype="<f4").tobytes()).decode()
+
+
+def main() -> None:
+    """Obey until the input ends."""
+    end_with_parent()
+    client = Client()
+    try:
+        for line in sys.stdin:
+            try:
+                reply = client.obey(json.loads(line))
+            except Exception as error:
+                traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps(reply), flush=True)
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    main()

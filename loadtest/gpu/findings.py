@@ -1,0 +1,84 @@
+"""What the parts have told so far, and what follows from it; good at any moment, however much is still missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadtest.bench.results import CaseResult, Comparison, Figure, Target
+from loadtest.bench.spread import Spread
+from loadtest.gpu.messages import Compare, Sample
+
+
+@dataclass(slots=True, eq=False)
+class PartFindings:
+    """One part of the run.
+
+    Attributes:
+        name: letter and precision, e.g. "b fp16".
+        title: what is measured, in a line.
+        samples: in the order in which they were taken.
+        compares: what is held against what.
+        notes: what a reader has to know.
+        failure: why there is nothing more, "" if it came to its end.
+        seconds: that it took.
+    """
+
+    name: str
+    title: str
+    samples: list[Sample] = field(default_factory=list)
+    compares: list[Compare] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failure: str = ""
+    seconds: float = 0.0
+
+    def take(self, kind: str, content: Any) -> None:
+        """One message of the part; those about the machine are not for it."""
+        match kind:
+            case "sample":
+                self.samples.append(Sample(**content))
+            case "compare":
+                target = Target(**content["target"]) if content["target"] else None
+                compare = Compare(**{**content, "target": target})
+                self.compares = [other for other in self.compares if other.label != compare.label] + [compare]
+            case "note":
+                self.notes.append(content)
+            case "failure":
+                self.failure = content
+
+    def medians(self, unit: str) -> dict[str, float]:
+        """By contender, of all samples in a unit."""
+        found: dict[str, list[float]] = {}
+        for sample in self.samples:
+            if sample.unit == unit:
+                found.setdefault(sample.what, []).append(sample.value)
+        return {what: Spread.of(values).median for what, values in found.items()}
+
+    def result(self) -> CaseResult:
+        """As the report prints it; a part that failed keeps the figures that it had told."""
+        values: dict[tuple[str, str], list[float]] = {}
+        for sample in self.samples:
+            values.setdefault((sample.what, sample.unit), []).append(sample.value)
+        figures = tuple(Figure(what, unit, Spread.of(found)) for (what, unit), found in values.items())
+        comparisons = tuple(filter(None, map(self._compared, self.compares)))
+        notes = [*self.notes, *([f"FAILED: {self.failure}"] if self.failure else [])]
+        return CaseResult(
+            self.name, self.title, figures, comparisons, tuple(notes), self.failure if not figures else ""
+        )
+
+    def _compared(self, compare: Compare) -> Comparison | None:
+        """None where no round has both."""
+        ours, theirs = ({s.round: s.value for s in self.samples if (s.what, s.unit) == (what, compare.unit)}
+                        for what in (compare.ours, compare.theirs))  # fmt: skip
+        pairs = [(ours[number], theirs[number]) for number in sorted(ours.keys() & theirs.keys())]
+        if compare.kind == "ratio":
+            found, unit = [a / b for a, b in pairs if b], ""
+        else:
+            found, unit = [a - b for a, b in pairs], compare.unit
+        return Comparison(compare.label, unit, Spread.of(found), compare.target) if found else None
+
+
+def missed(parts: Iterable[PartFindings]) -> bool:
+    """Whether any target was missed."""
+    return any(part.result().missed for part in parts)

@@ -1,0 +1,62 @@
+"""`python -m loadtest.gpu.part_process PART --setup JSON --report-fd N`: one part in a process of its own.
+
+Exit status: 0 if the part came to its end, 1 if it failed and said why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import resource
+import signal
+import sys
+import traceback
+
+from loadtest.gpu.messages import Reporter
+from loadtest.gpu.setup import Setup
+
+_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_OPEN_FILES = 8192
+
+
+def main() -> int:
+    """Run the part."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part")
+    parser.add_argument("--setup", required=True)
+    parser.add_argument("--report-fd", type=int, required=True)
+    options = parser.parse_args()
+    end_with_parent()
+    # Hundreds of connections, each with two ends; servers and clients inherit it.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    reporter = Reporter(options.report_fd)
+    # As a server does: what was there at the start is never looked through again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        importlib.import_module(f"loadtest.gpu.cases.{options.part}").run(Setup.from_json(options.setup), reporter)
+    except BaseException as error:
+        traceback.print_exc()
+        reporter.failure(f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that started this one goes, however that happens; SIGTERM unwinds what is open."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Where this runs, told without touching a GPU: the bench itself must outlive whatever becomes of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from loadtest.bench import machine
+
+PACKAGES = ("tensorrt", "pycuda", "onnxruntime", "numpy", "uvloop", "httptools", "grpcio", "tritonclient")
+_QUERY = "name,driver_version,memory.total,clocks.max.sm"
+_PATIENCE_S = 20.0
+
+
+def gpus() -> list[str]:
+    """A line for each GPU, by nvidia-smi; nothing where it is not there."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in finished.stdout.splitlines() if line.strip()]
+
+
+def describe(found: list[str]) -> dict[str, str]:
+    """Label to text, in the order to print."""
+    told = {f"GPU {number}": line for number, line in enumerate(found)}
+    return told | {
+        "processor": machine.processor(),
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "other load": f"{machine.busy_share():.0%} of the cores were in use before the run",
+        "system": machine.system(),
+        "python": machine.python(),
+        "packages": ", ".join(f"{name} {machine.package_version(name)}" for name in PACKAGES),
+        "commit": machine.commit(),
+    }

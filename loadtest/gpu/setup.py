@@ -1,0 +1,84 @@
+"""What a part is told: which model, where, how long and with how many clients. Travels as JSON from the bench to its parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Images in a request over the wire.
+REQUEST_ROWS = 8
+CLASSES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One part of one run.
+
+    Attributes:
+        backend: "tensorrt", or "onnxruntime" to try the bench itself without a GPU.
+        work: a folder for models, logs and the store of engines.
+        precision: of the engine.
+        seconds: of one sample.
+        rounds: how often each contender is measured.
+        instances: of the model on each GPU, where the part does not vary it.
+        in_flight: images that callers keep under way at saturation.
+        clients: client processes.
+        best_way: over which `sweep` goes, see `wire.WAYS`.
+        gpus: the numbers of those that are there.
+        quick: only to see that all works: fewer contenders.
+    """
+
+    backend: str
+    work: str
+    precision: str
+    seconds: float
+    rounds: int
+    instances: int
+    in_flight: int
+    clients: int
+    best_way: str
+    gpus: tuple[int, ...] = (0,)
+    quick: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """False where the bench itself is tried on a CPU."""
+        return self.backend == "tensorrt"
+
+    @property
+    def repository(self) -> Path:
+        """The bench's own model repository."""
+        return Path(self.work) / "models"
+
+    @property
+    def scratch(self) -> Path:
+        """For logs of servers and clients; made here."""
+        folder = Path(self.work) / "scratch"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def side(self) -> int:
+        """Pixels of a picture's side."""
+        return 224 if self.on_gpu else 32
+
+    @property
+    def max_rows(self) -> int:
+        """Images in the largest batch."""
+        return 256 if self.on_gpu else 16
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Batch sizes at which the raw engine is timed."""
+        return tuple(size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size <= self.max_rows)
+
+    def to_json(self) -> str:
+        """For the command line of a part."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Setup:
+        """What `to_json` wrote."""
+        told = json.loads(text)
+        return cls(**{**told, "gpus": tuple(told["gpus"])})

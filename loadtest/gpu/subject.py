@@ -1,0 +1,194 @@
+"""The models that are measured: pictures in, five classes out, in a repository of the bench's own.
+
+    <work>/demo/resnet50                 as `python -m engines models build` makes it
+    <work>/models/pictures_fp16          max_batch_size 256, preprocess by: server, top_k 5, with the engine built for it
+    <work>/models/pictures_fp16_i2_g0    the same files with two instances and no CUDA graphs
+
+A variant shares its files with the model by hard links: no engine is built twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.gpu.setup import CLASSES, Setup
+from loadtest.protocol import Array
+from loadtest.servers import ROOT
+
+INPUT, LOGITS = "input", "logits"
+SCORES, BEST = "scores", "classes"
+VERSION = "1"
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+_SAMPLES = ("calibration", "accuracy")
+_SMALL_CLASSES = 10
+_PICTURES_OF_OURS = 48
+
+
+class NotBuilt(RuntimeError):
+    """A model or an engine could not be made; the text has the end of what the builder said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a model's engine is run.
+
+    Attributes:
+        instances: on each GPU.
+        graphs: replay CUDA graphs.
+        gpus: numbers of the GPUs.
+    """
+
+    instances: int = 1
+    graphs: bool = True
+    gpus: tuple[int, ...] = (0,)
+
+    @property
+    def suffix(self) -> str:
+        """Of the model's name."""
+        return f"_i{self.instances}_g{int(self.graphs)}_on{'_'.join(map(str, self.gpus))}"
+
+
+def base_name(setup: Setup) -> str:
+    """Of the model that has the engine."""
+    return f"pictures_{setup.precision}"
+
+
+def prepare(setup: Setup, limit_s: float) -> None:
+    """Write the model and build its engine, or find both there.
+
+    Raises:
+        NotBuilt: something could not be built.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    folder = setup.repository / base_name(setup)
+    if not setup.on_gpu:
+        _write_small(setup, folder)
+        return
+    demo = Path(setup.work) / "demo"
+    _run(["models", "build", "--only", "resnet50", "--output", str(demo)], limit_s)
+    (folder / VERSION).mkdir(parents=True, exist_ok=True)
+    _link(demo / "resnet50" / VERSION / "model.onnx", folder / VERSION / "model.onnx")
+    data = {name: _samples(setup, name, demo / "resnet50", folder) for name in _SAMPLES}
+    _write(folder, _config(setup, base_name(setup), Variant(setup.instances), data))
+    words = ["build", base_name(setup), "--model-repository", str(setup.repository), "--target", "tensorrt"]
+    # Weights are random, so that little can be said of the accuracy; the speed is what is asked for.
+    _run([*words, "--cache", str(Path(setup.work) / "cache"), "--force"], limit_s)
+
+
+def variant(setup: Setup, wanted: Variant) -> str:
+    """The name of the model that runs so; its folder is there afterwards."""
+    base = setup.repository / base_name(setup)
+    name = base_name(setup) + wanted.suffix
+    folder = setup.repository / name
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    shutil.copytree(base, folder, copy_function=_link)
+    config = json.loads((base / "config.yaml").read_text())
+    made = _config(setup, name, wanted, {})
+    _write(folder, config | {key: made[key] for key in ("name", "instance_group", "parameters") if key in made})
+    return name
+
+
+def pictures(setup: Setup, count: int, seed: int = 7) -> Array:
+    """Smooth random pictures, uint8 (count, side, side, 3)."""
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (count, 8, 8, 3)).astype(np.uint8)
+    scale = setup.side // 8
+    return np.ascontiguousarray(coarse.repeat(scale, axis=1).repeat(scale, axis=2))
+
+
+def _config(setup: Setup, name: str, how: Variant, data: dict[str, str]) -> dict[str, Any]:
+    classes = 1000 if setup.on_gpu else _SMALL_CLASSES
+    side = setup.side
+    config: dict[str, Any] = {
+        "name": name,
+        "backend": setup.backend,
+        "max_batch_size": setup.max_rows,
+        "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": [3, side, side]}],
+        "output": [{"name": LOGITS, "data_type": "TYPE_FP32", "dims": [classes]}],
+        "dynamic_batching": {},
+        "preprocess": {
+            "by": "server",
+            "input": INPUT,
+            "resize_short_side": side,
+            "crop": [side, side],
+            "mean": list(MEAN),
+            "std": list(STD),
+        },
+        "postprocess": {"output": LOGITS, "softmax": True, "top_k": CLASSES},
+        "instance_group": [{"kind": "KIND_CPU", "count": how.instances}],
+    }
+    if setup.on_gpu:
+        config["instance_group"] = [{"kind": "KIND_GPU", "count": how.instances, "gpus": list(how.gpus)}]
+        config["parameters"] = {"cuda_graphs": str(int(how.graphs))}
+        config["optimization"] = {"precision": setup.precision, **{key: {"data": place} for key, place in data.items()}}
+    return config
+
+
+def _write(folder: Path, config: dict[str, Any]) -> None:
+    """JSON is YAML too."""
+    path = folder / "config.yaml"
+    path.unlink(missing_ok=True)  # it may share its content with another model's
+    path.write_text(json.dumps(config, indent=1) + "\n")
+
+
+def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
+    """The place of the samples in the model's folder: the demo's photographs, else pictures of ours."""
+    if (demo / name).is_dir():
+        shutil.copytree(demo / name, folder / name, copy_function=_link, dirs_exist_ok=True)
+        return name
+    made = (
+        pictures(setup, _PICTURES_OF_OURS, seed=len(name)).astype(np.float32) - np.array(MEAN, np.float32)
+    ) / np.array(STD, np.float32)
+    arrays: dict[str, Any] = {INPUT: np.ascontiguousarray(made.transpose(0, 3, 1, 2))}
+    np.savez(folder / f"{name}.npz", **arrays)
+    return f"{name}.npz"
+
+
+def _write_small(setup: Setup, folder: Path) -> None:
+    """A model that takes and gives what the real one does, and computes next to nothing."""
+    from onnx import TensorProto, helper, numpy_helper, save
+
+    weights = np.random.default_rng(0).standard_normal((3 * 4 * 4, _SMALL_CLASSES)).astype(np.float32)
+    size = setup.side // 4
+    nodes = [
+        helper.make_node("AveragePool", [INPUT], ["pooled"], kernel_shape=[size, size], strides=[size, size]),
+        helper.make_node("Flatten", ["pooled"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weights"], [LOGITS]),
+    ]
+    image = helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["rows", 3, setup.side, setup.side])
+    logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["rows", _SMALL_CLASSES])
+    graph = helper.make_graph(nodes, "pictures", [image], [logits], [numpy_helper.from_array(weights, "weights")])
+    (folder / VERSION).mkdir(parents=True, exist_ok=True)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    save(model, folder / VERSION / "model.onnx")
+    _write(folder, _config(setup, base_name(setup), Variant(setup.instances), {}))
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """A hard link, or a copy where the file system has none."""
+    Path(target).unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _run(words: list[str], limit_s: float) -> None:
+    command = [sys.executable, "-m", "engines", *words]
+    print("$", *command, flush=True)
+    finished = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=limit_s
+    )
+    print(finished.stdout, flush=True)
+    if finished.returncode:
+        raise NotBuilt(f"`{' '.join(words[:3])}` ended with {finished.returncode}:\n{finished.stdout[-2000:]}")

@@ -1,0 +1,150 @@
+"""Real servers and the ways to them: a transport and where the pictures lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.gpu.crowd import Crowd, CrowdFailed, Taken
+from loadtest.gpu.messages import Reporter
+from loadtest.gpu.setup import REQUEST_ROWS, Setup
+from loadtest.protocol import send_json
+from loadtest.servers import HOST, Running, cpu_seconds, headrace, running
+
+# Both engines of gRPC; HTTP is the same in both servers.
+ENGINES = ("fast", "grpcio")
+_READY_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How requests reach a server.
+
+    Attributes:
+        transport: "http" or "grpc".
+        data: "body", "system" or "cuda": where the pictures lie.
+        engine: of gRPC; for HTTP the one that runs beside it.
+    """
+
+    transport: str
+    data: str
+    engine: str = "fast"
+
+    @property
+    def name(self) -> str:
+        """What reports and clients call it."""
+        transport = "http" if self.transport == "http" else f"grpc {self.engine}"
+        return f"{transport} {self.data}"
+
+
+WAYS = (
+    *(Way("http", data) for data in ("body", "system", "cuda")),
+    *(Way("grpc", data, engine) for engine in ENGINES for data in ("body", "system", "cuda")),
+)
+DEFAULT_WAY = "http system"
+
+
+def ways_of(setup: Setup) -> list[Way]:
+    """Those that this machine has."""
+    return [way for way in WAYS if setup.on_gpu or way.data != "cuda"]
+
+
+def way_called(name: str) -> Way:
+    """The way of a name."""
+    return next(way for way in WAYS if way.name == name)
+
+
+@contextmanager
+def server(setup: Setup, model: str, engine: str = "fast") -> Iterator[Running]:
+    """Headrace with one model of the bench's repository and clients' shared memory allowed."""
+    options = ("--allow-client-shm", "--grpc-engine", engine)
+    command = headrace(setup.repository.resolve(), name=f"headrace {engine}", models=(model,), options=options)
+    with running(command, setup.scratch, _READY_S) as started:
+        yield started
+
+
+@contextmanager
+def servers(setup: Setup, model: str, engines: tuple[str, ...]) -> Iterator[dict[str, Running]]:
+    """One for each engine of gRPC."""
+    with ExitStack() as stack:
+        yield {engine: stack.enter_context(server(setup, model, engine)) for engine in engines}
+
+
+def open_way(
+    setup: Setup, crowd: Crowd, way: Way, served: Running, model: str, rows: int, slots: int, **more: Any
+) -> str:
+    """Have the clients connect; the key that they know it by."""
+    key = str(more.pop("key", way.name))
+    crowd.open(
+        key,
+        slots,
+        transport=way.transport,
+        data=way.data,
+        http_port=served.port,
+        grpc_port=served.grpc_port,
+        model=model,
+        rows=rows,
+        side=setup.side,
+        **more,
+    )
+    return key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched:
+    """A sample and what the server made of it.
+
+    Attributes:
+        taken: what the clients found.
+        mean_rows: images in a batch.
+        server_cores: that the server's process used.
+    """
+
+    taken: Taken
+    mean_rows: float
+    server_cores: float
+
+
+def saturate(crowd: Crowd, key: str, served: Running, model: str, seconds: float) -> Watched:
+    """One closed-loop sample; a request that failed fails it.
+
+    Raises:
+        CrowdFailed: a client could not, or was answered with errors.
+    """
+    before, cpu_s = _counts(served, model), cpu_seconds(served.pid)
+    taken = crowd.closed(key, seconds)
+    after, cpu_end_s = _counts(served, model), cpu_seconds(served.pid)
+    if taken.wrong:
+        raise CrowdFailed(f"{key}: {taken.wrong} requests failed, the first with {taken.told}")
+    # The whole sample, its warm-up and end included; only to tell how busy the server is.
+    batches = after[1] - before[1]
+    return Watched(taken, (after[0] - before[0]) / max(1, batches), (cpu_end_s - cpu_s) / (seconds + 0.5))
+
+
+def sample_way(
+    setup: Setup, reporter: Reporter, crowd: Crowd, key: str, name: str, served: Running, model: str, number: int
+) -> float:
+    """One closed-loop sample, told under a name; images a second.
+
+    Raises:
+        CrowdFailed: as for `saturate`.
+    """
+    watched = saturate(crowd, key, served, model, setup.seconds)
+    rate = watched.taken.per_s * REQUEST_ROWS
+    detail = {
+        "p50_ms": round(watched.taken.percentile_ms(50), 2),
+        "p99_ms": round(watched.taken.percentile_ms(99), 2),
+        "mean_batch": round(watched.mean_rows, 1),
+        "server_cores": round(watched.server_cores, 2),
+        "busiest_client": round(watched.taken.busy, 2),
+    }
+    reporter.sample(name, "images/s", rate, number, **detail)
+    return rate
+
+
+def _counts(served: Running, model: str) -> tuple[int, int]:
+    """Images and batches so far."""
+    (told,) = send_json(HOST, served.port, f"/v2/models/{model}/stats")["model_stats"]
+    return int(told["inference_count"]), int(told["execution_count"])

@@ -1,0 +1,326 @@
+"""The GPU bench's own workings: what it makes of samples, that nothing hangs it, and what its clients count."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loadtest.bench.results import at_least
+from loadtest.gpu.chart import sweep_chart
+from loadtest.gpu.client import closed_loop, open_loop
+from loadtest.gpu.crowd import Crowd, CrowdFailed, _joined
+from loadtest.gpu.findings import PartFindings
+from loadtest.gpu.lines import Answer, HttpLines
+from loadtest.gpu.messages import Compare, Reporter
+from loadtest.gpu.regions import remove_left
+from loadtest.gpu.rounds import NothingMeasured, in_turns
+from loadtest.gpu.watch import watch
+from loadtest.protocol import HttpRequest
+from loadtest.servers import HOST
+
+# What a part of the bench does first: find its pipe.
+_PART = "import json, os, sys, time, subprocess\nfd = int(sys.argv[-1])\n"
+_TELL = "os.write(fd, json.dumps({'note': 'hello'}).encode() + b'\\n')\n"
+
+
+def findings(*messages: tuple[str, Any]) -> PartFindings:
+    part = PartFindings("b fp16", "title")
+    for kind, content in messages:
+        part.take(kind, content)
+    return part
+
+
+def sample(what: str, value: float, number: int = 0, unit: str = "images/s", **detail: float) -> tuple[str, Any]:
+    return "sample", {"what": what, "unit": unit, "value": value, "round": number, "detail": detail}
+
+
+def told(compare: Compare) -> tuple[str, Any]:
+    """As it comes out of the pipe."""
+    read, write = os.pipe()
+    Reporter(write).compare(compare)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        ((kind, content),) = json.loads(pipe.read()).items()
+    return kind, content
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    part = findings(
+        told(Compare("ours / raw", "ours", "raw", "images/s", target=at_least(0.95))),
+        sample("raw", 100.0, 0),
+        sample("ours", 90.0, 0),
+        sample("raw", 50.0, 1),
+        sample("ours", 49.0, 1),
+        sample("ours", 1.0, 2),  # the run was cut here: no raw beside it
+        sample("raw", 7.0, 1, unit="p50 us"),
+    )
+    (comparison,) = part.result().comparisons
+    assert (comparison.spread.low, comparison.spread.high, comparison.spread.rounds) == (0.9, 0.98, 2)
+    assert comparison.verdict == "MISS"
+    assert part.medians("images/s") == {"raw": 75.0, "ours": 49.0}
+
+
+def test_differences_and_a_comparison_that_takes_anothers_place() -> None:
+    part = findings(
+        told(Compare("best", "a", "raw", "p50 us", "difference")),
+        told(Compare("best", "b", "raw", "p50 us", "difference")),
+        *(sample(what, value, unit="p50 us") for what, value in (("a", 5.0), ("b", 12.0), ("raw", 4.0))),
+    )
+    (comparison,) = part.result().comparisons
+    assert (comparison.spread.median, comparison.unit) == (8.0, "p50 us")
+
+
+def test_a_part_that_failed_keeps_its_figures() -> None:
+    part = findings(sample("raw", 1.0), ("failure", "the GPU is gone"))
+    assert part.result().failure == ""
+    assert part.result().notes == ("FAILED: the GPU is gone",)
+    assert findings(("failure", "never began")).result().failure == "never began"
+
+
+def run_part(code: str, limit_s: float) -> tuple[str, list[Any], float, bytes]:
+    heard: list[Any] = []
+    with io.FileIO(os.memfd_create("log"), "w+") as log:
+        begun_s = time.monotonic()
+        reason = watch([sys.executable, "-c", _PART + code], limit_s, log, lambda *message: heard.append(message))
+        taken_s = time.monotonic() - begun_s
+        log.seek(0)
+        return reason, heard, taken_s, log.read()
+
+
+def test_a_part_is_heard_and_its_output_kept() -> None:
+    reason, heard, _, log = run_part(_TELL + "print('to the log')", 30)
+    assert (reason, heard) == ("", [("note", "hello")])
+    assert log == b"to the log\n"
+
+
+def test_a_part_that_crashes_is_a_reason() -> None:
+    reason, heard, _, _ = run_part(_TELL + "os.abort()", 30)
+    assert heard == [("note", "hello")]
+    assert "ended with -6" in reason
+
+
+def test_a_part_that_hangs_is_killed_with_its_children() -> None:
+    code = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "os.write(fd, json.dumps({'note': child.pid}).encode() + b'\\n')\n"
+        "time.sleep(600)"
+    )
+    reason, ((_, child),), taken_s, _ = run_part(code, 1.0)
+    assert "longer than 1 s" in reason
+    assert taken_s < 10
+    assert_gone(child)
+
+
+def test_children_that_a_part_leaves_behind_are_killed() -> None:
+    code = (
+        "child = subprocess.Popen(['sleep', '600'])\nos.write(fd, json.dumps({'note': child.pid}).encode() + b'\\n')\n"
+    )
+    reason, ((_, child),), _, _ = run_part(code, 30)
+    assert reason == ""
+    assert_gone(child)
+
+
+def assert_gone(process: int) -> None:
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {process} is still there")
+
+
+def test_a_contender_that_fails_is_left_out() -> None:
+    measured: list[tuple[str, int]] = []
+
+    def measure(name: str, number: int) -> None:
+        if name == "weak" and number == 1:
+            raise CrowdFailed("it is gone")
+        measured.append((name, number))
+
+    read, write = os.pipe()
+    contenders = {name: lambda number, name=name: measure(name, number) for name in ("good", "weak")}
+    in_turns(Reporter(write), 3, contenders)
+    assert measured == [("good", 0), ("weak", 0), ("good", 1), ("good", 2)]
+    with pytest.raises(NothingMeasured):
+        in_turns(Reporter(write), 2, {"weak": lambda number: measure("weak", 1)})
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        notes = [json.loads(line)["note"] for line in pipe]
+    assert len(notes) == 2
+    assert "weak failed in round 1" in notes[0]
+
+
+class SlowLines:
+    """Answers one after the other, each so long after the one before."""
+
+    def __init__(self, slots: int, service_s: float, wrong: str = "") -> None:
+        self.slots = slots
+        self._service_s = service_s
+        self._wrong = wrong
+        self._queue: deque[tuple[float, int]] = deque()
+        self._free_s = 0.0
+
+    def begin(self, slot: int) -> None:
+        assert all(busy != slot for _, busy in self._queue)
+        self._free_s = max(self._free_s, time.monotonic()) + self._service_s
+        self._queue.append((self._free_s, slot))
+
+    def poll(self, timeout_s: float) -> list[Answer]:
+        if not self._queue:
+            time.sleep(max(timeout_s, 0))
+            return []
+        due_s, slot = self._queue[0]
+        time.sleep(max(0.0, min(timeout_s, due_s - time.monotonic())))
+        if time.monotonic() < due_s:
+            return []
+        self._queue.popleft()
+        return [Answer((slot, time.monotonic(), self._wrong))]
+
+    def ask(self, slot: int) -> str:
+        raise AssertionError("loops do not ask")
+
+    def close(self) -> None:
+        self._queue.clear()
+
+
+def test_a_closed_loop_counts_what_came_in_its_window() -> None:
+    found = closed_loop(SlowLines(4, 0.005), time.monotonic(), 0.1, 0.5)
+    taken = _joined([found], found["per_s"])
+    assert found["wrong"] == 0
+    assert 0.5 * 200 < taken.per_s <= 1.05 * 200
+    assert taken.percentile_ms(50) > 15  # four share what takes 5 ms
+    assert len(taken.latencies_us) <= 101
+
+
+def test_a_closed_loop_stops_where_everything_is_refused() -> None:
+    found = closed_loop(SlowLines(2, 0.001, "503"), time.monotonic(), 0.0, 0.2)
+    assert found["wrong"] >= 2
+    assert found["told"] == ["503"]
+    assert found["per_s"] == 0
+
+
+def test_latencies_of_an_open_loop_count_from_the_intended_moment() -> None:
+    # Twice as much is offered as is served, through one slot: waiting for the slot must show.
+    found = open_loop(SlowLines(1, 0.02), time.monotonic(), 1.0, 100.0, np.random.default_rng(3))
+    taken = _joined([found], 0.0)
+    assert 30 <= found["in_time"] <= 51
+    assert found["offered"] == found["in_time"] + found["unanswered"] + (len(taken.latencies_us) - found["in_time"])
+    assert found["unanswered"] > 20
+    assert taken.percentile_ms(95) > 200
+    assert found["late"] > 20
+
+
+def test_an_open_loop_below_capacity_waits_for_nobody() -> None:
+    found = open_loop(SlowLines(8, 0.001), time.monotonic(), 0.5, 100.0, np.random.default_rng(4))
+    assert found["unanswered"] == 0
+    assert found["offered"] == found["in_time"] > 25
+
+
+def test_http_lines_send_large_bodies_and_tell_errors() -> None:
+    received: list[int] = []
+    body = bytes(3 << 20)
+    with socket.create_server((HOST, 0)) as listener:
+        server = threading.Thread(target=answer_twice, args=(listener, len(body), received), daemon=True)
+        server.start()
+        lines = HttpLines(listener.getsockname()[1], [HttpRequest("/x", body, {"A": "b"})])
+        lines.begin(0)
+        answers: list[Answer] = []
+        while not answers:
+            answers += lines.poll(10)
+        assert [(slot, wrong) for slot, _, wrong in answers] == [(0, "")]
+        assert "503" in lines.ask(0)
+        lines.close()
+        server.join(10)
+    assert received == [len(body), len(body)]
+
+
+def answer_twice(listener: socket.socket, size: int, received: list[int]) -> None:
+    """One connection: 200 in two pieces, with a header that looks like the length's, then 503."""
+    connection, _ = listener.accept()
+    with connection:
+        for status in ("200 OK", "503 No"):
+            data = b""
+            while b"\r\n\r\n" not in data or len(data) - data.index(b"\r\n\r\n") - 4 < size:
+                data += connection.recv(1 << 20)
+            received.append(len(data) - data.index(b"\r\n\r\n") - 4)
+            connection.sendall(f"HTTP/1.1 {status}\r\nX-Content-Length: 99\r\nContent-".encode())
+            time.sleep(0.02)
+            connection.sendall(b"Length: 5\r\n\r\nhello")
+
+
+def test_a_client_that_cannot_connect_says_so(tmp_path: Path) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    with Crowd(1, tmp_path) as crowd, pytest.raises(CrowdFailed, match="could not open x: ConnectionRefused"):
+        crowd.open("x", 1, transport="http", data="body", http_port=port, grpc_port=0, model="m", rows=1, side=8)
+
+
+def test_the_sweep_is_drawn() -> None:
+    part = PartFindings("f int8", "")
+    for share in (50, 110):
+        for unit, value in (("images/s", 100.0 * share), ("p50 ms", 2.0), ("p99 ms", 9.0)):
+            part.take(*sample(f"{share} %", value, unit=unit, share=share))
+    drawn = sweep_chart([PartFindings("a int8", ""), part], "a GPU")
+    assert drawn.count("<svg") == 1
+    assert "int8" in drawn
+    assert "answered in time" in drawn
+    assert sweep_chart([PartFindings("f fp16", "")], "a GPU") == ""
+
+
+@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_and_reported(tmp_path: Path) -> None:
+    finished = bench(tmp_path, "--quick", "--only", "a")
+    assert finished.returncode == 2, finished.stdout
+    assert "prepare fp16 FAILED" in finished.stdout
+    assert "engines for TensorRT cannot be built here" in (tmp_path / "report.md").read_text()
+    (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert "BuildError" in result["failure"]
+
+
+def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) -> None:
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "a,b,d,c")
+    assert finished.returncode == 0, finished.stdout
+    whole = json.loads((tmp_path / "results.json").read_text())
+    found = {result["name"]: result for result in whole["results"]}
+    assert [name.split()[0] for name in found] == ["prepare", "a", "b", "d", "c"]
+    for name, result in found.items():
+        assert not result["failure"], name
+        assert all(figure["spread"]["median"] > 0 for figure in result["figures"] if figure["unit"] != "images/s"), name
+    ways = {figure["contender"] for figure in found["c fp32"]["figures"]}
+    assert {"http body", "http system", "grpc fast system", "grpc grpcio body"} <= ways
+    assert len(found["d fp32"]["comparisons"]) == 5
+    assert remove_left() == 0
+
+
+def test_sweep_instances_and_two_gpus_are_measured_without_a_gpu(tmp_path: Path) -> None:
+    finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "f,e,two-gpus")
+    assert finished.returncode == 0, finished.stdout
+    files = sorted(file.name for file in tmp_path.iterdir() if file.is_file())
+    assert files == ["log.txt", "report.md", "results.json", "sweep.svg"]
+    samples = json.loads((tmp_path / "results.json").read_text())["samples"]
+    offered = [sample["detail"]["share"] for sample in samples["f fp32"] if sample["unit"] == "p99 ms"]
+    assert offered == [50, 80, 95, 110]
+    assert {sample["what"].split(",")[0] for sample in samples["two-gpus fp32"]} == {"one GPU", "two GPUs"}
+    assert sum(sample["unit"] == "p50 us" for sample in samples["e fp32"]) == 3
+
+
+def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loadtest.gpu", "--output", str(folder), "--work", str(folder / "work"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
