@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,9 @@ from server.observability.recorder import Recorder
 from server.pipelines.execution import Steps, steps_of, with_pictures
 
 logger = logging.getLogger("headrace.loader")
+
+# More copy no faster: see server.dataplane.filling.
+_MOST_FILL_THREADS = 4
 
 
 def open_backend(name: str) -> Backend:
@@ -173,7 +177,13 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
         queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
         demote_on_timeout=queue.timeout_action == "DELAY",
         timeout_override=queue.allow_timeout_override,
+        fill_threads=max(1, min(_MOST_FILL_THREADS, _cores() // 2)),
     )
+
+
+def _cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.backends.base import Flight
 from server.core.errors import ModelFailed
-from server.core.resident import PINNED, ResidentRows, is_resident
+from server.core.resident import is_resident
 from server.core.tensor import Array
 from server.dataplane.queue import Entry
 
@@ -54,53 +53,6 @@ class Staging:
                 return None
             buffer = self._buffers[key] = np.empty((self._max_rows, *like.shape[1:]), like.dtype)
         return buffer[:rows]
-
-
-def fill(flight: Flight, entries: list[Entry]) -> None:
-    """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
-
-    Rows that the flight's GPU reads by itself are not copied but noted in `flight.residents`. NumPy lets go of the interpreter's
-    lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster than the lock
-    changes hands.
-
-    Args:
-        flight: of exactly as many rows as the entries have together.
-        entries: all with the same inputs, of the same row shape.
-
-    Raises:
-        ValueError, TypeError: the flight's inputs are of another shape or dtype.
-        KeyError: an entry lacks an input.
-        HeadraceError: rows on a GPU that is not the flight's cannot be copied.
-    """
-    takes_residents = flight.device is not None
-    for name, buffer in flight.inputs.items():
-        parts = [entry.inputs[name] for entry in entries]
-        if takes_residents and ResidentRows in set(map(type, parts)):
-            _fill_around(flight, name, buffer, parts)
-        else:
-            np.concatenate(parts, out=buffer, casting="equiv")
-
-
-def _fill_around(flight: Flight, name: str, buffer: Array, parts: list[Array]) -> None:
-    """Note the parts that the flight's GPU reads by itself; copy the others between them, neighbours together."""
-    dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, flight.device)
-    start = row = 0  # where the parts to be copied begin, and how far we are
-    copied: list[Array] = []
-    for part in parts:
-        stop = row + part.shape[0]
-        if is_resident(part) and part.device in places and part.dtype == dtype and part.shape[1:] == row_shape:
-            flight.residents.append((name, row, part))
-            if copied:
-                np.concatenate(copied, out=buffer[start:row], casting="equiv")
-                copied = []
-            start = stop
-        else:
-            copied.append(part)
-        row = stop
-    if row != buffer.shape[0]:
-        raise ValueError(f"input '{name}' has {row} rows for a flight of {buffer.shape[0]}")
-    if copied:
-        np.concatenate(copied, out=buffer[start:], casting="equiv")
 
 
 def _aligned(array: Array) -> Array:

@@ -49,6 +49,7 @@ class HandlePolicy:
         queue_timeout_ns: how long a request may wait, 0 for ever.
         demote_on_timeout: serve it last instead of refusing it.
         timeout_override: a request's own timeout takes the place of the queue's.
+        fill_threads: that copy the rows of a large batch at the same time, for each instance whose batches overlap.
     """
 
     batch: BatchPolicy = field(default_factory=BatchPolicy)
@@ -61,6 +62,7 @@ class HandlePolicy:
     queue_timeout_ns: int = 0
     demote_on_timeout: bool = False
     timeout_override: bool = False
+    fill_threads: int = 1
 
 
 class ModelHandle:
@@ -306,7 +308,8 @@ class ModelHandle:
             return serial
         batch = self.policy.batch
         pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
-        return Pipeline(name + " finisher", execution, scheduler, len(inputs), serial, answers, on_death, pace, clock)
+        threads = self.policy.fill_threads
+        return Pipeline(name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads)
 
     def _level(self, request: InferRequest) -> int:
         # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.

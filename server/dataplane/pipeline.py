@@ -16,8 +16,9 @@ from server.backends.base import ExecutionLost, Flight, PipelinedExecution
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.dataplane.answers import Answers
-from server.dataplane.batch import fill, split
+from server.dataplane.batch import split
 from server.dataplane.batching import CloseReason
+from server.dataplane.filling import Filler
 from server.dataplane.instance import OnDeath
 from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
@@ -62,7 +63,7 @@ class Pipeline:
     change and the copy that `give_up` takes is one step of the interpreter.
 
     Args:
-        name: of the finisher's thread.
+        name: of the instance.
         execution: what runs.
         scheduler: where batches come from.
         inputs: how many inputs the model has.
@@ -71,6 +72,7 @@ class Pipeline:
         on_death: called from the thread that dies, before anything else is waited for.
         pace: when to pull while flights are open; None: at once.
         clock: monotonic nanoseconds.
+        fill_threads: that copy a large batch's rows at the same time at most.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Pipeline:
         on_death: OnDeath,
         pace: Pace | None = None,
         clock: Clock = monotonic_ns,
+        fill_threads: int = 1,
     ) -> None:
         self._execution = execution
         self._scheduler = scheduler
@@ -93,6 +96,7 @@ class Pipeline:
         self._on_death = on_death
         self._pace = pace
         self._clock = clock
+        self._filler = Filler(name, fill_threads)
         self._held: set[_Run] = set()
         self._launched: SimpleQueue[_Run | None] = SimpleQueue()
         self._landed: SimpleQueue[_Landing | BaseException] = SimpleQueue()
@@ -101,7 +105,7 @@ class Pipeline:
         self._last_ns = 0  # the finisher's: when the flight before was done
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
-        self._finisher = threading.Thread(target=self._finish_all, name=name, daemon=True)
+        self._finisher = threading.Thread(target=self._finish_all, name=name + " finisher", daemon=True)
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty and all flights have come back."""
@@ -112,6 +116,7 @@ class Pipeline:
             self._on_death(error)  # now: the flights that are still open may take as long as the device does
             raise
         finally:
+            self._filler.close()
             self._launched.put(None)
             self._finisher.join()
 
@@ -209,7 +214,7 @@ class Pipeline:
         execution, entries = self._execution, run.entries
         flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]))
         try:
-            fill(flight, entries)
+            self._filler.fill(flight, entries)
         except Exception:
             execution.discard(flight)
             raise

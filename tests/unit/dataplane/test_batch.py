@@ -12,7 +12,8 @@ from server.core.completion import Completion
 from server.core.request import InferRequest
 from server.core.resident import as_input
 from server.core.tensor import Array
-from server.dataplane.batch import Staging, cut, fill
+from server.dataplane.batch import Staging, cut
+from server.dataplane.filling import fill
 from server.dataplane.queue import Entry
 from tests.residents import HostOwner, read, resident
 
