@@ -76,7 +76,7 @@ class Completion:
 
     def claim(self, outcome: Outcome) -> bool:
         """Fix the outcome without telling the waiter; False if somebody else was first."""
-        if not self._once.acquire(blocking=False):
+        if not self._once.acquire(False):  # by position: this is on the way of every request
             return False
         self.outcome = outcome
         return True
@@ -107,14 +107,15 @@ class Completion:
 class LoopCompletion(Completion):
     """A completion that a coroutine awaits, or that calls back; awaiting raises the error it was settled with."""
 
-    __slots__ = ("_callback", "_future", "_mailbox", "_timers")
+    __slots__ = ("_callback", "_future", "_mailbox", "_timers", "_woken")
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__()
         self._mailbox = mailbox
         self._callback: Callable[[], object] | None = None
         self._timers: tuple[asyncio.TimerHandle, ...] = ()
-        self._future: asyncio.Future[InferResponse] = mailbox.loop.create_future()
+        self._future: asyncio.Future[InferResponse] | None = None  # made for who awaits: callbacks need none
+        self._woken = False
 
     def notify(self) -> None:
         """Post to the loop's mailbox."""
@@ -133,13 +134,17 @@ class LoopCompletion(Completion):
 
     def wake(self) -> None:
         """On the loop: resume the waiter."""
+        self._woken = True
         for timer in self._timers:
             timer.cancel()
         callback, self._callback = self._callback, None
         if callback is not None:
             callback()
-            return
-        future, outcome = self._future, self.outcome
+        elif self._future is not None:
+            self._resolve(self._future)
+
+    def _resolve(self, future: asyncio.Future[InferResponse]) -> None:
+        outcome = self.outcome
         if future.done():
             return
         if isinstance(outcome, Exception):
@@ -149,7 +154,12 @@ class LoopCompletion(Completion):
             future.set_result(outcome)
 
     def __await__(self) -> Generator[Any, None, InferResponse]:
-        return self._future.__await__()
+        future = self._future
+        if future is None:
+            future = self._future = self._mailbox.loop.create_future()
+            if self._woken:
+                self._resolve(future)
+        return future.__await__()
 
 
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
@@ -158,14 +168,21 @@ def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:
     others: list[Completion] = []
     count = 0
     for completion, outcome in pairs:
-        if not completion.claim(outcome):
+        if not completion._once.acquire(False):  # `claim` and `finish`, without the calls
             continue
+        completion.outcome = outcome
         count += 1
         if type(completion) is LoopCompletion:
-            posts.setdefault(completion._mailbox, []).append(completion)
+            settled = posts.get(completion._mailbox)
+            if settled is None:
+                settled = posts[completion._mailbox] = []
+            settled.append(completion)
         else:
             others.append(completion)
-        completion.finish()
+        after = completion.after
+        if after is not None:
+            completion.after = None
+            after()
     for other in others:
         other.notify()
     for mailbox, settled in posts.items():

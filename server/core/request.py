@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from server.core.tensor import Array
 
@@ -51,8 +51,7 @@ class InferRequest:
         self.size_bytes = size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
+class BatchTimes(NamedTuple):
     """When a batch passed each station, monotonic nanoseconds."""
 
     taken_ns: int

@@ -54,6 +54,7 @@ class Answers:
             (entry.completion, InferResponse(outputs, times)) for entry, outputs in zip(entries, results, strict=True)
         ]
         taken = self._deliver(pairs)
+        batch_rows = rows = sum([entry.rows for entry in entries])
         answered = entries
         if taken != len(answered):  # some callers left while the batch ran: theirs is no success
             answered = [
@@ -61,10 +62,11 @@ class Answers:
                 for entry, (completion, outcome) in zip(answered, pairs, strict=True)
                 if completion.outcome is outcome or completion.outcome is None
             ]
+            rows = sum([entry.rows for entry in answered])
         leading = [entry for entry in answered if entry.leads]
         self._recorder.batch(
-            sum([entry.rows for entry in answered]),
-            sum([entry.rows for entry in entries]),
+            rows,
+            batch_rows,
             reason.value,
             times,
             [times.taken_ns - entry.enqueued_ns for entry in leading],

@@ -67,7 +67,7 @@ class LaneView(Protocol):
         """Rows of each request, first to be served first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would double what making one costs, once a batch
 class Take:
     """Close a batch with the first `count` requests."""
 

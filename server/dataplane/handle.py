@@ -104,6 +104,8 @@ class ModelHandle:
         self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
         self._sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if self._sequencer is None else self._sequencer.deliver
+        self._leave = self._scheduler.discard
+        self._max_rows = policy.batch.max_rows
         self._answers = Answers(recorder, deliver, self._scheduler.report)
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted
         self._leases = 0
@@ -165,11 +167,10 @@ class ModelHandle:
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded("the request's deadline had passed before it was queued")
         completion = LoopCompletion(self._mailbox)
-        max_rows = self.policy.batch.max_rows
         level = self._level(request)
-        if request.rows <= max_rows:
+        if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns)
-            entry.leave = self._scheduler.discard
+            entry.leave = self._leave
             completion.after = entry.on_settled
             entries = [entry]
         else:
@@ -341,7 +342,7 @@ class ModelHandle:
                 size_bytes=request.size_bytes // len(pieces),
             )
             entry = Entry(part, PartCompletion(joint, index), level, now_ns)
-            entry.leave = self._scheduler.discard
+            entry.leave = self._leave
             entry.leads = index == len(pieces) - 1
             entries.append(entry)
 

@@ -112,16 +112,18 @@ class Lane:
     def take(self, count: int) -> list[Entry]:
         """Remove the first `count` live entries."""
         taken: list[Entry] = []
+        rows = 0
         for fifo in self._levels:
             while fifo and len(taken) < count:
                 entry = fifo.popleft()
                 if entry.queued:
                     entry.queued = False
-                    self.total_rows -= entry.rows
+                    rows += entry.rows
                     taken.append(entry)
                 else:
                     self._dead -= 1
         self.count -= len(taken)
+        self.total_rows -= rows
         self._trim()
         return taken
 
@@ -195,8 +197,7 @@ class Queue:
     def take(self, lane: Lane, count: int) -> list[Entry]:
         """Remove the first `count` entries of a lane."""
         taken = lane.take(count)
-        for entry in taken:
-            self._forget(entry)
+        self._forget(taken)
         self._close_if_empty(lane, taken[0].shape_key)
         return taken
 
@@ -206,7 +207,7 @@ class Queue:
             return False
         lane = self._lanes[entry.shape_key]
         lane.discard(entry)
-        self._forget(entry)
+        self._forget([entry])
         self._close_if_empty(lane, entry.shape_key)
         return True
 
@@ -220,15 +221,14 @@ class Queue:
     def clear(self) -> list[Entry]:
         """Remove everything."""
         taken = [entry for lane in self._lanes.values() for entry in lane.take(lane.count)]
-        for entry in taken:
-            self._forget(entry)
+        self._forget(taken)
         self._lanes.clear()
         return taken
 
-    def _forget(self, entry: Entry) -> None:
-        self.count -= 1
-        self.total_rows -= entry.rows
-        self.size_bytes -= entry.size_bytes
+    def _forget(self, entries: list[Entry]) -> None:
+        self.count -= len(entries)
+        self.total_rows -= sum([entry.rows for entry in entries])
+        self.size_bytes -= sum([entry.size_bytes for entry in entries])
 
     def _close_if_empty(self, lane: Lane, shape_key: object) -> None:
         # A model with one shape keeps its lane; hostile or rare shapes must not pile lanes up.

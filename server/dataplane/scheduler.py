@@ -21,7 +21,7 @@ from server.dataplane.queue import Entry, Lane, Queue
 _FOREVER = -1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
     """Requests that run together.
 
@@ -94,7 +94,7 @@ class Scheduler:
             Overloaded: the queue is full.
             Unavailable: the model is being unloaded, or all its instances have died.
         """
-        size_bytes = sum(entry.size_bytes for entry in entries) if len(entries) > 1 else entries[0].size_bytes
+        size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
         with self._lock:
             if self._closed:
                 raise self._failure or Unavailable("the model is being unloaded")
@@ -260,11 +260,14 @@ class Scheduler:
         return sleepers
 
     def _poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
+        lanes = self._queue.lanes
+        if len(lanes) == 1:  # as for most models: there is nothing to compare
+            return self._poll_only(next(iter(lanes)), now_ns)
         best: Take | None = None
         best_lane: Lane | None = None
         best_rank = (0, 0)
         wait: WaitUntil | None = None
-        for lane in self._queue.lanes:
+        for lane in lanes:
             answer = decide(lane, now_ns, self.policy)
             if type(answer) is Take:
                 rank = (lane.first_level, lane.oldest_ns)
@@ -279,6 +282,14 @@ class Scheduler:
         if best is None or best_lane is None:
             return wait or IDLE
         return Batch(self._queue.take(best_lane, best.count), best.reason, now_ns)
+
+    def _poll_only(self, lane: Lane, now_ns: int) -> Batch | WaitUntil | Idle:
+        answer = decide(lane, now_ns, self.policy)
+        if type(answer) is WaitUntil and self._closed:
+            answer = Take(lane.count, CloseReason.DRAIN)
+        if not isinstance(answer, Take):
+            return answer
+        return Batch(self._queue.take(lane, answer.count), answer.reason, now_ns)
 
     def _worth_waking(self) -> bool:
         """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""

@@ -22,7 +22,7 @@ BUCKETS_S: tuple[float, ...] = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 _BOUNDS_NS = np.array([bound * NS_PER_S for bound in BUCKETS_S], dtype=np.int64)
-_FOLD_AT = 8192
+_FOLD_AT = 2048  # few enough that nobody notices the pause
 
 PHASES = ("queue", "assembly", "compute", "total")
 
@@ -52,9 +52,9 @@ class Histogram:
         self._pending_weights.extend([1] * len(values_ns))
 
     @property
-    def full(self) -> bool:
-        """Time to fold."""
-        return len(self._pending_ns) >= _FOLD_AT
+    def pending(self) -> int:
+        """Observations that are not folded yet."""
+        return len(self._pending_ns)
 
     def fold(self) -> None:
         """Sort what was observed into the buckets (upper bounds included, as Prometheus counts)."""
@@ -134,6 +134,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._histograms = histograms
         self._totals = Totals()
+        self._phases = tuple(self._totals.phases.values())  # in the order of PHASES
 
     def batch(
         self,
@@ -178,13 +179,13 @@ class Recorder:
             size.compute_ns += compute_ns
             size.split_ns += split_ns
             if self._histograms:
-                phases = totals.phases
-                phases["queue"].observe_each(queue_ns)
-                phases["total"].observe_each(total_ns)
-                phases["assembly"].observe(assembly_ns, members)
-                phases["compute"].observe(compute_ns, members)
-                if phases["queue"].full or phases["compute"].full:
-                    for histogram in phases.values():
+                queue, assembly, compute, total = self._phases
+                queue.observe_each(queue_ns)
+                total.observe_each(total_ns)
+                assembly.observe(assembly_ns, members)
+                compute.observe(compute_ns, members)
+                if queue.pending >= _FOLD_AT or compute.pending >= _FOLD_AT:
+                    for histogram in self._phases:
                         histogram.fold()
 
     def failed_batch(self, reason: str) -> None:

@@ -120,3 +120,20 @@ def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
         assert len(told) == 3
 
     asyncio.run(main())
+
+
+def test_who_awaits_late_finds_the_outcome_and_many_may() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        answered, refused = LoopCompletion(mailbox), LoopCompletion(mailbox)
+        answer = InferResponse({})
+        answered.settle(answer)
+        refused.settle(ModelFailed("no"))
+        await asyncio.sleep(0.01)  # the loop has come to its mailbox, and nobody was there
+        assert await answered is answer
+        assert await answered is answer
+        for _ in range(2):
+            with pytest.raises(ModelFailed):
+                await refused
+
+    asyncio.run(main())
