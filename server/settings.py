@@ -37,6 +37,7 @@ class Settings:
         trace_file: where traces go.
         log_format: text or json.
         max_body_bytes: of one request.
+        gpu_memory_fraction: of each GPU's memory, what all models together may take.
         drain_timeout_s: how long shutdown waits for requests in flight.
         metrics: keep latency histograms and serve /metrics.
         tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
@@ -61,6 +62,7 @@ class Settings:
     trace_file: str = ""
     log_format: str = "text"
     max_body_bytes: int = 128 << 20
+    gpu_memory_fraction: float = 0.9
     drain_timeout_s: float = 30.0
     metrics: bool = True
     tls_cert: str = ""
@@ -110,6 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
     body = env.size("MAX_BODY_BYTES", 128 << 20)
     add("--max-body-bytes", type=_size, default=body, metavar="N", help="of one request (%(default)s)")
+    fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
+    text = "of each GPU's memory, for all models together (%(default)s)"
+    add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
     drain = env.seconds("DRAIN_TIMEOUT_S", 30.0)
     add(
         "--drain-timeout-s",
@@ -147,6 +152,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         trace_file=args.trace_file,
         log_format=args.log_format,
         max_body_bytes=args.max_body_bytes,
+        gpu_memory_fraction=args.gpu_memory_fraction,
         drain_timeout_s=args.drain_timeout_s,
         metrics=args.metrics,
         grpc_engine=args.grpc_engine,
@@ -214,6 +220,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction (more than 0, 1 at most)")
+    return value
+
+
 class _Environment:
     """Reads `HEADRACE_` variables and says which one is wrong."""
 
@@ -237,6 +253,10 @@ class _Environment:
     def seconds(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)
         return default if text is None else self._parsed(name, text, _seconds)
+
+    def fraction(self, name: str, default: float) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self._parsed(name, text, _fraction)
 
     def flag(self, name: str, default: bool) -> bool:
         text = self._environ.get(PREFIX + name)

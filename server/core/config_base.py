@@ -6,6 +6,7 @@ case and without their prefix: `fp32` is `TYPE_FP32`, `cpu` is `KIND_CPU`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -93,6 +94,27 @@ Version = Annotated[int, Field(strict=True, ge=1, le=2**63 - 1)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
+
+
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_SIZE_UNITS = {"B": 1, **{f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGT", 1)}}
+
+
+def _size_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.fullmatch(value)
+    if found is None:
+        raise Problems([Problem((), f'"{value[:80]}" is no size', 'write a number of bytes, or a size such as "2GiB"')])
+    return int(float(found[1]) * _SIZE_UNITS[found[2]])
+
+
+SizeBytes = Annotated[
+    int,
+    Field(strict=True, ge=1, le=2**63 - 1),
+    BeforeValidator(_size_bytes),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}),
+]
 
 
 def _dimension(value: int) -> int:

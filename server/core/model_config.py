@@ -23,6 +23,7 @@ from server.core.config_base import (
     ParameterText,
     Problem,
     Problems,
+    SizeBytes,
     Text,
     Version,
     one_of,
@@ -202,6 +203,15 @@ class ModelConfig(ConfigPart):
         description="Build the engine that `optimization` asks for where there is none for this machine, in a process of its own "
         "while the ONNX file serves; then swap.",
     )
+    gpu_memory_budget: SizeBytes | None = Field(
+        default=None,
+        description='What a version may take of each GPU\'s memory, in bytes or as text, e.g. "2GiB"; if absent, what '
+        "`--gpu-memory-fraction` and the other models leave.",
+    )
+    keep_loaded: Flag = Field(
+        default=False,
+        description="The model stays on its GPUs where others would have to make room for one that is wanted.",
+    )
 
     @property
     def served_input(self) -> tuple[ModelInput, ...]:
@@ -288,6 +298,8 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "slo",
     "fallback",
     "build_on_load",
+    "gpu_memory_budget",
+    "keep_loaded",
 )
 # Every place that is ours: whole fields, and those inside of Triton's `optimization`.
 OWN_FIELDS: tuple[Location, ...] = (

@@ -156,6 +156,8 @@ def config_data(draw: st.DrawFn) -> dict[str, Any]:
             slo=some(p99_ms=st.floats(1e-9, 1e9)),
             fallback=st.just("onnxruntime"),
             build_on_load=st.booleans(),
+            gpu_memory_budget=st.integers(1, 2**63 - 1),
+            keep_loaded=st.booleans(),
         )
     )
     if len(inputs) == 1 and draw(st.booleans()):

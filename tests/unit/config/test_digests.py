@@ -132,6 +132,7 @@ def test_what_makes_an_artefact_changes_the_digest(change: dict[str, Any]) -> No
         {"dynamic_batching": {"preferred_batch_size": [4]}},
         {"slo": {"p99_ms": 5.0}},
         {"build_on_load": True},
+        {"gpu_memory_budget": "2GiB", "keep_loaded": True},
         {"optimization": {"precision": "int8", "priority": "max"}},
         {"optimization": {"precision": "INT8", "calibration": {"method": "entropy"}, "accuracy": {}}},
         {"metric_tags": {"a": "b"}},

@@ -132,6 +132,14 @@ def test_a_problem_tells_where_and_what(fields: dict[str, Any], loc: tuple[objec
         {"max_batch_size": -1},
         {"max_batch_size": 2**31},
         {"build_on_load": "yes"},
+        {"gpu_memory_budget": 0},
+        {"gpu_memory_budget": 1.5},
+        {"gpu_memory_budget": "0 B"},
+        {"gpu_memory_budget": "2 gib"},
+        {"gpu_memory_budget": "2"},
+        {"gpu_memory_budget": "-1GiB"},
+        {"gpu_memory_budget": "9999999999GiB"},
+        {"keep_loaded": 1},
         {"name": 3},
         {"slo": {"p99_ms": 0}},
         {"slo": {"p99_ms": float("nan")}},
@@ -187,3 +195,19 @@ def test_every_field_is_described() -> None:
 
 def test_our_own_fields_are_fields() -> None:
     assert set(HEADRACE_FIELDS) < set(ModelConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("told", "size_bytes"),
+    [
+        (5, 5),
+        ("7B", 7),
+        ("2GiB", 2 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("512 MiB", 512 << 20),
+        ("2GB", 2 * 10**9),
+        ("1TB", 10**12),
+    ],
+)
+def test_a_size_is_a_number_or_has_a_unit(told: object, size_bytes: int) -> None:
+    assert ModelConfig.model_validate({"gpu_memory_budget": told}).gpu_memory_budget == size_bytes

@@ -38,6 +38,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "trace_file": ("t.json", "t.json"),
         "log_format": ("json", "json"),
         "max_body_bytes": ("5", 5),
+        "gpu_memory_fraction": ("0.25", 0.25),
         "drain_timeout_s": ("6.5", 6.5),
         "metrics": ("off", False),
         "grpc": ("off", False),
@@ -72,6 +73,10 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
         ("STRICT", "maybe"),
         ("MODEL_CONTROL", "auto"),
         ("CACHE_BYTES", "-1"),
+        ("GPU_MEMORY_FRACTION", "0"),
+        ("GPU_MEMORY_FRACTION", "1.01"),
+        ("GPU_MEMORY_FRACTION", "nan"),
+        ("GPU_MEMORY_FRACTION", "half"),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
