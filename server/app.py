@@ -15,6 +15,7 @@ from importlib.metadata import version
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
+from server.control.residency import Residency
 from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
@@ -44,6 +45,7 @@ class HeadraceServer:
         self._settings = settings
         self._announce = announce
         self._registry = Registry()
+        self._residency = Residency()
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._tracer = Tracer(settings.trace_file)
@@ -96,7 +98,13 @@ class HeadraceServer:
         settings = self._settings
         names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
         desired = Desired(settings.model_repository, None if "*" in settings.load_model else names)
-        loader = Loader(Mailbox(loop), settings.metrics, self._instance_died)
+        loader = Loader(
+            Mailbox(loop),
+            settings.metrics,
+            self._instance_died,
+            residency=self._residency,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+        )
         control = ControlPolicy(
             mode=settings.model_control,
             allow_override=settings.allow_model_override,
@@ -125,7 +133,7 @@ class HeadraceServer:
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
         settings = self._settings
-        page = MetricsPage(self._registry.sources).render if settings.metrics else None
+        page = MetricsPage(self._registry.sources, self._residency).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
         application = HttpApplication(services, settings.max_body_bytes, None if apart else page)
         context = None if tls is None else tls.ssl_context(("http/1.1",))

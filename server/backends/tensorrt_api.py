@@ -140,6 +140,15 @@ def numpy_type(datatype: Any) -> np.dtype[Any] | None:
     return None if found is None else np.dtype(found)
 
 
+def is_full(errors: Collection[str]) -> bool:
+    """True if TensorRT complains that there is no memory.
+
+    Args:
+        errors: that it has logged.
+    """
+    return any(_NO_MEMORY.search(error) for error in errors)
+
+
 def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
     """Why a plan is not loaded, and the cure.
 
@@ -151,7 +160,7 @@ def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
     rebuild = "build it again on this machine with `headrace build`"
     if any(_OTHER_MACHINE.search(error) for error in errors):
         return f"was not built by TensorRT {here.version} on {here.gpu.name} ({last})", rebuild
-    if any(_NO_MEMORY.search(error) for error in errors):
+    if is_full(errors):
         cure = "close what else uses the GPU, or serve fewer models or instances"
         return f"does not fit into the memory of {here.gpu.name} ({last})", cure
     return f"is no plan that TensorRT {here.version} can load ({last})", rebuild

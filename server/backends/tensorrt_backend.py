@@ -16,9 +16,9 @@ from server.backends.tensorrt_execution import TensorRtExecution
 from server.backends.tensorrt_plan import Plan, Tensor, refused
 from server.backends.tensorrt_stages import Joined, Stage
 from server.core.errors import ConfigError, Finding, HeadraceError, Unsupported
-from server.core.ledger import Account, Kind, Reservation
+from server.core.ledger import Account, Kind, NoRoom, Reservation
 from server.cuda import device as gpus
-from server.cuda.driver import DeviceError, current
+from server.cuda.driver import DeviceError, OutOfDeviceMemory, current
 from server.cuda.memory import Allocator, booked
 
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
@@ -142,6 +142,9 @@ class TensorRtModel:
             return TensorRtExecution(self._plans[placement.device], placement, self._tell, stages)
         except ConfigError:
             raise
+        except OutOfDeviceMemory as error:
+            cure = "serve fewer models or instances, or lower max_batch_size"
+            raise NoRoom(self._name, f"cannot be run: {error}", cure, placement.device) from error
         except HeadraceError as error:
             cure = "serve fewer models or instances, or lower max_batch_size"
             raise refused(self._name, f"cannot be run: {error}", cure) from error

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from server.backends.tensorrt_api import Installed, TensorRt, numpy_type, refusal
+from server.backends.tensorrt_api import Installed, TensorRt, is_full, numpy_type, refusal
 from server.core.errors import ConfigError, Finding
+from server.core.ledger import NoRoom
 from server.cuda.memory import Allocator
 
 Shape = tuple[int, ...]
@@ -84,7 +85,7 @@ class Plan:
             self._runtime = api.runtime()
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if self._engine is None:
-                raise refused(name, *refusal(errors, here))
+                raise self._full(*refusal(errors, here)) if is_full(errors) else refused(name, *refusal(errors, here))
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [tensor for tensor, given in tensors if given]
         self.outputs = [tensor for tensor, given in tensors if not given]
@@ -108,12 +109,13 @@ class Plan:
             context = self._engine.create_execution_context(strategy)
         if context is None:
             told = f" ({errors[-1].strip()})" if errors else ""
-            raise refused(
-                self.name, f"finds no memory on the GPU for an instance{told}", "serve fewer models or instances"
-            )
+            raise self._full(f"finds no memory on the GPU for an instance{told}", "serve fewer models or instances")
         if self.scratch_bytes:
             context.set_device_memory(scratch, self.scratch_bytes)
         return context
+
+    def _full(self, message: str, cure: str) -> NoRoom:
+        return NoRoom(self.name, message, cure, self.allocator.gpu)
 
     def collecting(self) -> AbstractContextManager[Collection[str]]:
         """The errors that TensorRT logs in this thread from here on."""

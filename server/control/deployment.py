@@ -22,6 +22,7 @@ from server.control.loader import Loader
 from server.control.overrides import PrivateFolder
 from server.control.registry import Registry, Serving
 from server.core.errors import ConfigError, HeadraceError
+from server.core.ledger import NoRoom
 from server.dataplane.handle import ModelHandle
 
 _T = TypeVar("_T")
@@ -110,6 +111,7 @@ class Deployments:
         self._drains = drains
         self._builds = builds
         self._live: dict[str, _Model] = {}
+        loader.residency.on_change = self._moved
 
     def load(self, source: Source) -> None:
         """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
@@ -241,7 +243,9 @@ class Deployments:
                 handle = _guarded(partial(self._loader.load, folder, version, plan), what)
                 break
             except ConfigError as error:
-                spare = plan.replaced(error)
+                # An engine that finds no room is no broken one: the CPU takes its place only where somebody wants that.
+                crowded = isinstance(error, NoRoom) and folder.config.fallback is None
+                spare = None if crowded else plan.replaced(error)
                 if spare is None:
                     raise plan.refused(error) from error
                 logger.error("model %s: %s (%s)", what, spare.remark, spare.cure)
@@ -254,6 +258,14 @@ class Deployments:
 
     def _remark(self, model: _Model, number: str) -> str:
         """What the index says beside READY."""
+        told, handle = self._told_of_build(model, number), model.versions[number].handle
+        if not handle.parked:
+            return told
+        problem = self._loader.residency.problem(handle)
+        parked = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
+        return f"{parked}; {told}" if told else parked
+
+    def _told_of_build(self, model: _Model, number: str) -> str:
         plan, order = model.versions[number].plan, model.order(number)
         if plan.stamp is not None or not plan.remark:
             return plan.remark
@@ -263,6 +275,13 @@ class Deployments:
         if failure is None:
             return f"{plan.remark}; it is being built"
         return f"{plan.remark}; building it failed: {failure}" if failure else f"{plan.remark} ({plan.cure})"
+
+    def _moved(self, handle: ModelHandle) -> None:
+        """A version was parked, is back, or could not be brought back."""
+        name, number = handle.spec.name, handle.spec.version
+        model = self._live.get(name)
+        if model is not None and number in model.versions and model.versions[number].handle is handle:
+            self._registry.note(name, self._remark(model, number), number)
 
     def _swap(self, source: Source, folder: ModelFolder, wanted: list[str], chosen: dict[str, _Version]) -> None:
         name = folder.name

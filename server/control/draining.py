@@ -31,10 +31,12 @@ class Drains:
 
     Args:
         registry: that learns of the end.
+        on_closed: called with every handle that was closed.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, on_closed: Callable[[ModelHandle], None] = lambda _handle: None) -> None:
         self._registry = registry
+        self._on_closed = on_closed
         self._lock = threading.Lock()
         self._active: set[_Drain] = set()
 
@@ -75,6 +77,7 @@ class Drains:
     def _run(self, drain: _Drain) -> None:
         try:
             drain.handle.close(None)
+            self._on_closed(drain.handle)
             drain.after()
             logger.info("model %s version %s has ended", drain.name, drain.version)
         except BaseException:  # the index must not say for ever that it is being unloaded

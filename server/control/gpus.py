@@ -30,6 +30,15 @@ def tensorrt_machine() -> Machine:
     return Machine("tensorrt", version, gpu.name, gpu.capability, gpu.driver)
 
 
+def memory_bytes(device: int) -> int:
+    """All memory of a GPU.
+
+    Raises:
+        Unsupported: there is no GPU of this number.
+    """
+    return installed(device).gpu.memory_bytes
+
+
 def devices_of(config: ModelConfig) -> list[int]:
     """The GPU of each instance: as many as a group counts on each of its GPUs, on all the machine's where it names none.
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from server.backends.base import Backend, Execution, LoadedModel
 from server.config.config_reader import ModelFolder
 from server.control.artefacts import Plan, check_engine, engine_parameters, plan
+from server.control.residency import Residency
 from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_US
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
+from server.core.ledger import Account, NoRoom
 from server.core.model_config import DynamicBatching, ModelConfig
 from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
@@ -56,12 +59,16 @@ class Loader:
         histograms: keep latency histograms.
         on_dead: called with (model, version, instances left) when an instance dies.
         backend: finds a backend by name.
+        residency: of what is loaded into the memory of GPUs.
+        gpu_memory_fraction: of each GPU's memory, what all versions together may take.
     """
 
     mailbox: Mailbox
     histograms: bool = True
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
     backend: Callable[[str], Backend] = open_backend
+    residency: Residency = field(default_factory=Residency)
+    gpu_memory_fraction: float = 0.9
 
     def plan(self, folder: ModelFolder, version: int) -> Plan:
         """Choose what runs a version, and which of its files.
@@ -72,49 +79,87 @@ class Loader:
         return plan(folder, version, self._runtime(folder, version))
 
     def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
-        """Read the file chosen, start the model's instances and warm them up.
+        """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.
 
         Raises:
+            NoRoom: it does not fit into the memory of a GPU.
             ConfigError: the version cannot be served from this file; says why.
         """
-        config = folder.config
-        policy = handle_policy(config)
+        while True:
+            try:
+                return self._load(folder, version, chosen)
+            except NoRoom as error:
+                if not self.residency.make_room(error, f"{folder.config.name}/{version}"):
+                    raise
+
+    def _load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        config, begun_ns = folder.config, self.residency.clock()
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
-        steps = steps_of(config, folder.labels)
-        devices: list[int] = []
-        if chosen.runtime == "tensorrt":
-            devices, model, steps = self._on_gpus(chosen, config, steps)
-            policy = replace(policy, instances=len(devices))
-        else:
-            model = self.backend(chosen.runtime).load(chosen.file, policy.instances, dict(config.parameters))
+        seen = _look(chosen.file)
+        model, devices = self._open(folder, version, chosen)
+        policy = handle_policy(config)
         spec = replace(model_spec(folder, version), resident_devices=frozenset(devices))
         if chosen.stamp is not None:
             spec = replace(spec, parameters=engine_parameters(chosen.stamp))
         handle = ModelHandle(
             spec=spec,
-            policy=policy,
-            model=with_pictures(_reshaping(model, config), steps),
+            policy=replace(policy, instances=len(devices)) if devices else policy,
+            model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
+            on_wanted=self.residency.wanted,
         )
         handle.start(WarmUp(config.name, warmups) if warmups else None)
+
+        def reopen() -> Account:
+            if _look(chosen.file) != seen:
+                message = f"{chosen.file.name} has changed since it was loaded"
+                raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
+            again = make_warmups(config, folder.path)
+            model, _ = self._open(folder, version, chosen)
+            handle.unpark(model, WarmUp(config.name, again) if again else None)
+            return model.account
+
+        self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _on_gpus(self, chosen: Plan, config: ModelConfig, steps: Steps) -> tuple[list[int], LoadedModel, Steps]:
-        from server.backends.tensorrt_backend import TensorRtModel
-        from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps
+    def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> tuple[_BookedModel, list[int]]:
+        """The model in memory, and the GPU of each instance; none on the CPU."""
+        config, devices = folder.config, list[int]()
+        account = self.residency.ledger.account(config.name, str(version), config.gpu_memory_budget)
+        steps = steps_of(config, folder.labels)
+        try:
+            if chosen.runtime == "tensorrt":
+                devices, model, steps = self._on_gpus(chosen, config, steps, account)
+            else:
+                instances = handle_policy(config).instances
+                model = self.backend(chosen.runtime).load(chosen.file, instances, dict(config.parameters))
+            return _BookedModel(with_pictures(_reshaping(model, config), steps), account), devices
+        except BaseException:
+            account.close()
+            raise
+
+    def _on_gpus(
+        self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
+    ) -> tuple[list[int], LoadedModel, Steps]:
+        from server.backends.tensorrt_backend import TensorRtBackend, gpu_count
+        from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
 
         devices = devices_of(config)
-        model = self.backend(chosen.runtime).load(chosen.file, len(devices), backend_parameters(config, devices))
-        if isinstance(model, TensorRtModel):
-            try:
-                check_tensors(model, config, chosen.file.name)
-                steps = join_steps(model, config, steps)
-            except BaseException:
-                model.close()
-                raise
+        backend, parameters = self.backend(chosen.runtime), backend_parameters(config, devices)
+        if not isinstance(backend, TensorRtBackend):
+            return devices, backend.load(chosen.file, len(devices), parameters), steps
+        for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
+            self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
+        model = backend.load(chosen.file, len(devices), parameters, account)
+        try:
+            check_tensors(model, config, chosen.file.name)
+            steps = join_steps(model, config, steps)
+        except BaseException:
+            model.close()
+            raise
         return devices, model, steps
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
@@ -184,6 +229,30 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
 def _cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _look(file: Path) -> tuple[int, int, int]:
+    """Size, time of change and inode of a file, zeros if it cannot be seen."""
+    try:
+        seen = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class _BookedModel:
+    """A model and the account of its memory, which is closed with it."""
+
+    inner: LoadedModel
+    account: Account
+
+    def execution(self, index: int) -> Execution:
+        return self.inner.execution(index)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.account.close()
 
 
 def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:

@@ -101,11 +101,15 @@ class Reconciler:
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
-        self._drains = Drains(registry)
+        self._residency = loader.residency
+        self._residency.on_wanted = self._memory_wanted
+        self._drains = Drains(registry, self._residency.forget)
         self._builds = Builds(builder, self._engine_built)
         self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repository_lost = False
+        self._next_look_ns = 0
+        self._memory_ns: int | None = None  # when those that wait for memory may have it
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
@@ -199,10 +203,18 @@ class Reconciler:
     # On the thread that builds
 
     def _engine_built(self, order: Order, failure: str) -> None:
+        self._post(lambda: self._deployments.built(order, failure))
+
+    # On any thread
+
+    def _memory_wanted(self) -> None:
+        self._post(lambda: None)  # after every command it is seen to who waits for memory
+
+    def _post(self, act: Callable[[], None]) -> None:
         with self._lock:
             if not self._ended:
                 self._waiting += 1
-                self._commands.put(_Command(lambda: self._deployments.built(order, failure), Future()))
+                self._commands.put(_Command(act, Future()))
 
     # On the control thread
 
@@ -212,8 +224,9 @@ class Reconciler:
             self._builds.start()
             self._registry.set_complete(True)
             self._on_loaded(None)
+            self._next_look_ns = monotonic_ns() + self._pause_ns()
             while self._serve_one():
-                pass
+                self._memory_ns = self._residency.serve()
         except BaseException as error:  # the owner must learn that nothing will be loaded any more
             self._refuse_commands()
             self._on_loaded(error)
@@ -226,9 +239,11 @@ class Reconciler:
     def _serve_one(self) -> bool:
         """Wait for a command, or for the time of the next look; False when it is time to stop."""
         try:
-            command = self._commands.get(timeout=self._pause_s())
+            command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
-            self._look()
+            if self._control.mode == "poll" and monotonic_ns() >= self._next_look_ns:
+                self._look()
+                self._next_look_ns = monotonic_ns() + self._pause_ns()
             return True
         if command is None:
             return False
@@ -252,6 +267,7 @@ class Reconciler:
     def _refuse_commands(self) -> None:
         with self._lock:
             self._ended = True
+        self._residency.end(Unavailable("the server is stopping"))
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
@@ -329,15 +345,16 @@ class Reconciler:
 
     # Polling
 
-    def _pause_s(self) -> float | None:
-        control = self._control
-        if control.mode != "poll":
-            return None
-        return (
-            max(min(control.settle_s, control.poll_interval_s), 0.05)
-            if self._watcher.restless
-            else control.poll_interval_s
-        )
+    def _wait_s(self) -> float | None:
+        """Until the next look at the folders, or until somebody may have memory; None: for a command."""
+        times_ns = [] if self._memory_ns is None else [self._memory_ns]
+        if self._control.mode == "poll":
+            times_ns.append(self._next_look_ns)
+        return max(min(times_ns) - monotonic_ns(), 0) / NS_PER_S if times_ns else None
+
+    def _pause_ns(self) -> int:
+        control, pause_s = self._control, self._control.poll_interval_s
+        return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.restless else pause_s) * NS_PER_S)
 
     def _load_settled(self, found: Sequence[Found]) -> None:
         """The first loading while folders are watched: what is being copied just now is left for later."""

@@ -10,12 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from server.core.clock import NS_PER_S, NS_PER_US
+from server.core.ledger import HOST, Ledger
 from server.core.tensor import ModelSpec
 from server.observability.recorder import BUCKETS_S, PHASES, Histogram, Recorder, Totals
 
@@ -47,6 +54,24 @@ class Source(Protocol):
         """Instances that live."""
 
 
+class Loads(Protocol):
+    """How often a version was loaded; see `server.control.residency.Loads`."""
+
+    count: int
+    time_ns: int
+    on_demand: int
+    evictions: int
+
+
+class Memory(Protocol):
+    """Who holds the memory of GPUs; see `server.control.residency.Residency`."""
+
+    ledger: Ledger
+
+    def loads(self) -> Iterable[tuple[str, str, Loads]]:
+        """Model, version and how often it was loaded."""
+
+
 Sources = Callable[[], Iterable[tuple[str, str, Source]]]
 
 
@@ -55,11 +80,14 @@ class MetricsPage:
 
     Args:
         sources: gives (model, version, source) of everything loaded.
+        memory: of the GPUs; None: nobody tells.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, memory: Memory | None = None) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(ModelCollector(sources))
+        if memory is not None:
+            self._registry.register(MemoryCollector(memory))
         ProcessCollector(registry=self._registry)
 
     def render(self) -> tuple[str, bytes]:
@@ -87,6 +115,50 @@ class ModelCollector(Collector):
         yield from _gauges([(labels, source) for labels, source, _ in rows])
         yield _engines([(labels, source) for labels, source, _ in rows])
         yield from _triton_counters(totals)
+
+
+class MemoryCollector(Collector):
+    """Makes the metrics of GPU memory out of the ledger."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: the GPUs are known once something is loaded."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        held = GaugeMetricFamily(
+            "headrace_gpu_memory_bytes",
+            "Memory booked for models; gpu is a number, or host for pinned memory.",
+            labels=("gpu", *_LABELS, "kind"),
+        )
+        for gpu, model, version, kind, size_bytes in self._memory.ledger.holdings():
+            held.add_metric(["host" if gpu == HOST else str(gpu), model, version, kind], size_bytes)
+        yield held
+        limit = GaugeMetricFamily(
+            "headrace_gpu_memory_limit_bytes", "What all models together may take of a GPU.", labels=("gpu",)
+        )
+        for gpu, size_bytes in sorted(self._memory.ledger.limits.items()):
+            limit.add_metric([str(gpu)], size_bytes)
+        yield limit
+        yield from self._moves()
+
+    def _moves(self) -> Iterator[Metric]:
+        seconds = SummaryMetricFamily("headrace_load_seconds", "Time to load a version.", labels=_LABELS)
+        on_demand = CounterMetricFamily(
+            "headrace_on_demand_loads", "Loads because a request waited for a parked version.", labels=_LABELS
+        )
+        evictions = CounterMetricFamily(
+            "headrace_evictions", "How often a version was parked to make room for another.", labels=_LABELS
+        )
+        for model, version, loads in self._memory.loads():
+            labels = [model, version]
+            seconds.add_metric(labels, loads.count, loads.time_ns / NS_PER_S)
+            on_demand.add_metric(labels, loads.on_demand)
+            evictions.add_metric(labels, loads.evictions)
+        yield from (seconds, on_demand, evictions)
 
 
 _Rows = list[tuple[list[str], Totals]]

@@ -33,13 +33,23 @@ def run(
     control: ControlPolicy = EXPLICIT,
     names: frozenset[str] | None = None,
     builder: Sequence[str] = BUILDER,
+    **loading: Any,
 ) -> None:
-    """Start the control thread, check on the loop, stop; everything must have ended then."""
+    """Start the control thread, check on the loop, stop; everything must have ended then.
+
+    Args:
+        repository: the models.
+        check: what is done meanwhile.
+        control: who may load.
+        names: the models wanted at start.
+        builder: builds engines.
+        loading: more for the `Loader`.
+    """
 
     async def main() -> None:
         registry, loaded = Registry(), threading.Event()
         loader = Loader(
-            Mailbox(asyncio.get_running_loop()), on_dead=lambda name, number, _: registry.died(name, number)
+            Mailbox(asyncio.get_running_loop()), on_dead=lambda name, number, _: registry.died(name, number), **loading
         )
         desired = Desired([repository], names)
         reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control, builder)
