@@ -9,6 +9,7 @@ import base64
 import contextlib
 import enum
 import json
+import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -87,6 +88,7 @@ class _Network:
         self.flags = flags
         self.model: onnx.ModelProto | None = None
         self.inputs: list[Any] = []
+        self.parsers: list[_Parser] = []
 
     @property
     def num_inputs(self) -> int:
@@ -107,9 +109,12 @@ class _Network:
 
 
 class _Parser:
+    """As in the bindings of the real one, a network keeps its parser, and no parser keeps its network."""
+
     def __init__(self, trt: Any, network: _Network) -> None:
         self._trt = trt
-        self._network = network
+        self._known = weakref.ref(network)
+        network.parsers.append(self)
         self._errors: list[Any] = []
         self._parts: list[tuple[bool, list[int]]] = []
 
@@ -119,7 +124,7 @@ class _Parser:
         if self._trt.state.one_error:
             del self._errors[1:]
         if not self._errors:
-            self._network.read(model)
+            self._network().read(model)
         return not self._errors
 
     def supports_operator(self, name: str) -> bool:
@@ -132,7 +137,13 @@ class _Parser:
         del self._errors[1:]
         return not bad
 
+    def _network(self) -> _Network:
+        network = self._known()
+        assert network is not None, "the real one reads freed memory here"
+        return network
+
     def _find(self, model: onnx.ModelProto) -> None:
+        self._network()
         for index, node in enumerate(model.graph.node):
             if node.op_type in self._trt.state.unsupported:
                 text = f"No importer registered for op: {node.op_type}."

@@ -77,8 +77,10 @@ def _parse(api: TensorRt, builder: Any, model: onnx.ModelProto, order: Order, fo
             return network
         faults = _faults(api, parser, model)
         if data is not None and any(fault.unsupported for fault in faults):
-            # The parser may have stopped at the first; this one goes over the whole model.
-            again = api.trt.OnnxParser(api.network(builder, strongly_typed=order.calibrate is None), api.logger)
+            # The parser may have stopped at the first; this one goes over the whole model. Its network must outlive it: the
+            # bindings let a network keep its parser, not a parser its network.
+            empty = api.network(builder, strongly_typed=order.calibrate is None)
+            again = api.trt.OnnxParser(empty, api.logger)
             again.supports_model_v2(data)
             faults += _faults(api, again, model) + _unsupported(again, model, faults)
     raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
