@@ -35,8 +35,9 @@ class State:
         config: the last builder configuration.
         calibrated: sums over the batches that the calibrator has given.
         broken: True if executions fail.
+        contexts, made: how many execution contexts were made, and these; as if somebody never let go of them.
         late_shapes: True if outputs' shapes are known only once they are computed.
-        levels: of the messages logged.
+        on_step, on_log: called in a callback of the builder's progress, of the logger: what they raise goes no further.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,15 @@ class State:
         self.late_shapes = False
         self.steps = 0
         self.contexts = 0
+        self.made: list[Any] = []
         self.on_step: Callable[[], None] = lambda: None
+        self.on_log: Callable[[str], None] = lambda text: None
+
+    def log(self, text: str) -> None:
+        """A message on the way to Python's logger."""
+        # The real one lets no exception out of a callback.
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
+            self.on_log(text)
 
 
 def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None = None) -> Any:
@@ -123,6 +132,7 @@ class _Parser:
         self._find(model)
         if self._trt.state.one_error:
             del self._errors[1:]
+        self._trt.state.log("parsing")
         if not self._errors:
             self._network().read(model)
         return not self._errors
@@ -272,6 +282,7 @@ class _Builder:
         self._state: State = trt.state
         self._logger = logger
         self._old = old
+        self._state.log("starting a builder")
 
     def create_network(self, flags: int) -> _Network:
         self._state.network_flags.append(flags)

@@ -132,8 +132,21 @@ class TensorRt:
             )
 
     def scratch_bytes(self, engine: Any) -> int:
-        """GPU memory for activations that each execution context takes."""
+        """GPU memory for activations that an execution context works in."""
         return int(engine.device_memory_size_v2)
+
+    def context(self, engine: Any, scratch: int, size_bytes: int) -> Any:
+        """An IExecutionContext that works in memory of the caller's, None if there is no room for what else it needs.
+
+        Args:
+            engine: ICudaEngine.
+            scratch: address of the memory; contexts that share it may not run at the same time.
+            size_bytes: of the memory, `scratch_bytes` at least.
+        """
+        context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is not None and size_bytes:
+            context.set_device_memory(scratch, size_bytes)
+        return context
 
     def weights_bytes(self, engine: Any) -> int | None:
         """GPU memory for weights, None where this TensorRT does not tell."""

@@ -53,18 +53,22 @@ def build_plan(
         )
     report = _rising(report)
     report(0.0, "reading the ONNX model")
+    progress = Progress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
+    api.log.raised = None
     with api.log.collect() as errors:
-        api.load_plugins()
-        builder = api.builder(errors)
-        network = _parse(api, builder, model, order, path.parent)
-        config = _configure(api, builder, network, order, options, gpu)
-        cache = TimingCache(api, order.timing_cache)
-        cache.attach(config)
-        report(_PARSED, "building")
-        plan = _build(api, builder, network, config, order, report)
-        if plan is None:
-            raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
-        cache.save(config)
+        with signals_stop(progress):
+            api.load_plugins()
+            builder = api.builder(errors)
+            network = _parse(api, builder, model, order, path.parent)
+            config = _configure(api, builder, network, order, options, gpu)
+            cache = TimingCache(api, order.timing_cache)
+            cache.attach(config)
+            progress.check()
+            report(_PARSED, "building")
+            plan = _build(api, builder, network, config, order, report, progress)
+            if plan is None:
+                raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
+            cache.save(config)
         write_whole(path, memoryview(plan))
     report(1.0, "done")
 
@@ -156,11 +160,11 @@ def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options:
     return config
 
 
-def _build(api: TensorRt, builder: Any, network: Any, config: Any, order: Order, report: Report) -> Any:
+def _build(
+    api: TensorRt, builder: Any, network: Any, config: Any, order: Order, report: Report, progress: Progress
+) -> Any:
     """The plan (IHostMemory), None if the builder gives up; what it was interrupted by is raised."""
     feed = None
-    progress = Progress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
-    api.log.raised = None
     # Both must outlive the build: TensorRT does not hold them.
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
@@ -171,8 +175,7 @@ def _build(api: TensorRt, builder: Any, network: Any, config: Any, order: Order,
             feed = CalibrationFeed(batches, order.calibration_table, _stoppable(calibrating, progress))
             calibrator = entropy_calibrator(api.trt, feed)
             api.allow_int8(config, calibrator, _calibration_profile(builder, network, batches[0]))
-        with signals_stop(progress):
-            plan = builder.build_serialized_network(network, config)
+        plan = builder.build_serialized_network(network, config)
     finally:
         if feed is not None:
             feed.close()

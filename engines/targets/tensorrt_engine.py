@@ -21,11 +21,13 @@ from engines.targets.tensorrt_api import TensorRt, as_build_error
 from engines.targets.tensorrt_errors import explain_open
 from engines.targets.tensorrt_layers import LayerTimes, layer_profiler, read_layers
 from engines.targets.tensorrt_profiles import choose_profile
+from engines.targets.tensorrt_progress import Stop, signals_stop
 from engines.targets.tensorrt_tensors import OutputMemory, Tensor, numpy_type, output_allocator
 from engines.targets.tensorrt_timing import measure
 from server.cuda.device import describe
-from server.cuda.driver import DeviceError, Stream, current
+from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
 from server.cuda.graphs import Graph
+from server.cuda.memory import DeviceBuffer
 
 logger = logging.getLogger("headrace.tensorrt")
 
@@ -60,16 +62,18 @@ class TensorRtEngine:
             plan = path.read_bytes()
         except OSError as error:
             raise BuildError(f"{path} cannot be read ({error.strerror}): build the engine") from error
+        # Ours, not the contexts': TensorRT gives its own back when the last reference to a context goes, whoever has it.
+        self._scratch = DeviceBuffer()
+        self._runtime: Any = None
+        self._engine: Any = None
+        self._context: Any = None
         with self._working("loading") as errors:
-            api.load_plugins()
-            self._runtime = api.runtime(errors)
-            self._engine = self._runtime.deserialize_cuda_engine(plan)
-            if self._engine is None:
-                raise BuildError(f"{path} {explain_open(errors, api.version, describe(device).name)}")
-            self._plan_bytes = len(plan)
-            self._context = self._new_context(errors)
-            self._stream = Stream()
-            self._read_tensors()
+            try:
+                with signals_stop(Stop()):
+                    self._load(path, plan, errors)
+            except BaseException:
+                self._scratch.free()
+                raise
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name; inputs have their batch dimension.
@@ -161,6 +165,7 @@ class TensorRtEngine:
                 tensor.close()
             # In this order, with the device current: each holds what comes after it.
             self._context = None
+            self._scratch.free()
             self._engine = None
             self._runtime = None
             del self._stream
@@ -183,18 +188,35 @@ class TensorRtEngine:
                 self._settle()
                 raise
 
+    def _load(self, path: Path, plan: bytes, errors: Any) -> None:
+        self._api.load_plugins()
+        self._runtime = self._api.runtime(errors)
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise BuildError(f"{path} {explain_open(errors, self._api.version, describe(self._device).name)}")
+        self._plan_bytes = len(plan)
+        self._context = self._new_context(errors)
+        self._stream = Stream()
+        self._read_tensors()
+
     def _settle(self) -> None:
         # What has failed was told by whoever needed it.
         with suppress(DeviceError):
             self._stream.synchronize()
 
     def _new_context(self, errors: Any) -> Any:
-        context = self._engine.create_execution_context()
+        """An execution context; all of the engine share their scratch memory, for one of them runs at a time."""
+        size_bytes = self._api.scratch_bytes(self._engine)
+        told = ""
+        try:
+            self._scratch.reserve(size_bytes)
+            context = self._api.context(self._engine, self._scratch.address, size_bytes)
+        except OutOfDeviceMemory as error:
+            context, told = None, f" ({error})"
         if context is None:
-            size_mb = self._api.scratch_bytes(self._engine) >> 20
-            told = f" ({errors[-1]})" if errors else ""
+            told = told or (f" ({errors[-1]})" if errors else "")
             cure = "close what else uses the GPU, or lower the largest shapes in optimization.profiles"
-            raise BuildError(f"{self._name} needs {size_mb} MiB of scratch memory on the GPU{told}: {cure}")
+            raise BuildError(f"{self._name} needs {size_bytes >> 20} MiB of scratch memory on the GPU{told}: {cure}")
         return context
 
     def _read_tensors(self) -> None:

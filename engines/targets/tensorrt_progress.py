@@ -19,22 +19,38 @@ class _Phase:
     done: int = 0
 
 
-class Progress:
-    """Turns the builder's phases, which nest, into one share that only grows.
-
-    TensorRT calls from threads of its own, hence the lock. What is raised meanwhile (an interrupt, most of all) stops the build
-    and is kept in `raised`: an exception cannot pass through TensorRT.
+class Stop:
+    """What has stopped work in TensorRT, kept until it is back in Python: an exception cannot pass through TensorRT.
 
     Attributes:
-        raised: what stopped the build, None if nothing did.
+        raised: what stopped the work, None if nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+
+    def stop(self, error: BaseException) -> None:
+        """Let the work end as soon as it can; the first to say so is what it ends with."""
+        self.raised = self.raised or error
+
+    def check(self) -> None:
+        """Raise what has stopped the work, if anything has."""
+        if self.raised is not None:
+            raise self.raised
+
+
+class Progress(Stop):
+    """Turns the builder's phases, which nest, into one share that only grows.
+
+    TensorRT calls from threads of its own, hence the lock. What is raised meanwhile (an interrupt, most of all) stops the build.
     """
 
     def __init__(self, report: Report) -> None:
+        super().__init__()
         self._report = report
         self._lock = threading.Lock()
         self._phases: dict[str, _Phase] = {}
         self._share = 0.0
-        self.raised: BaseException | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
         """A phase begins, within its parent's current step."""
@@ -54,10 +70,6 @@ class Progress:
         """A phase is over."""
         with self._catching():
             self._phases.pop(phase, None)
-
-    def stop(self, error: BaseException) -> None:
-        """Let the build end at its next step; the first to say so is what it ends with."""
-        self.raised = self.raised or error
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
@@ -81,11 +93,11 @@ class Progress:
 
 
 @contextlib.contextmanager
-def signals_stop(progress: Progress) -> Iterator[None]:
-    """Meanwhile a signal stops the build, and what its handler raises is kept in `progress.raised`.
+def signals_stop(stop: Stop) -> Iterator[None]:
+    """Meanwhile a signal's handler raises nothing: what it would have raised goes to `stop`, and is raised at the end.
 
-    Python handles a signal on entering the next function of the main thread. While TensorRT builds, that is a callback, which
-    TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
+    Python handles a signal on entering the next function of the main thread. In a call of TensorRT, that is a callback (the
+    logger's, most often), which TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
     """
     before: dict[int, Callable[[int, Any], Any]] = {}
     if threading.current_thread() is threading.main_thread():
@@ -98,15 +110,19 @@ def signals_stop(progress: Progress) -> Iterator[None]:
         try:
             before[number](number, frame)
         except BaseException as error:
-            progress.stop(error)
+            stop.stop(error)
 
     try:
-        for number in before:
-            signal.signal(number, keep)
-        yield
+        try:
+            for number in before:
+                signal.signal(number, keep)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        # Also if something else went wrong: whoever pressed Ctrl-C wants no advice on his model.
+        stop.check()
 
 
 def progress_monitor(trt: Any, progress: Progress) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from engines.errors import BuildError
 from engines.targets.base import Order
+from engines.targets.tensorrt_engine import TensorRtEngine
 from engines.targets.tensorrt_target import TensorRtTarget
 from server.cuda.driver import current
 from tests.fake_cuda import FakeCuda
@@ -161,3 +162,38 @@ def test_a_full_gpu_is_told_at_run_time(trt: Any, tmp_path: Path, cuda: FakeCuda
     cuda.room_bytes = 1000
     np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
     engine.close()
+
+
+def test_scratch_memory_is_shared_and_given_back_whoever_holds_a_context(
+    trt: Any, tmp_path: Path, cuda: FakeCuda
+) -> None:
+    engine = TensorRtTarget().open(build(tmp_path), affine())
+    engine.run({"x": X})
+    before = len(cuda.live)
+    engine.layers({"x": X})
+    assert len(trt.state.made) == 2
+    assert len(cuda.live) == before
+    engine.close()
+    assert not cuda.live
+
+
+def test_a_gpu_without_room_for_scratch_memory_is_told(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
+    path = build(tmp_path)
+    cuda.room_bytes = 4095
+    with pytest.raises(BuildError, match=r"needs 0 MiB of scratch memory on the GPU .*optimization.profiles"):
+        TensorRtTarget().open(path)
+    assert not cuda.live
+
+
+def test_an_engine_that_cannot_be_opened_leaves_no_memory(
+    trt: Any, tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = build(tmp_path)
+
+    def refuse(engine: TensorRtEngine) -> None:
+        raise BuildError("a tensor of a type that is not NumPy's")
+
+    monkeypatch.setattr(TensorRtEngine, "_read_tensors", refuse)
+    with pytest.raises(BuildError, match="not NumPy's"):
+        TensorRtTarget().open(path)
+    assert not cuda.live

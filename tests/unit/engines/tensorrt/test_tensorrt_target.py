@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -205,35 +206,76 @@ def test_an_interrupt_stops_the_build(trt: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+SIGNALS = pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)], ids=["ctrl-c", "sigterm"]
 )
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_a_signal_stops_the_build(
-    trt: Any, tmp_path: Path, number: int, raised: type[BaseException], calibrated: bool
-) -> None:
-    if calibrated and not trt.__version__.startswith("10."):
-        return
+
+
+@pytest.fixture
+def handlers() -> Iterator[tuple[Any, Any]]:
+    """Handlers of SIGINT and SIGTERM that raise, as those of the command line do; they must be in place again afterwards."""
 
     def terminate(_number: int, _frame: object) -> None:
         raise SystemExit(143)
 
+    # A shell that starts something in the background has it ignore SIGINT.
+    raising = signal.default_int_handler, terminate
+    numbers = signal.SIGINT, signal.SIGTERM
+    inherited = [signal.signal(number, handler) for number, handler in zip(numbers, raising, strict=True)]
+    yield raising
+    found = tuple(signal.getsignal(number) for number in numbers)
+    for number, handler in zip(numbers, inherited, strict=True):
+        signal.signal(number, handler)
+    assert found == raising
+
+
+@SIGNALS
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_signal_stops_the_build(
+    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], calibrated: bool
+) -> None:
+    if calibrated and not trt.__version__.startswith("10."):
+        return
     # What a handler raises inside of TensorRT does not come out of it.
     trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == 3 * calibrated else None
     rows = tuple({"x": np.full((2, 3), n, np.float32)} for n in (1, 2)) if calibrated else None
-    # A shell that starts something in the background has it ignore SIGINT.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = signal.signal(signal.SIGTERM, terminate), signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(raised):
-            build(tmp_path, order=Order("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == (terminate, before[1])
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, inherited)
+    with pytest.raises(raised):
+        build(tmp_path, order=Order("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
     assert trt.state.steps in (1, 4)
     assert trt.state.calibrated == []
     assert list(tmp_path.iterdir()) == []
+
+
+@SIGNALS
+@pytest.mark.parametrize("when", ["starting a builder", "parsing"])
+def test_a_signal_before_the_build_stops_it(
+    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], when: str
+) -> None:
+    trt.state.on_log = lambda text: signal.raise_signal(number) if text == when else None
+    with pytest.raises(raised):
+        build(tmp_path)
+    assert trt.state.steps == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@SIGNALS
+def test_a_signal_outweighs_an_error(
+    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException]
+) -> None:
+    trt.state.on_log = lambda text: signal.raise_signal(number) if text == "parsing" else None
+    trt.state.unsupported = {"Relu"}
+    with pytest.raises(raised):
+        build(tmp_path)
+
+
+@SIGNALS
+def test_a_signal_while_a_plan_is_loaded_is_not_lost(
+    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException]
+) -> None:
+    path = build(tmp_path)
+    trt.state.on_log = lambda text: signal.raise_signal(number) if text == "creating a context" else None
+    with pytest.raises(raised):
+        TensorRtTarget().open(path)
 
 
 def test_a_build_outside_of_the_main_thread_leaves_signals_alone(trt: Any, tmp_path: Path) -> None:
