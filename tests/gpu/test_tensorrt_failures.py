@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from engines.progress import silent
 from engines.targets.base import Order
 from server.cuda.device import describe
-from server.cuda.driver import DeviceError, Stream, current
+from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
 from server.cuda.graphs import Graph
 from server.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from tests.gpu.tensorrt_networks import convolutions, pictures
@@ -38,30 +39,39 @@ def test_a_profile_larger_than_the_gpu_is_told(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"model.plan"}
 
 
-def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_gpu(left_bytes: int) -> Iterator[None]:
+    """Meanwhile so much of the GPU's memory is free, and no more can be had; the device is current."""
     import pycuda.driver as cuda
 
+    with current():
+        left = DeviceBuffer(left_bytes)
+        blocks: list[DeviceBuffer] = []
+        # What garbage and the driver's pools hold counts as taken, and comes free as soon as an allocation would fail.
+        size_bytes, _ = cuda.mem_get_info()
+        while size_bytes >= 1 << 20:
+            try:
+                blocks.append(DeviceBuffer(size_bytes))
+            except OutOfDeviceMemory:
+                size_bytes //= 2
+        left.free()
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.free()
+
+
+def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     # 32 KiB of FP32 a row behind each convolution.
     TARGET.build(convolutions(), Order("fp32", (rows(1, 8, 1 << 16),)), path, silent)
-    with current():
-        free_bytes, _ = cuda.mem_get_info()
-        occupied = DeviceBuffer(free_bytes - (512 << 20))
-        try:
-            with refused("on the GPU", "optimization.profiles"):
-                TARGET.open(path)
-        finally:
-            occupied.free()
+    with full_gpu(512 << 20), refused("on the GPU", "optimization.profiles"):
+        TARGET.open(path)
     engine = TARGET.open(path)
     assert engine.run({"x": pictures(4)})["logits"].shape == (4, 10)
-    with current():
-        free_bytes, _ = cuda.mem_get_info()
-        occupied = DeviceBuffer(free_bytes - (64 << 20))
-        try:
-            with refused("running model.plan", "the GPU's memory is full"):
-                engine.run({"x": pictures(1 << 16)})
-        finally:
-            occupied.free()
+    with full_gpu(64 << 20), refused("running model.plan", "the GPU's memory is full"):
+        engine.run({"x": pictures(1 << 16)})
     assert engine.run({"x": pictures(1 << 12)})["logits"].shape == (1 << 12, 10)
     engine.close()
 
