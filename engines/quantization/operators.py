@@ -173,3 +173,34 @@ def concatenated(graph: Graph, wanted_tensors: Collection[str]) -> dict[str, tup
         if node.output[0] not in parts:
             outermost.setdefault(head(node.output[0]), []).append(node.output[0])
     return {tensor: tuple(outermost[head(tensor)]) for tensor in list(group)}
+
+
+def overlapping(graph: Graph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Which of some tensors have values in common, where a concatenation made one of the two.
+
+    Args:
+        graph: in topological order.
+        tensors: names.
+
+    Returns:
+        By tensor the others, in their order; without those that have none.
+    """
+    made: dict[str, frozenset[str]] = {}  # of the concatenations in it, and what those are made of
+    for node in graph.nodes:
+        if node.op_type == "Concat" and joins_activations(graph, node):
+            parts = (made.get(name, frozenset((name,))) for name in node.input)
+            made[node.output[0]] = frozenset(node.output).union(*parts)
+        elif moves_values(graph, node) and is_activation(graph, node.input[0]):
+            same = made.get(node.input[0], frozenset((node.input[0],)))
+            made.update((name, same) for name in node.output)
+    holders: dict[str, list[str]] = {}
+    for tensor in tensors:
+        for part in made.get(tensor, (tensor,)):
+            holders.setdefault(part, []).append(tensor)
+    found = {}
+    for tensor in tensors:
+        own = made.get(tensor, frozenset((tensor,)))
+        near = {other for part in own for other in holders[part] if made.get(other, frozenset((other,))) != own}
+        if near:
+            found[tensor] = tuple(other for other in tensors if other in near)
+    return found

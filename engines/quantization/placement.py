@@ -32,6 +32,7 @@ from engines.quantization.operators import (
     joins_activations,
     moves_values,
     only_reader,
+    overlapping,
     source,
     wanted,
 )
@@ -58,12 +59,14 @@ class Placement:
         edges: (name of a node, place of its input): reads its input through a Q/DQ pair.
         stored: tensors that exist in 8 bits only: all their readers read them through the pair.
         sources: by quantised tensor, those whose ranges together are its own.
+        apart: by quantised tensor, those whose scale it must not have.
     """
 
     weighted: dict[str, Weighted]
     edges: tuple[tuple[str, int], ...]
     stored: tuple[str, ...]
     sources: dict[str, tuple[str, ...]]
+    apart: dict[str, tuple[str, ...]]
 
 
 def place(graph: Graph, target: str, precision: str = "int8", keep: Collection[str] = ()) -> Placement:
@@ -88,7 +91,10 @@ def place(graph: Graph, target: str, precision: str = "int8", keep: Collection[s
     groups = concatenated(graph, wanted(graph, all_weighted(graph), steps))
     origins = {tensor: source(graph, tensor) for tensor in tensors}
     sources = {tensor: groups.get(origin, (origin,)) for tensor, origin in origins.items()}
-    return Placement(rules.weighted, tuple(rules.edges), tuple(rules.stored), sources)
+    # Where what is concatenated is read elsewhere too, with the same scale, TensorRT lets a convolution write it straight to its
+    # place in the concatenation and reads it there: with the wrong stride of the batch, as seen with TensorRT 10.6.
+    apart = overlapping(graph, tensors) if target == "tensorrt" else {}
+    return Placement(rules.weighted, tuple(rules.edges), tuple(rules.stored), sources, apart)
 
 
 def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:

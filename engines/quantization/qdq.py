@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,8 @@ from engines.simplify import raise_opset
 
 Floats = npt.NDArray[np.float32]
 _INT32_LARGEST = 2**31 - 1
+# Between scales that must not be the same: too little for the values, enough not to be taken for the same.
+_APART = np.float32(1 + 2**-12)
 
 
 def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8") -> list[str]:
@@ -200,7 +202,13 @@ class _Writer:
     def _pair(self, tensor: str) -> str:
         graph, scheme = self._graph, self._scheme
         low, high, clamped = self._range(tensor)
-        found = self._scales[tensor] = scheme.activation(low, high, clamped)
+        found = scheme.activation(low, high, clamped)
+        taken = {
+            float(self._scales[name].scale) for name in self._placement.apart.get(tensor, ()) if name in self._scales
+        }
+        while float(found.scale) in taken:
+            found = replace(found, scale=_float32(found.scale * _APART))
+        self._scales[tensor] = found
         shape = graph.shape(tensor)
         constants = [
             graph.add_constant(f"{tensor}_scale", found.scale),

@@ -47,6 +47,7 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "w1": (32, 32, 1, 1),
     "wd": (32, 1, 3, 3),
     "w64": (32, 64, 1, 1),
+    "w96": (32, 96, 1, 1),
     "w128": (32, 128, 1, 1),
     "wt": (32, 32, 2, 2),
     "wf": (10, 32),
@@ -86,6 +87,17 @@ FAMILIES = {
         "  m0 = BatchNormalization(c, scale64, shift64, shift64, scale64)  m = Relu(m0)  d = Conv(m, w64, b)"
         "  p = AveragePool <kernel_shape=[2,2], strides=[2,2]> (d)"
         "  o0 = BatchNormalization(p, scale, shift, shift, scale)  o = Relu(o0)  f = Conv(o, w1, b)  last = Relu(f)"
+    ),
+    # Each convolution's output goes into every concatenation behind it.
+    "dense_block": (
+        "a0 = Conv(s, w1, b)  a = Relu(a0)  c = Concat <axis=1> (s, a)  d0 = Conv(c, w64, b)  d = Relu(d0)"
+        "  e = Concat <axis=1> (s, a, d)  f = Conv(e, w96, b)  last = Relu(f)"
+    ),
+    "unet": (
+        "e0 = Conv <pads=[1,1,1,1]> (s, w3, b)  e = Relu(e0)  p = MaxPool <kernel_shape=[2,2], strides=[2,2]> (e)"
+        "  m0 = Conv(p, w1, b)  m = Relu(m0)"
+        '  u = Resize <mode="nearest", coordinate_transformation_mode="asymmetric", nearest_mode="floor"> (m, , twice)'
+        "  c = Concat <axis=1> (e, u)  a = Conv(c, w64, b)  last = Relu(a)"
     ),
     "mobilenet": (
         "e0 = Conv(s, w1, b)  e = Clip(e0, nought, six)  d0 = Conv <group=32, pads=[1,1,1,1]> (e, wd, b)"

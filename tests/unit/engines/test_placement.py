@@ -110,6 +110,21 @@ def test_concatenations_of_concatenations_share_one_scale() -> None:
     )
 
 
+def test_what_is_concatenated_and_read_elsewhere_too_is_kept_apart_on_tensorrt() -> None:
+    model = small(
+        "a = Conv(x, w)  b1 = Conv(x, w, b)  c = Concat <axis=1> (a, b1)  m = MaxPool <kernel_shape=[1,1]> (a)"
+        "d = Conv(m, w)  e = Concat <axis=1> (c, d)  f = Conv(c, w2)  y = Conv(e, w3)",
+        w2=(16, 32, 1, 1),
+        w3=(8, 48, 1, 1),
+    )
+    assert placed(model, "tensorrt").apart == {"m": ("e", "c"), "e": ("m", "c"), "c": ("m", "e")}
+    assert placed(model, "onnxruntime").apart == {}
+    # Each of these is read by the concatenation alone, or is all that it is made of.
+    assert placed(simple("squeezenet"), "tensorrt").apart == {}
+    assert placed(simple("shufflenet"), "tensorrt").apart == {}
+    assert placed(simple("residual"), "tensorrt").apart == {}
+
+
 def test_moved_values_have_the_range_of_their_origin() -> None:
     model = small(
         "c = Conv(x, w)  r = Relu(c)  m = MaxPool <kernel_shape=[2,2], strides=[2,2]> (r)  t = Transpose <perm=[0,1,3,2]> (m)"

@@ -305,6 +305,22 @@ def test_product_with_an_addition_behind_it_runs_on_integers(text: str, shape: t
     assert not {"Gemm", "MatMul", "DequantizeLinear"} & set(found)
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_tensors_that_are_to_be_apart_have_nearly_the_same_scale(precision: str) -> None:
+    text = """
+        a = Conv(x, w)  b = Conv(a, w)  c = Concat <axis=1> (a, b)  d = Conv(c, w2)  e = Concat <axis=1> (c, d)
+        y = Conv(e, w3)
+    """
+    shapes = {"w": (16, 16, 1, 1), "w2": (16, 32, 1, 1), "w3": (16, 48, 1, 1)}
+    model = simplify(networks.network(text, networks.weights(**shapes), ("N", 16, 8, 8)))
+    ranges = dict.fromkeys(tensors_to_calibrate(model), (-2.0, 1.0))
+    graph = Graph(quantize(model, ranges, "tensorrt", precision))
+    scales = [float(graph.constant(f"{name}_scale")) for name in ("a", "c", "e")]
+    assert len(set(scales)) == 3
+    assert scales == pytest.approx([scales[0]] * 3, rel=1e-3)
+    assert min(scales) == scales[0] == graph.constant("x_scale")
+
+
 def test_missing_and_impossible_ranges_are_named() -> None:
     model, ranges = prepared("residual")
     missing = {name: span for name, span in ranges.items() if name != "a1r"}
