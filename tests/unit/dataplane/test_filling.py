@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 import weakref
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.backends.base import Flight
-from server.core.completion import Completion
+from server.core.completion import Completion, Mailbox
 from server.core.errors import BadRequest
 from server.core.request import InferRequest
 from server.core.resident import ResidentRows
@@ -22,7 +23,9 @@ from server.core.tensor import Array
 from server.dataplane import filling
 from server.dataplane.filling import Filler, _shares
 from server.dataplane.queue import Entry
+from tests.fake_pipeline import FakePipeline
 from tests.residents import read, resident
+from tests.unit.dataplane.test_pipeline_handle import play, served
 
 MIB = 1 << 20
 
@@ -165,3 +168,21 @@ def test_where_no_thread_can_be_had_the_instance_copies_alone(
         filler.fill(Flight({"x": buffer}, 8), [entry(x=part) for part in cut])
         assert np.array_equal(buffer, np.concatenate(cut))
     assert caplog.text.count("copies with 1 threads") == 1
+
+
+def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline()
+        handle = served(mailbox, model, fill_threads=3)
+        for rows in (1, 4):
+            x: Array = np.full((rows, 1 << 18), 3, np.float32)
+            asked = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)
+            assert (await handle.infer(asked)).outputs["y"].tolist() == (x * 2).tolist()
+        mine = [thread for thread in threading.enumerate() if thread.name.startswith("fake/1#0 filler")]
+        assert len(mine) == 2
+        assert await asyncio.to_thread(handle.close, 10)
+        for thread in mine:
+            thread.join(10)
+            assert not thread.is_alive()
+
+    play(scenario)
