@@ -92,10 +92,11 @@ def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(re
         await asked(registry, "c", 3)
         await asked(registry, "a", 1)
         # b had not been used for longest.
-        assert index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY}
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY})
         await asked(registry, "b", 2)
-        assert index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED}
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
         assert residency.ledger.held(0) == 2 * size
+        await until(lambda: sum(loads.on_demand for _, _, loads in residency.loads()) == 2)
         counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in residency.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
         assert all(loads.time_ns > 0 for _, _, loads in residency.loads())
@@ -166,7 +167,7 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY}
         await asked(registry, "b", 2)
-        assert index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED}
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
 
     run(repository, check, ALL, gpu_memory_fraction=room(2 * size))
 
@@ -192,7 +193,7 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await reconciler.unload("c", False)
         await reconciler.load("b", None, {})  # as it was: it is loaded once it is asked
         await asked(registry, "b", 2)
-        assert index(registry)["b", "1"] == READY
+        await until(lambda: index(registry)["b", "1"] == READY)
         await reconciler.unload("b", False)
         await reconciler.load("a", None, {})
         await asked(registry, "a", 1)
@@ -230,7 +231,7 @@ def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: P
         assert "parked: loading it on demand failed" in reason
         await reconciler.load("a", None, {})
         await asked(registry, "a", 1)
-        assert index(registry)["a", "1"] == READY
+        await until(lambda: index(registry)["a", "1"] == READY)
 
     run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
 
@@ -292,6 +293,7 @@ def test_metrics_tell_who_holds_what(repository: Path) -> None:
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await asked(registry, "a", 1)
+        await until(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
         prometheus.register(MemoryCollector(residency))
         pages.append(generate_latest(prometheus).decode())
