@@ -103,6 +103,8 @@ class Run:
             reason = watch(command, min(part.limit_s, left_s), output.log, on_message)
             findings.failure = findings.failure or reason
             remove_left()
+            if setup.on_gpu:
+                output.say(f"{findings.name} | the GPUs now: {'; '.join(place.states())}")
         findings.seconds = round(time.monotonic() - begun_s, 1)
         output.part_ended(findings)
         return findings
@@ -119,6 +121,7 @@ def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
     work = options.work or Path(tempfile.gettempdir()) / "headrace-gpu-bench" / options.backend
     setup = Setup(
         backend=options.backend,
+        model=options.model or ("resnet50" if options.backend == "tensorrt" else "small"),
         work=str(work.absolute()),
         precision="",
         seconds=options.seconds or (0.4 if quick else 0.8),
@@ -168,6 +171,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of f and two-gpus, unless c finds a better one",
     )
     add("--work", type=Path, metavar="DIR", help="models and engines; found again by the next run")
+    models = ("resnet50", "small")
+    add("--model", choices=models, help="small: try the bench itself (resnet50; small with --backend onnxruntime)")
     backends = ("tensorrt", "onnxruntime")
     add("--backend", choices=backends, default=backends[0], help="onnxruntime: try the bench itself on a CPU")
     return parser

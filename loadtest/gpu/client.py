@@ -6,7 +6,7 @@
     {"do": "lone", "key": k, ...}               one request after the other
     {"do": "shut", "key": k}                    give back what `open` took
 
-Every line is answered by one; {"error": text} if it could not be done. The process ends with its input.
+Every line is answered by one with its number; {"error": text} if it could not be done. The process ends with its input.
 """
 
 from __future__ import annotations
@@ -211,12 +211,13 @@ def main() -> None:
     client = Client()
     try:
         for line in sys.stdin:
+            order = json.loads(line)
             try:
-                reply = client.obey(json.loads(line))
+                reply = client.obey(order)
             except Exception as error:
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}"}
-            print(json.dumps(reply), flush=True)
+            print(json.dumps({**reply, "number": order["number"]}), flush=True)
     finally:
         client.close()
 

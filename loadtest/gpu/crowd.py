@@ -22,7 +22,7 @@ from loadtest.servers import ROOT
 
 # From an order to the moment at which all begin.
 _LEAD_S = 0.15
-_SLACK_S = 40.0
+_SLACK_S = 30.0
 _END_S = 5.0
 
 
@@ -68,6 +68,7 @@ class Crowd:
     def __init__(self, count: int, scratch: Path) -> None:
         self.count = count
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._orders = 0
         self._log = (scratch / f"clients.{os.getpid()}.log").open("ab")
         for _ in range(count):
             process = subprocess.Popen(
@@ -163,37 +164,41 @@ class Crowd:
     def _order(self, orders: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
         """One order to each of the first clients, and their replies."""
         processes = self._processes[: len(orders)]
+        self._orders += 1
         for process, order in zip(processes, orders, strict=True):
             assert process.stdin is not None
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-        replies = _replies(processes, limit_s)
+            process.stdin.write(json.dumps({**order, "number": self._orders}).encode() + b"\n")
+        replies = _replies(processes, self._orders, limit_s)
         for reply in replies:
             if "error" in reply:
                 raise CrowdFailed(f"a client could not {orders[0]['do']} {orders[0]['key']}: {reply['error']}")
         return replies
 
 
-def _replies(processes: list[subprocess.Popen[bytes]], limit_s: float) -> list[dict[str, Any]]:
+def _replies(processes: list[subprocess.Popen[bytes]], order: int, limit_s: float) -> list[dict[str, Any]]:
+    """What each says to the order of this number; what comes late to an earlier one, which was given up, is passed over."""
     deadline_s = time.monotonic() + limit_s
     buffers = [b""] * len(processes)
-    waiting = set(range(len(processes)))
+    found: dict[int, dict[str, Any]] = {}
     with selectors.DefaultSelector() as selector:
         for number, process in enumerate(processes):
             assert process.stdout is not None
             selector.register(process.stdout, selectors.EVENT_READ, number)
-        while waiting:
+        while len(found) < len(processes):
             ready = selector.select(max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                raise CrowdFailed(f"{len(waiting)} clients said nothing within {limit_s:.0f} s")
+                raise CrowdFailed(f"{len(processes) - len(found)} clients said nothing within {limit_s:.0f} s")
             for key, _ in ready:
                 number = key.data
                 data = os.read(key.fd, 1 << 20)
                 if not data:
                     raise CrowdFailed("a client has died; the clients' log has more")
                 buffers[number] += data
-                if buffers[number].endswith(b"\n"):
-                    waiting.discard(number)
-    return [json.loads(buffer) for buffer in buffers]
+                *lines, buffers[number] = buffers[number].split(b"\n")
+                for reply in map(json.loads, lines):
+                    if reply["number"] == order:
+                        found[number] = reply
+    return [found[number] for number in range(len(processes))]
 
 
 def _joined(replies: list[dict[str, Any]], per_s: float) -> Taken:

@@ -9,12 +9,22 @@ from loadtest.bench import machine
 
 PACKAGES = ("tensorrt", "pycuda", "onnxruntime", "numpy", "uvloop", "httptools", "grpcio", "tritonclient")
 _QUERY = "name,driver_version,memory.total,clocks.max.sm"
+_STATE = "clocks.sm,clocks.mem,temperature.gpu,power.draw,memory.used"
 _PATIENCE_S = 20.0
 
 
 def gpus() -> list[str]:
-    """A line for each GPU, by nvidia-smi; nothing where it is not there."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
+    """What each GPU is; nothing where there is no nvidia-smi."""
+    return _asked(_QUERY)
+
+
+def states() -> list[str]:
+    """Clocks, heat, power and memory in use of each GPU now: a GPU that was slowed down explains a low figure."""
+    return _asked(_STATE)
+
+
+def _asked(query: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
     except (OSError, subprocess.SubprocessError):

@@ -17,6 +17,7 @@ class Setup:
 
     Attributes:
         backend: "tensorrt", or "onnxruntime" to try the bench itself without a GPU.
+        model: "resnet50", or "small": a model of a few hundred weights, to try the bench itself.
         work: a folder for models, logs and the store of engines.
         precision: of the engine.
         seconds: of one sample.
@@ -30,6 +31,7 @@ class Setup:
     """
 
     backend: str
+    model: str
     work: str
     precision: str
     seconds: float
@@ -47,6 +49,16 @@ class Setup:
         return self.backend == "tensorrt"
 
     @property
+    def small(self) -> bool:
+        """True where the bench itself is tried."""
+        return self.model == "small"
+
+    @property
+    def judged(self) -> bool:
+        """True where targets are asked for."""
+        return self.on_gpu and not self.small
+
+    @property
     def repository(self) -> Path:
         """The bench's own model repository."""
         return Path(self.work) / "models"
@@ -61,12 +73,12 @@ class Setup:
     @property
     def side(self) -> int:
         """Pixels of a picture's side."""
-        return 224 if self.on_gpu else 32
+        return 32 if self.small else 224
 
     @property
     def max_rows(self) -> int:
         """Images in the largest batch."""
-        return 256 if self.on_gpu else 16
+        return 16 if self.small else 256
 
     @property
     def sizes(self) -> tuple[int, ...]:

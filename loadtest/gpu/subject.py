@@ -1,8 +1,8 @@
 """The models that are measured: pictures in, five classes out, in a repository of the bench's own.
 
     <work>/demo/resnet50                 as `python -m engines models build` makes it
-    <work>/models/pictures_fp16          max_batch_size 256, preprocess by: server, top_k 5, with the engine built for it
-    <work>/models/pictures_fp16_i2_g0    the same files with two instances and no CUDA graphs
+    <work>/models/resnet50_fp16          max_batch_size 256, preprocess by: server, top_k 5, with the engine built for it
+    <work>/models/resnet50_fp16_i2_g0_on0   the same files with two instances and no CUDA graphs
 
 A variant shares its files with the model by hard links: no engine is built twice.
 """
@@ -59,7 +59,7 @@ class Variant:
 
 def base_name(setup: Setup) -> str:
     """Of the model that has the engine."""
-    return f"pictures_{setup.precision}"
+    return f"{setup.model}_{setup.precision}"
 
 
 def prepare(setup: Setup, limit_s: float) -> None:
@@ -70,13 +70,16 @@ def prepare(setup: Setup, limit_s: float) -> None:
         subprocess.TimeoutExpired: it took too long.
     """
     folder = setup.repository / base_name(setup)
-    if not setup.on_gpu:
-        _write_small(setup, folder)
-        return
-    demo = Path(setup.work) / "demo"
-    _run(["models", "build", "--only", "resnet50", "--output", str(demo)], limit_s)
     (folder / VERSION).mkdir(parents=True, exist_ok=True)
-    _link(demo / "resnet50" / VERSION / "model.onnx", folder / VERSION / "model.onnx")
+    demo = Path(setup.work) / "demo"
+    if setup.small:
+        _save_small(setup, folder / VERSION / "model.onnx")
+    else:
+        _run(["models", "build", "--only", "resnet50", "--output", str(demo)], limit_s)
+        _link(demo / "resnet50" / VERSION / "model.onnx", folder / VERSION / "model.onnx")
+    if not setup.on_gpu:
+        _write(folder, _config(setup, base_name(setup), Variant(setup.instances), {}))
+        return
     data = {name: _samples(setup, name, demo / "resnet50", folder) for name in _SAMPLES}
     _write(folder, _config(setup, base_name(setup), Variant(setup.instances), data))
     words = ["build", base_name(setup), "--model-repository", str(setup.repository), "--target", "tensorrt"]
@@ -107,7 +110,7 @@ def pictures(setup: Setup, count: int, seed: int = 7) -> Array:
 
 
 def _config(setup: Setup, name: str, how: Variant, data: dict[str, str]) -> dict[str, Any]:
-    classes = 1000 if setup.on_gpu else _SMALL_CLASSES
+    classes = _SMALL_CLASSES if setup.small else 1000
     side = setup.side
     config: dict[str, Any] = {
         "name": name,
@@ -154,7 +157,7 @@ def _samples(setup: Setup, name: str, demo: Path, folder: Path) -> str:
     return f"{name}.npz"
 
 
-def _write_small(setup: Setup, folder: Path) -> None:
+def _save_small(setup: Setup, path: Path) -> None:
     """A model that takes and gives what the real one does, and computes next to nothing."""
     from onnx import TensorProto, helper, numpy_helper, save
 
@@ -168,10 +171,8 @@ def _write_small(setup: Setup, folder: Path) -> None:
     image = helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["rows", 3, setup.side, setup.side])
     logits = helper.make_tensor_value_info(LOGITS, TensorProto.FLOAT, ["rows", _SMALL_CLASSES])
     graph = helper.make_graph(nodes, "pictures", [image], [logits], [numpy_helper.from_array(weights, "weights")])
-    (folder / VERSION).mkdir(parents=True, exist_ok=True)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    save(model, folder / VERSION / "model.onnx")
-    _write(folder, _config(setup, base_name(setup), Variant(setup.instances), {}))
+    path.unlink(missing_ok=True)  # variants of an earlier run share its content
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
 def _link(source: str | Path, target: str | Path) -> None:

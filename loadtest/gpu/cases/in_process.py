@@ -38,7 +38,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
         _check(setup, reporter, engine, served, handle)
         contenders = {raw: partial(time_raw, setup, reporter, engine)}
         for number, (name, rows, in_pinned_memory) in enumerate(_CONTENDERS):
-            target = at_least(ASKED) if number == 0 and setup.on_gpu else None
+            target = at_least(ASKED) if number == 0 and setup.judged else None
             reporter.compare(Compare(f"{name} / {raw}", name, raw, "images/s", target=target))
             requests = requests_of(setup, pixels, rows, in_pinned_memory=in_pinned_memory)
             contenders[name] = partial(saturate, setup, reporter, served, handle, name, requests)

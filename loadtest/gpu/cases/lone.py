@@ -36,7 +36,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
             contenders[name] = partial(_in_process, setup, reporter, served, handle, name, requests)
         contenders |= _over_wire(setup, reporter, stack, model)
         for name in list(contenders)[1:]:
-            target = at_most(ASKED_US[name]) if name in ASKED_US and setup.on_gpu else None
+            target = at_most(ASKED_US[name]) if name in ASKED_US and setup.judged else None
             reporter.compare(Compare(f"{name} - {RAW}, p50", name, RAW, "p50 us", "difference", target))
         in_turns(reporter, setup.rounds, contenders)
 

@@ -27,7 +27,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
     """All ways and the raw engine in interleaved rounds."""
     model = variant(setup, Variant(setup.instances))
     raw = f"raw engine, n={setup.max_rows}"
-    whole = not setup.on_gpu or setup.precision == "fp16"
+    whole = setup.precision != "int8"
     ways = [way for way in ways_of(setup) if whole or way.name in _SHORT]
     engines = tuple(engine for engine in ENGINES if any(way.engine == engine for way in ways))
     slots = max(setup.clients, setup.in_flight // REQUEST_ROWS)
@@ -57,7 +57,7 @@ class _Best:
     def __init__(self, setup: Setup, reporter: Reporter, raw: str) -> None:
         self._reporter = reporter
         self._raw = raw
-        self._target = at_least(ASKED) if setup.on_gpu and setup.precision == "fp16" else None
+        self._target = at_least(ASKED) if setup.judged and setup.precision == "fp16" else None
         self._rates: dict[str, list[float]] = {}
 
     def measure(self, name: str, sample: partial[float], number: int) -> None:

@@ -17,7 +17,7 @@ SHARES = (50, 80, 95, 110)
 # Of a sample's length elsewhere: tails need more requests than throughput does.
 _LONGER = 4.0
 # So many requests may be under way that the clients never hold one back before the server would refuse it.
-_SLOTS = 512
+_SLOTS, _FEW_SLOTS = 512, 64
 
 
 def run(setup: Setup, reporter: Reporter) -> None:
@@ -31,7 +31,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
         capacity = max(one.taken.per_s for one in watched)
         crowd.shut(key)
         reporter.sample(f"capacity over {way.name}, closed loop", "images/s", capacity * REQUEST_ROWS)
-        slots = _SLOTS if setup.on_gpu else 64
+        slots = _FEW_SLOTS if setup.small else _SLOTS
         key = open_way(setup, crowd, way, served, model, REQUEST_ROWS, slots, key="sweep")
         for share in SHARES:
             rate = capacity * share / 100

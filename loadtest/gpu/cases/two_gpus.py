@@ -50,7 +50,7 @@ def _in_process(setup: Setup, reporter: Reporter, models: dict[str, str]) -> Non
             for name, handle in handles.items():
                 what = f"{name}, in process, {rows} a request"
                 contenders[what] = partial(saturate, setup, reporter, served, handle, what, requests)
-            target = at_least(ASKED) if rows == max(_ROWS) and setup.on_gpu else None
+            target = at_least(ASKED) if rows == max(_ROWS) and setup.judged else None
             ours, theirs = (f"{name}, in process, {rows} a request" for name in (TWO, ONE))
             reporter.compare(Compare(f"{ours} / one", ours, theirs, "images/s", target=target))
         in_turns(reporter, setup.rounds, contenders)

@@ -20,7 +20,7 @@ import pytest
 from loadtest.bench.results import at_least
 from loadtest.gpu.chart import sweep_chart
 from loadtest.gpu.client import closed_loop, open_loop
-from loadtest.gpu.crowd import Crowd, CrowdFailed, _joined
+from loadtest.gpu.crowd import Crowd, CrowdFailed, _joined, _replies
 from loadtest.gpu.findings import PartFindings
 from loadtest.gpu.lines import Answer, HttpLines
 from loadtest.gpu.messages import Compare, Reporter
@@ -270,6 +270,16 @@ def test_a_client_that_cannot_connect_says_so(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
     with Crowd(1, tmp_path) as crowd, pytest.raises(CrowdFailed, match="could not open x: ConnectionRefused"):
         crowd.open("x", 1, transport="http", data="body", http_port=port, grpc_port=0, model="m", rows=1, side=8)
+
+
+def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
+    said = '{"number": 1, "error": "late"}\n{"number": 2, "per_s": 5}\n'
+    with subprocess.Popen(["printf", "%s", said], stdout=subprocess.PIPE) as process:
+        assert _replies([process], 2, 10) == [{"number": 2, "per_s": 5}]
+    with subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE) as silent:
+        with pytest.raises(CrowdFailed, match="1 clients said nothing"):
+            _replies([silent], 1, 0.1)
+        silent.kill()
 
 
 def test_the_sweep_is_drawn() -> None:
