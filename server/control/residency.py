@@ -294,9 +294,10 @@ class Residency:
                     self._await_ends(error.gpu) or self._park_idle(error.gpu, error.lacking_bytes, tenant)
                 ):
                     continue
-                later = [other.leaves_ns(self.clock()) for other in self._candidates(error.gpu)]
-                if error.others and later:
-                    return max(min(later), self.clock() + _LEAST_WAIT_NS)
+                later = self._candidates(error.gpu) if error.others else []
+                if later and sum(other.needs[error.gpu] for other in later) >= error.lacking_bytes:
+                    leaves_ns = min(other.leaves_ns(self.clock()) for other in later)
+                    return max(leaves_ns, self.clock() + _LEAST_WAIT_NS)
                 self._put_off(tenant, error)
             except HeadraceError as error:
                 self._put_off(tenant, error)
@@ -332,9 +333,11 @@ class Residency:
         tenant.handle.refuse(Unavailable(message, wait_s))
 
     def _park_idle(self, gpu: int, lacking_bytes: int, for_whom: Tenant) -> bool:
-        """Park those that may leave now, used longest ago first; False if nobody was parked."""
-        now_ns = self.clock()
-        victims = [tenant for tenant in self._candidates(gpu) if tenant.leaves_ns(now_ns) <= now_ns]
+        """Park those that may leave now, used longest ago first; False if nobody was: none may, or it would not help."""
+        now_ns, candidates = self.clock(), self._candidates(gpu)
+        if sum(tenant.needs[gpu] for tenant in candidates) < lacking_bytes:
+            return False
+        victims = [tenant for tenant in candidates if tenant.leaves_ns(now_ns) <= now_ns]
         victims.sort(key=lambda tenant: tenant.last_ns)
         return self._park(victims, gpu, lacking_bytes, for_whom.name)
 
