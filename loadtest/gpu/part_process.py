@@ -9,13 +9,18 @@ import argparse
 import ctypes
 import gc
 import importlib
+import os
 import resource
 import signal
 import sys
+import tomllib
 import traceback
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from loadtest.gpu.messages import Reporter
 from loadtest.gpu.setup import Setup
+from loadtest.servers import ROOT
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _OPEN_FILES = 8192
@@ -34,12 +39,14 @@ def main() -> int:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     reporter = Reporter(options.report_fd)
+    setup = Setup.from_json(options.setup)
+    name_package(Path(setup.work))
     # As a server does: what was there at the start is never looked through again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
     try:
-        importlib.import_module(f"loadtest.gpu.cases.{options.part}").run(Setup.from_json(options.setup), reporter)
+        importlib.import_module(f"loadtest.gpu.cases.{options.part}").run(setup, reporter)
     except BaseException as error:
         traceback.print_exc()
         reporter.failure(f"{type(error).__name__}: {error}")
@@ -52,6 +59,21 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
     signal.signal(signal.SIGTERM, _leave)
+
+
+def name_package(work: Path) -> None:
+    """Give this process and its children the metadata of Headrace, where it runs from a checkout that nobody has installed."""
+    try:
+        version("headrace")
+        return
+    except PackageNotFoundError:
+        number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        folder = work / "metadata" / f"headrace-{number}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: headrace\nVersion: {number}\n")
+    place = str(folder.parent)
+    sys.path.append(place)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), place)))
 
 
 def _leave(number: int, _frame: object) -> None:

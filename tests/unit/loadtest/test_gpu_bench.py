@@ -28,7 +28,7 @@ from loadtest.gpu.regions import remove_left
 from loadtest.gpu.rounds import NothingMeasured, in_turns
 from loadtest.gpu.watch import watch
 from loadtest.protocol import HttpRequest
-from loadtest.servers import HOST
+from loadtest.servers import HOST, ROOT
 
 # What a part of the bench does first: find its pipe.
 _PART = "import json, os, sys, time, subprocess\nfd = int(sys.argv[-1])\n"
@@ -144,6 +144,26 @@ def assert_gone(process: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"process {process} is still there")
+
+
+def test_a_checkout_that_nobody_has_installed_gets_a_name(tmp_path: Path) -> None:
+    code = (
+        "import importlib.metadata, subprocess, sys\n"
+        "found = importlib.metadata.version\n"
+        "def missing(name): raise importlib.metadata.PackageNotFoundError(name)\n"
+        "importlib.metadata.version = missing\n"
+        "from pathlib import Path\n"
+        "from loadtest.gpu.part_process import name_package\n"
+        "name_package(Path(sys.argv[1]))\n"
+        "importlib.metadata.version = found\n"
+        "tell = 'from importlib.metadata import version; print(version(\"headrace\"))'\n"
+        "subprocess.run([sys.executable, '-c', tell], check=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    (written,) = (tmp_path / "metadata").glob("headrace-*.dist-info")
+    assert finished.stdout.strip() in written.name
+    assert finished.stdout.strip()
 
 
 def test_a_contender_that_fails_is_left_out() -> None:
