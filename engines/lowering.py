@@ -141,10 +141,12 @@ class _Quantizer:
         return self._lowered(quantized, keep, half=True)
 
     def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> Lowered:
-        """What is built from a quantised model; `half`: what stays in floating point may be FP16."""
+        """What is built from a quantised model; `half`: what stays in floating point may be FP16 (FP8: all that is not FP8)."""
         model = self._in_half(quantized, keep) if half else quantized
 
         def without(nodes: Collection[str]) -> Lowered | None:
+            if half and self._spec.precision == "fp8":
+                return self._lowered(quantized, keep, half=False)
             more = set(nodes) - keep
             if more:
                 return self._lowered(self._corrected(keep | more, silent), keep | more, half)
@@ -210,9 +212,12 @@ class _Quantizer:
 
     def _in_half(self, quantized: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
         """What stays in floating point does so in FP16 where that is faster: on TensorRT."""
-        if not keep or self._target != "tensorrt":
+        fp8 = self._spec.precision == "fp8"
+        if self._target != "tensorrt" or not (keep or fp8):
             return quantized
-        return cast(quantized, "fp16", must_stay_fp32(self._model, self._calibration, "fp16", silent))
+        stay = must_stay_fp32(self._model, self._calibration, "fp16", silent)
+        # TensorRT's FP8 convolutions read scales and biases of FP16, its INT8 ones such of FP32.
+        return cast(quantized, "fp16", stay, "scales" if fp8 else "layers")
 
 
 def kept_by_name(nodes: list[str], calibration: Calibration) -> set[str]:

@@ -40,8 +40,19 @@ def _fits(graph: Graph, weight: str, one: Weighted) -> bool:
 
 
 def scale_of(largest: float) -> np.float32:
-    """The scale that brings values up to `largest`, in size, into the format."""
-    return np.float32(largest / LARGEST) if largest > 0 else np.float32(1)
+    """The scale that brings values up to `largest`, in size, into the format; a normal number of FP16, so that it can be cast."""
+    if not largest > 0:
+        return np.float32(1)
+    limits = np.finfo(np.float16)
+    # Small values lose nothing by a larger scale: the format's own exponents reach far enough down.
+    wanted = min(max(largest / LARGEST, float(limits.smallest_normal)), float(limits.max))
+    scale = np.float16(wanted)
+    return np.float32(scale if float(scale) >= wanted else next_scale(np.float32(scale)))
+
+
+def next_scale(scale: np.float32) -> np.float32:
+    """The next larger one."""
+    return np.float32(np.nextafter(np.float16(scale), np.float16(np.inf)))
 
 
 def encode(values: Array, scale: np.float32) -> TensorProto:

@@ -102,6 +102,9 @@ class _Scheme(Protocol):
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         """For values in low..high, 0 included; `clamped`: they must not come back larger than `high`."""
 
+    def larger(self, scale: Floats) -> Floats:
+        """A scale that is a little larger."""
+
     def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
         """Weights in 8 bits; `least`: scales that must not be undercut, [channels]."""
 
@@ -114,6 +117,9 @@ class _SymmetricInt8:
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         largest = max(-low, high)
         return _Scale(_float32(largest / 127 if largest else 1.0), np.zeros((), np.int8))
+
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(scale * _APART)
 
     def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array, _Scale]:
         return _symmetric(values, axis, least, 127)
@@ -135,6 +141,9 @@ class _UnsignedInt8:
             scale = np.asarray(np.nextafter(scale, np.float32(0)))
         return _Scale(scale, np.asarray(zero_point))
 
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(scale * _APART)
+
     def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array, _Scale]:
         return _symmetric(values, axis, least, self._largest_weight)
 
@@ -146,6 +155,9 @@ class _Fp8:
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
         return self._with_zero(fp8.scale_of(max(-low, high)))
+
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(fp8.next_scale(np.float32(scale)))
 
     def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[TensorProto, _Scale]:
         scale = fp8.scale_of(float(np.abs(values).max(initial=0)))
@@ -207,7 +219,7 @@ class _Writer:
             float(self._scales[name].scale) for name in self._placement.apart.get(tensor, ()) if name in self._scales
         }
         while float(found.scale) in taken:
-            found = replace(found, scale=_float32(found.scale * _APART))
+            found = replace(found, scale=scheme.larger(found.scale))
         self._scales[tensor] = found
         shape = graph.shape(tensor)
         constants = [

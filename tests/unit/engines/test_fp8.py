@@ -28,6 +28,12 @@ def test_numbers_round_to_the_nearest_and_saturate() -> None:
 def test_scale_brings_the_largest_value_to_the_largest_number() -> None:
     assert fp8.scale_of(448) == 1
     assert fp8.scale_of(0) == 1
+    for largest in (1e-30, 1e-3, 0.7, 13.3, 1e4):
+        scale = fp8.scale_of(largest)
+        assert scale * fp8.LARGEST >= largest
+        assert scale == np.float32(np.float16(scale)) <= max(largest / fp8.LARGEST * 1.001, 2**-14)
+        assert scale < fp8.next_scale(scale) < scale * 1.001
+    assert fp8.scale_of(1e30) == 65504
     tensor = fp8.encode(np.array([[7.0, -3.5]], np.float32), fp8.scale_of(7.0))
     assert list(tensor.dims) == [1, 2]
     np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(int), [448, -224])

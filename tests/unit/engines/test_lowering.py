@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto
 
 from engines import lowering
 from engines.build_data import BuildData
 from engines.errors import BuildError
 from engines.lowering import Lowered, lower
+from engines.onnx_graph import Graph, copy_model
+from engines.onnx_runner import OnnxRunner
 from engines.progress import silent
 from engines.quantization.fp8 import OPSET
 from engines.quantization.qdq import quantizable
@@ -97,6 +100,31 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
     made = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
     assert made.opset_import[0].version >= OPSET
     assert quantized(made)
+
+
+def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> None:
+    model = networks.residual()
+    made = lowered(model, tmp_path, "tensorrt", "fp8", min_top1_agreement=0.0, min_cosine=0.0)
+    x = networks.inputs_of(model)
+    plain = OnnxRunner(model).run(x)["y"]
+    assert made.without is not None
+    other = made.without(["node_c1"])
+    assert other is not None
+    assert (made.kept, other.kept) == ((), ())
+    for one, element_type in ((made, TensorProto.FLOAT16), (other, TensorProto.FLOAT)):
+        onnx.checker.check_model(one.model, full_check=True)
+        graph = Graph(copy_model(one.model))
+        pairs = [node for node in graph.nodes if node.op_type == "DequantizeLinear"]
+        assert {graph.element_type(node.input[1]) for node in pairs} == {element_type}
+        biases = {graph.element_type(node.input[2]) for node in graph.nodes if node.op_type == "Conv"}
+        assert biases == {element_type}
+        assert networks.cosine(OnnxRunner(one.model, optimize=False).run(x)["y"], plain) > 0.99
+    # Nothing but layers in floating point is left to be tried then.
+    assert other.without is not None
+    again = other.without(["node_c1"])
+    assert again is not None
+    assert again.kept == ("node_c1",)
+    assert other.without(()) is None
 
 
 def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

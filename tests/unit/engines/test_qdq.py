@@ -317,7 +317,7 @@ def test_tensors_that_are_to_be_apart_have_nearly_the_same_scale(precision: str)
     graph = Graph(quantize(model, ranges, "tensorrt", precision))
     scales = [float(graph.constant(f"{name}_scale")) for name in ("a", "c", "e")]
     assert len(set(scales)) == 3
-    assert scales == pytest.approx([scales[0]] * 3, rel=1e-3)
+    assert scales == pytest.approx([scales[0]] * 3, rel=3e-3)
     assert min(scales) == scales[0] == graph.constant("x_scale")
 
 
