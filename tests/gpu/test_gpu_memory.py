@@ -1,0 +1,143 @@
+"""Models that do not all fit into what a real GPU's memory may be used for: booked, refused, parked, brought back."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.control.reconciler import ControlPolicy, Reconciler
+from server.control.registry import Registry
+from server.control.residency import Residency
+from server.core.errors import ConfigError
+from server.cuda.device import describe
+from server.cuda.driver import current
+from tests.gpu.test_tensorrt_failures import full_gpu
+from tests.models import add_model, affine
+from tests.unit.control.control_thread import EXPLICIT, ask, index, run, same, until
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+ALL = ControlPolicy("none")
+# So many rows that an instance's berths are far larger than what the driver takes beside them: about 24 MB.
+ROWS = 1 << 15
+CONFIG = f"backend: tensorrt\nmax_batch_size: {ROWS}\nparameters: {{cuda_graphs: '0'}}\n"
+READY, PARKED = ("READY", ""), ("READY", "parked: loaded on demand")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc", 1):
+        model = affine(seed=seed)
+        target = add_model(folder / "repository", name, model)
+        (target / "config.yaml").write_text(CONFIG)
+        profile = ShapeRange({"X": ((1, 16), (ROWS, 16), (ROWS, 16))})
+        TensorRtTarget().build(model, Order("fp32", (profile,)), target / "1" / "model.plan", silent)
+    return folder / "repository"
+
+
+def free_bytes() -> int:
+    import pycuda.driver as cuda
+
+    with current():
+        return int(cuda.mem_get_info()[0])
+
+
+def need(repository: Path) -> int:
+    """What one of the models books on the GPU."""
+    found: list[int] = []
+    residency = Residency()
+
+    async def check(_: Reconciler, __: Registry) -> None:
+        found.append(residency.ledger.held(0))
+
+    run(repository, check, names=frozenset({"a"}), residency=residency)
+    return found[0]
+
+
+def room(size_bytes: int) -> float:
+    return (size_bytes + 0.5) / describe().memory_bytes
+
+
+def test_what_is_booked_is_what_is_taken(repository: Path) -> None:
+    booked = need(repository)  # and what the driver loads once is there
+    before = free_bytes()
+    taken: list[int] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry, "a"), 1)
+        taken.append(before - free_bytes())
+
+    run(repository, check, names=frozenset({"a"}))
+    print(f"booked {booked >> 10} KiB, taken {taken[0] >> 10} KiB", flush=True)
+    assert 0.5 * booked < taken[0] < booked + (64 << 20)
+
+
+def test_models_take_turns_and_all_answers_are_right(repository: Path) -> None:
+    size = need(repository)
+    residency = Residency()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
+
+        async def caller(name: str, seed: int) -> int:
+            count, end = 0, time.monotonic() + 8
+            while time.monotonic() < end:
+                assert same(await ask(registry, name), seed)
+                count += 1
+            return count
+
+        counts = await asyncio.gather(*[caller(name, seed) for seed, name in enumerate("abc", 1)])
+        loads = [(name, loads) for name, _, loads in residency.loads()]
+        seconds = {name: round(each.time_ns / each.count / 1e9, 3) for name, each in loads}
+        print(f"answers {counts}, loads {[each.count for _, each in loads]}, seconds a load {seconds}", flush=True)
+        assert min(counts) > 10
+        assert residency.ledger.held(0) <= 2 * size
+
+    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+
+
+def test_parking_gives_all_memory_back(repository: Path) -> None:
+    size = need(repository)
+    free: list[int] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _round in range(12):
+            for seed, name in enumerate("abc", 1):
+                assert same(await ask(registry, name), seed)
+            await until(lambda: index(registry)["c", "1"] == READY)
+            free.append(free_bytes())
+
+    run(repository, check, ALL, gpu_memory_fraction=room(size))
+    print("free MiB", [size_bytes >> 20 for size_bytes in free], flush=True)
+    assert free[2] - free[-1] < 16 << 20
+
+
+def test_a_gpu_that_others_have_filled_refuses_and_what_serves_serves_on(repository: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(repository, tmp_path / "repository")
+    (mine / "a" / "config.yaml").write_text(CONFIG + "keep_loaded: true\n")
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await reconciler.load("a", None, {})
+        with full_gpu(2 << 20), pytest.raises(ConfigError) as caught:
+            await reconciler.load("b", None, {})
+        print(caught.value, flush=True)
+        assert "memory" in str(caught.value)
+        assert same(await ask(registry, "a"), 1)
+        await reconciler.load("b", None, {})
+        assert same(await ask(registry, "b"), 2)
+
+    run(mine, check, EXPLICIT, frozenset())
