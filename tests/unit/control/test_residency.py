@@ -162,6 +162,19 @@ def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> N
     assert world.residency.problem(a) == ""  # type: ignore[arg-type]
 
 
+def test_for_a_request_too_who_was_used_longest_ago_makes_room() -> None:
+    world = World(gpu0=30)
+    a = world.load("a")
+    b, c, d = (world.load(name) for name in "bcd")
+    for version in (d, b, c):
+        world.now_ns += NS_PER_S
+        version.used_ns = world.now_ns
+    world.now_ns += NS_PER_S
+    a.ask()
+    assert world.serve() is None
+    assert world.log == ["park a", "park d", "load a"]
+
+
 @pytest.mark.parametrize(("load_ms", "stay_ms"), [(0, 1000), (300, 1000), (4000, 4000)])
 def test_who_is_in_use_stays_as_long_as_its_loading_took_and_a_second_at_the_least(load_ms: int, stay_ms: int) -> None:
     world = World(gpu0=10)
