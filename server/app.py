@@ -102,6 +102,7 @@ class HeadraceServer:
             Mailbox(loop),
             settings.metrics,
             self._instance_died,
+            self._instance_back,
             residency=self._residency,
             gpu_memory_fraction=settings.gpu_memory_fraction,
         )
@@ -192,6 +193,10 @@ class HeadraceServer:
         logger.error("model %s version %s: an instance died, %d left", name, number, left)
         if left == 0:
             self._registry.died(name, number)
+
+    def _instance_back(self, name: str, number: str, living: int) -> None:
+        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, living)
+        self._registry.revived(name, number)
 
 
 def extensions(settings: Settings, cuda: bool) -> list[str]:

@@ -99,7 +99,7 @@ class PipelinedExecution(Execution, Protocol):
         Args:
             like: inputs by name, as of one request: the flight's arrays have their dtypes, and their shapes but for the first
                 dimension, which is `rows`. All inputs of the model are there, none holds objects.
-            rows: at least 1, at most the model's `max_batch_size`.
+            rows: at least 1, at most the model's `max_batch_size`; 0 if that is 0, then the arrays have the shapes of `like`.
 
         Raises:
             Exception: there is none to be had for such inputs; nothing is open then.

@@ -32,7 +32,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.LOADING: frozenset({State.READY, State.UNAVAILABLE}),
     # A version that is replaced stays READY: there is no moment in which it does not serve.
     State.READY: frozenset({State.UNLOADING, State.UNAVAILABLE}),
-    State.UNAVAILABLE: frozenset({State.LOADING, State.UNLOADING}),
+    # READY: one of its instances that had died is back.
+    State.UNAVAILABLE: frozenset({State.LOADING, State.UNLOADING, State.READY}),
     # LOADING: wanted again while the requests of before are still being answered.
     State.UNLOADING: frozenset({State.UNLOADED, State.UNAVAILABLE, State.LOADING}),
     State.UNLOADED: frozenset({State.LOADING}),

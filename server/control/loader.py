@@ -58,6 +58,7 @@ class Loader:
         mailbox: of the event loop on which callers wait.
         histograms: keep latency histograms.
         on_dead: called with (model, version, instances left) when an instance dies.
+        on_back: called with (model, version, instances that live) when one that had died serves again.
         backend: finds a backend by name.
         residency: of what is loaded into the memory of GPUs.
         gpu_memory_fraction: of each GPU's memory, what all versions together may take.
@@ -66,6 +67,7 @@ class Loader:
     mailbox: Mailbox
     histograms: bool = True
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
+    on_back: Callable[[str, str, int], None] = lambda _name, _version, _living: None
     backend: Callable[[str], Backend] = open_backend
     residency: Residency = field(default_factory=Residency)
     gpu_memory_fraction: float = 0.9
@@ -110,6 +112,7 @@ class Loader:
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
             on_wanted=self.residency.wanted,
+            on_back=lambda living: self.on_back(config.name, str(version), living),
         )
         handle.start(WarmUp(config.name, warmups) if warmups else None)
 

@@ -159,6 +159,17 @@ class Registry:
             if handle is not None and not handle.ready and record is not None and record.state is State.READY:
                 record.state, record.reason = step(record.state, State.UNAVAILABLE), _DEAD
 
+    def revived(self, name: str, version: str) -> None:
+        """An instance of a version of which all had died serves again."""
+        with self._lock:
+            serving = self._serving.get(name)
+            handle = serving.handles.get(version) if serving is not None else None
+            record = self._records.get((name, version))
+            if serving is None or handle is None or not handle.ready or record is None:
+                return
+            if record.state is State.UNAVAILABLE:
+                record.state, record.reason = step(record.state, State.READY), serving.remarks.get(version, "")
+
     def drained(self, name: str, version: str, reason: str = "unloaded") -> None:
         """The last request of a version that was unloaded is answered; no news if it is wanted again."""
         with self._lock:

@@ -1,5 +1,7 @@
 """The instances of one model version and the model that they run: they begin, are parked, come back and end together.
 
+One that dies is started anew after a pause, unless its device has failed for good (`ExecutionLost`).
+
     start -> serving -> park -> parked -> unpark -> serving -> close
                  |                                     ^
                  +-------------- close ----------------+--> closed
@@ -13,11 +15,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from server.backends.base import Execution, LoadedModel
+from server.backends.base import Execution, ExecutionLost, LoadedModel
 from server.core.clock import NS_PER_S, Clock
 from server.core.completion import settle_all
 from server.core.errors import ConfigError, Finding, HeadraceError, Unavailable
 from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
+from server.dataplane.restarts import Restarts
 from server.dataplane.scheduler import Scheduler
 
 logger = logging.getLogger("headrace.model")
@@ -29,8 +32,9 @@ class Crew:
     """Starts, parks and ends the instances of one version.
 
     Ownership: `_moving` is held by whoever starts, parks or ends the instances, for as long as that takes; `_instances`,
-    `_model` and `_closed` are written under it. `_lock` guards `alive`, `_opening` and `_ending`, for moments; it may be taken
-    under `_moving`, never the other way round. `parked` and `alive` are read without a lock.
+    `_model`, `_warm_up` and `_closed` are written under it. `_lock` guards `alive`, `_living`, `_began_ns`, `_opening`,
+    `_early` and `_ending`, for moments; it may be taken under `_moving`, never the other way round, and the scheduler's under
+    it. `parked` and `alive` are read without a lock.
 
     Args:
         name: of the version, for threads and messages, e.g. "resnet50/1".
@@ -39,10 +43,12 @@ class Crew:
         scheduler: what they pull from.
         make_runner: how an instance of this name takes batches to its execution.
         on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
+        on_back: called from a timer's thread with the number of instances that live, once one that had died serves again.
         clock: monotonic nanoseconds.
 
     Attributes:
         alive: instances that live.
+        restarts: instances that died and were started anew.
         parked: the model is closed until `unpark`.
     """
 
@@ -54,6 +60,7 @@ class Crew:
         scheduler: Scheduler,
         make_runner: MakeRunner,
         on_dead: Callable[[int], None],
+        on_back: Callable[[int], None],
         clock: Clock,
     ) -> None:
         self._name = name
@@ -62,15 +69,22 @@ class Crew:
         self._scheduler = scheduler
         self._make_runner = make_runner
         self._on_dead = on_dead
+        self._on_back = on_back
         self._clock = clock
+        self._restarts = Restarts(self._restart)
+        self._warm_up: WarmUp | None = None
         self._moving = threading.Lock()
         self._lock = threading.Lock()
         self._instances: list[Instance] = []
+        self._living: set[int] = set()
+        self._began_ns: dict[int, int] = {}
         self._opening = True  # who starts them sees to those that die meanwhile
+        self._early: dict[int, BaseException] = {}  # those, and what of
         self._ending = False
         self._closed = False
         self.alive = size
         self.parked = False
+        self.restarts = 0
 
     def start(self, warm_up: WarmUp | None) -> None:
         """Start the instances and wait until each is open and warm.
@@ -133,6 +147,7 @@ class Crew:
         """Tell nobody of deaths any more: the version is being closed."""
         with self._lock:
             self._ending = True
+        self._restarts.stop()
 
     def close(self, timeout_s: float | None, error: HeadraceError) -> bool:
         """Wait for the instances to end, the scheduler being closed, and close the model.
@@ -177,8 +192,10 @@ class Crew:
     def _start(self, warm_up: WarmUp | None) -> None:
         instances = [self._instance(index) for index in range(self._size)]
         with self._lock:
-            self.alive, self._opening = self._size, True
-        self._instances = instances
+            self.alive, self._opening, self._early = self._size, True, {}
+            self._living = set(range(self._size))
+            self._began_ns = dict.fromkeys(self._living, self._clock())
+        self._instances, self._warm_up = instances, warm_up
         self._scheduler.set_instances(self._size)
         for instance in instances:
             instance.start(warm_up)
@@ -192,11 +209,16 @@ class Crew:
             self._opening, left, news = False, self.alive, not self._ending
         if left < self._size:
             self._lost(left, news)
+        for index, cause in self._early.items():
+            self._start_later(index, cause)
 
     def _let_go(self) -> None:
         """All instances have ended: give the model back."""
-        self.alive = 0
+        with self._lock:
+            self.alive = 0
+            self._living = set()
         self._instances = []  # they point back here: without the circle the memory is free at once
+        self._warm_up = None
         model, self._model = self._model, None
         if model is not None:
             model.close()
@@ -225,18 +247,75 @@ class Crew:
             name=name,
             open_execution=lambda: model.execution(index),
             make_runner=lambda execution, on_death: self._make_runner(name, execution, on_death),
-            on_exit=self._instance_ended,
+            on_exit=lambda cause: self._instance_ended(index, cause),
         )
 
-    def _instance_ended(self, cause: BaseException | None) -> None:
+    def _instance_ended(self, index: int, cause: BaseException | None) -> None:
         if cause is None:
             return
         with self._lock:
+            if index not in self._living:
+                return  # it was to come back and did not: who started it sees to that
+            self._living.discard(index)
             self.alive -= 1
             left, news, opening = self.alive, not self._ending, self._opening
+            if opening:
+                self._early[index] = cause
+            lived_s = (self._clock() - self._began_ns[index]) / NS_PER_S
         self._scheduler.set_instances(left)
         if not opening:
             self._lost(left, news)
+            self._start_later(index, cause, lived_s)
+
+    def _start_later(self, index: int, cause: BaseException | None, lived_s: float = 0.0) -> None:
+        name = f"{self._name}#{index}"
+        if isinstance(cause, ExecutionLost):
+            logger.error("instance %s is not started again: what it ran on has failed for good", name)
+            return
+        pause_s = self._restarts.later(name, index, lived_s)
+        if pause_s is not None:
+            logger.warning("instance %s is started again in %g s", name, pause_s)
+
+    def _restart(self, index: int) -> None:
+        """On a timer's thread: start an instance that has died anew."""
+        try:
+            with self._moving:
+                self._start_again(index)
+        except Exception as error:  # threads have an end; this one's work is done later
+            logger.error("instance %s#%d could not be started again", self._name, index, exc_info=error)
+            self._start_later(index, None)
+
+    def _start_again(self, index: int) -> None:
+        with self._lock:
+            # Parked, closed, or started by somebody else meanwhile?
+            if self._ending or self.parked or index in self._living or not self._instances:
+                return
+        if not self._instances[index].join(0):
+            self._start_later(index, None)  # what died still holds what the next one needs
+            return
+        self._instances[index] = again = self._instance(index)
+        with self._lock:
+            if self._ending:
+                return
+            self._scheduler.reopen()  # under the lock: nothing may be opened behind who closes
+        again.start(self._warm_up)
+        error = again.opened.exception()
+        with self._lock:
+            back = error is None and not again.dead
+            if back:
+                self._living.add(index)
+                self._began_ns[index] = self._clock()
+                self.alive += 1
+                self.restarts += 1
+            living, news = self.alive, not self._ending
+        if back:
+            self._scheduler.set_instances(living)
+            if news:
+                self._on_back(living)
+            return
+        if not living:
+            self.give_up(self.dead())
+        self._start_later(index, error)
 
     def _lost(self, left: int, news: bool) -> None:
         try:

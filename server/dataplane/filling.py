@@ -146,6 +146,8 @@ def _copies(flight: Flight, entries: list[Entry]) -> list[_Copy]:
         parts = [entry.inputs[name] for entry in entries]
         if takes_residents and ResidentRows in set(map(type, parts)):
             copies += _around(flight, name, buffer, parts)
+        elif not buffer.ndim:  # a single number, of a model without a batch dimension
+            copies.append((buffer.reshape(1), [part.reshape(1) for part in parts]))
         else:
             copies.append((buffer, parts))
     return copies

@@ -77,6 +77,7 @@ class ModelHandle:
         on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
         on_wanted: called with the handle, on any thread, when a request waits while it is parked; once for each parking, and
             perhaps once more than needed.
+        on_back: called on a thread of its own with the number of instances that live, once one that had died serves again.
         clock: monotonic nanoseconds.
 
     Attributes:
@@ -93,6 +94,7 @@ class ModelHandle:
         on_dead: Callable[[int], None] = lambda _left: None,
         clock: Clock = monotonic_ns,
         on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
+        on_back: Callable[[int], None] = lambda _living: None,
     ) -> None:
         self.spec = spec
         self.policy = policy
@@ -114,7 +116,7 @@ class ModelHandle:
         self._idle = threading.Event()
         self._idle.set()
         name = f"{spec.name}/{spec.version}"
-        self._crew = Crew(name, policy.instances, model, self._scheduler, self._runner, on_dead, clock)
+        self._crew = Crew(name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock)
 
     def start(self, warm_up: WarmUp | None = None) -> None:
         """Start the instances and wait until each is open and warm.
@@ -204,6 +206,11 @@ class ModelHandle:
     def alive(self) -> int:
         """Instances that live."""
         return self._crew.alive
+
+    @property
+    def restarts(self) -> int:
+        """Instances that died and were started anew."""
+        return self._crew.restarts
 
     @property
     def parked(self) -> bool:
@@ -305,12 +312,14 @@ class ModelHandle:
         serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, answers, clock)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
-        if not (is_pipelined(execution) and self.spec.max_batch_size and numbers):
+        if not (is_pipelined(execution) and numbers):
             return serial
         batch = self.policy.batch
         pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
-        threads = self.policy.fill_threads
-        return Pipeline(name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads)
+        threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0
+        return Pipeline(
+            name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
+        )
 
     def _level(self, request: InferRequest) -> int:
         # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.

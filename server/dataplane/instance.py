@@ -78,6 +78,11 @@ class Instance:
         return not self._thread.is_alive()
 
     @property
+    def dead(self) -> bool:
+        """True once it has died."""
+        return self._dead
+
+    @property
     def ended_well(self) -> bool:
         """True once the thread has ended, having served to the end."""
         return not self._dead and not self._thread.is_alive()

@@ -57,7 +57,8 @@ class _Landing(NamedTuple):
 class Pipeline:
     """Runs an execution that overlaps batches; see `server.dataplane.instance.Runner`.
 
-    Batches go through the execution's `run`, with nothing else under way, if they lack an optional input.
+    Batches go through the execution's `run`, with nothing else under way, if they lack an optional input. Of a model without a
+    batch dimension a batch is one request.
 
     Ownership: `_open`, `_again`, `_pace` and `_last_ns` belong to one thread each, as said below. `_held` has no lock: each
     change and the copy that `give_up` takes is one step of the interpreter.
@@ -73,6 +74,7 @@ class Pipeline:
         pace: when to pull while flights are open; None: at once.
         clock: monotonic nanoseconds.
         fill_threads: that copy a large batch's rows at the same time at most.
+        batched: False if the model has no batch dimension.
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class Pipeline:
         pace: Pace | None = None,
         clock: Clock = monotonic_ns,
         fill_threads: int = 1,
+        batched: bool = True,
     ) -> None:
         self._execution = execution
         self._scheduler = scheduler
         self._inputs = inputs
+        self._batched = batched
         self._serial = serial
         self._answers = answers
         self._on_death = on_death
@@ -212,7 +216,7 @@ class Pipeline:
     def _launch(self, run: _Run) -> bool:
         """Begin, fill and launch; False if all callers have left meanwhile."""
         execution, entries = self._execution, run.entries
-        flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]))
+        flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]) if self._batched else 0)
         try:
             self._filler.fill(flight, entries)
         except Exception:

@@ -37,7 +37,10 @@ class ReshapingExecution:
     def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
         """A flight whose inputs are the inner one's memory in the callers' shape."""
         inner = self._pipelined().begin(self._wanted(like), rows)
-        inputs = {name: array.reshape((rows, *like[name].shape[1:])) for name, array in inner.inputs.items()}
+        inputs = {
+            name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
+            for name, array in inner.inputs.items()
+        }
         # Rows that are resident have the same bytes in either shape.
         return Flight(inputs, rows, inner, inner.device, inner.residents)
 

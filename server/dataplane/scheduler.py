@@ -253,6 +253,12 @@ class Scheduler:
             sleeper.release()
         return entries
 
+    def reopen(self) -> None:
+        """Accept again after `fail`; a no-op after `close` alone."""
+        with self._lock:
+            if self._failure is not None:
+                self._closed, self._failure = False, None
+
     def _shut(self) -> list[threading.Lock]:
         """Close, and give the sleepers to wake once the lock is released."""
         self._closed = True

@@ -53,6 +53,10 @@ class Source(Protocol):
     def alive(self) -> int:
         """Instances that live."""
 
+    @property
+    def restarts(self) -> int:
+        """Instances that died and were started anew."""
+
 
 class Loads(Protocol):
     """How often a version was loaded; see `server.control.residency.Loads`."""
@@ -215,13 +219,17 @@ def _gauges(rows: list[tuple[list[str], Source]]) -> Iterator[Metric]:
     depth = GaugeMetricFamily("headrace_queue_depth", "Requests in the queue.", labels=_LABELS)
     in_flight = GaugeMetricFamily("headrace_in_flight", "Requests between arrival and answer.", labels=_LABELS)
     instances = GaugeMetricFamily("headrace_instances", "Instances that live.", labels=_LABELS)
+    restarts = CounterMetricFamily(
+        "headrace_instance_restarts", "Instances that died and were started anew.", labels=_LABELS
+    )
     pending = GaugeMetricFamily("nv_inference_pending_request_count", "Requests in the queue.", labels=_LABELS)
     for labels, source in rows:
         depth.add_metric(labels, source.depth)
         in_flight.add_metric(labels, source.in_flight)
         instances.add_metric(labels, source.alive)
+        restarts.add_metric(labels, source.restarts)
         pending.add_metric(labels, source.depth)
-    yield from (depth, in_flight, instances, pending)
+    yield from (depth, in_flight, instances, restarts, pending)
 
 
 def _engines(rows: list[tuple[list[str], Source]]) -> Metric:

@@ -112,6 +112,30 @@ def test_the_death_of_an_old_version_is_not_laid_at_the_new_ones_door() -> None:
         assert not registry.ready()
 
 
+def test_a_version_whose_instance_is_back_is_ready_with_its_remark() -> None:
+    with loop_with_handles() as (runner, make):
+        registry = Registry()
+        registry.set_complete(True)
+        registry.mark("m", "1", State.LOADING)
+        registry.publish("m", Serving({"1": make()}, remarks={"1": "from model.onnx"}))
+        registry.died("m", "1")
+        assert states(registry) == [("READY", "from model.onnx")], "it lives"
+        dead = make()
+        kill(runner, dead)
+        registry.publish("m", Serving({"1": dead}, remarks={"1": "from model.onnx"}))
+        registry.died("m", "1")
+        registry.revived("m", "1")
+        assert states(registry) == [("UNAVAILABLE", "all its instances have died")], "not yet"
+        while not dead.ready:
+            runner.run(asyncio.sleep(0.01))
+        registry.revived("m", "1")
+        registry.revived("m", "1")
+        registry.revived("m", "2")
+        registry.revived("other", "1")
+        assert states(registry) == [("READY", "from model.onnx")]
+        assert registry.ready()
+
+
 def test_an_end_that_comes_after_the_next_beginning_is_no_news() -> None:
     registry = Registry()
     for state in (State.LOADING, State.READY, State.UNLOADING, State.LOADING):

@@ -291,6 +291,7 @@ def test_a_dying_instance_fails_what_it_held_and_the_others_go_on() -> None:
         with pytest.raises(Unavailable, match="died"):
             served.infer(ask(6))
         assert died == [1, 0]
+        assert served.close(5)
 
     play(scenario)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server.backends.base import Execution
 from server.core.completion import Mailbox
 from server.core.errors import ModelFailed, Unavailable
 from server.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
@@ -76,10 +77,9 @@ def test_batches_overlap_where_the_execution_can() -> None:
     ("spec", "depth"),
     [
         (SPEC, 1),
-        (replace(SPEC, max_batch_size=0), 2),
         (replace(SPEC, inputs={**SPEC.inputs, "t": TensorSpec("t", BYTES, (-1, 1), optional=True)}), 2),
     ],
-    ids=["no depth", "no batch dimension", "text"],
+    ids=["no depth", "text"],
 )
 def test_plain_runs_where_it_cannot(spec: ModelSpec, depth: int) -> None:
     async def scenario(mailbox: Mailbox) -> None:
@@ -88,6 +88,39 @@ def test_plain_runs_where_it_cannot(spec: ModelSpec, depth: int) -> None:
         assert (await handle.infer(ask(3))).outputs["y"].tolist() == [[6, 6]]
         assert await asyncio.to_thread(handle.close, 10)
         assert model.log == ["run", "close", "close"], "of the execution and of the model"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("reshaped", [False, True], ids=["plain", "reshaped"])
+def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int, ...], reshaped: bool) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        inner = FakePipeline(manual=True)
+
+        class Model:
+            def execution(self, index: int) -> Execution:
+                wanted = {"x": (*shape, 1)}, {"y": shape}
+                return ReshapingExecution(inner, *wanted, batched=False) if reshaped else inner
+
+            def close(self) -> None:
+                pass
+
+        spec = replace(SPEC, max_batch_size=0, inputs={"x": TensorSpec("x", FP32, shape)})
+        handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
+        requests = [ask(value) for value in (1, 2)]
+        for value, request in enumerate(requests, 1):
+            request.inputs["x"] = np.full(shape, value, np.float32)
+        waiting = [handle.infer(request) for request in requests]
+        await asyncio.to_thread(inner.wait_for, "finishing 0", "launch 1")
+        inner.let_go()
+        for value, completion in enumerate(waiting, 1):
+            answer = (await completion).outputs["y"]
+            assert answer.shape == shape
+            assert (answer == 2 * value).all()
+        assert await asyncio.to_thread(handle.close, 10)
+        assert "run" not in inner.log
+        assert not inner.violations
 
     play(scenario)
 

@@ -102,7 +102,7 @@ ENGINE = {"engine.file": "model.0123456789ab.onnx", "engine.precision": "int8", 
 
 
 class _Source:
-    depth, in_flight, alive = 4, 5, 2
+    depth, in_flight, alive, restarts = 4, 5, 2, 3
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
 
     def __init__(self) -> None:
@@ -123,6 +123,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_queue_seconds_bucket", "+Inf"].value == 2
     assert samples["headrace_queue_seconds_sum", None].value == 0.03
     assert samples["headrace_requests_total", None].value == 2
+    assert samples["headrace_instance_restarts_total", None].value == 3
     assert samples["headrace_failures_total", "overloaded"].value == 1
     assert samples["headrace_batches_total", "full"].value == 1
     assert samples["headrace_batch_rows_bucket", "2.0"].value == 0
