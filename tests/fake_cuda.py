@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server.core.errors import Unsupported
 from server.cuda import device, driver, libcuda
+from server.cuda.kernels import loading
 
 
 class FakeCuda:
@@ -232,6 +234,9 @@ class _Library:
         self._cuda.graphs.add(graph.value + 1000)
         return 0
 
+    def cuGraphUpload(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        return 0
+
     def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
         self._cuda.graphs.remove(graph.value)
         return 0
@@ -270,6 +275,10 @@ class _Library:
         return 0
 
 
+def _no_compiler(*_: object) -> bytes:
+    raise Unsupported("NVRTC is not there: the GPU is a fake")
+
+
 def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     """Let `server.cuda` find the fake until the test is over."""
     package: Any = ModuleType("pycuda")
@@ -278,5 +287,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
     monkeypatch.setattr(driver, "_contexts", {})
     monkeypatch.setattr(device, "driver_major", lambda: 580)
+    # There is a compiler on some machines, but never a GPU behind this that would load what it makes.
+    monkeypatch.setattr(loading, "compile_cuda", _no_compiler)
     library = _Library(cuda)
     monkeypatch.setattr(libcuda, "library", lambda: library)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from server.backends import tensorrt_tuning
 from tests import fake_cuda
 from tests.fake_cuda import FakeCuda
 
@@ -27,6 +28,8 @@ class LateCuda(FakeCuda):
         queues: work that is still to be done, by stream.
         broken: True makes everything that asks the GPU fail, as after an illegal access.
         waits: how often a thread waited for an event.
+        row_us: what the engine takes for a row, besides `work_us` for each piece of work.
+        enqueue_us: what the host takes to queue the engine without a graph.
     """
 
     def __init__(self) -> None:
@@ -35,6 +38,8 @@ class LateCuda(FakeCuda):
         self.queues: dict[int, deque[_Step]] = {}
         self.broken = False
         self.waits = 0
+        self.row_us = 10.0
+        self.enqueue_us = 100.0
         self.lock = threading.RLock()
 
     # Both are a thread's own matter.
@@ -55,7 +60,7 @@ class LateCuda(FakeCuda):
     def captured(self, value: Any) -> None:
         self._here.captured = value
 
-    def submit(self, work: Callable[[], None], stream: int = 77) -> None:
+    def submit(self, work: Callable[[], object], stream: int = 77) -> None:
         assert self.depth > 0, "no context is current"
         if self.captured is not None:
             self.captured.append(work)
@@ -64,6 +69,7 @@ class LateCuda(FakeCuda):
 
         def step() -> bool:
             work()
+            self.now_us += self.work_us
             return True
 
         self.queue(stream, step)
@@ -88,6 +94,10 @@ class LateCuda(FakeCuda):
 def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     """Let `server.cuda` find the fake until the test is over."""
     fake_cuda.install(monkeypatch, cuda)
+    # What is measured is the work itself, one piece after the other; once is enough.
+    monkeypatch.setattr(tensorrt_tuning, "_AT_ONCE", 1)
+    monkeypatch.setattr(tensorrt_tuning, "_ROUNDS", 1)
+    monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(cuda.now_us * 1000))
     import pycuda.driver as module
 
     handles = itertools.count(77)
@@ -137,10 +147,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
 
     def copy(target: int, source: int, size: int, stream: Stream) -> None:
         assert cuda.depth > 0
-        if cuda.captured is not None:
-            cuda.captured.append(lambda: ctypes.memmove(target, source, size))
-        else:
-            cuda.queue(stream.handle, lambda: ctypes.memmove(target, source, size) is not None)
+        cuda.submit(lambda: ctypes.memmove(target, source, size), stream.handle)
 
     monkeypatch.setattr(module, "Stream", Stream)
     monkeypatch.setattr(module, "Event", Event)

@@ -162,10 +162,15 @@ class _Context:
         if self._engine.trt.state.broken:
             return False
         done: list[bool] = []
-        self._engine.cuda.submit(lambda: done.append(self._execute()), stream)
+        cuda = self._engine.cuda
+        if cuda.captured is None:
+            cuda.now_us += getattr(cuda, "enqueue_us", 0)
+        cuda.submit(lambda: done.append(self._execute()), stream)
         return all(done)
 
     def _execute(self) -> bool:
+        cuda = self._engine.cuda
+        cuda.now_us += getattr(cuda, "row_us", 0) * [*self._shapes.values(), (1,)][0][0]
         for name, values in self._run(zeros=False).items():
             values = np.ascontiguousarray(values)
             address = self._addresses.get(name)

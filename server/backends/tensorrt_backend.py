@@ -19,6 +19,7 @@ from server.core.errors import ConfigError, Finding, HeadraceError, Unsupported
 from server.core.ledger import Account, Kind, NoRoom, Reservation
 from server.cuda import device as gpus
 from server.cuda.driver import DeviceError, OutOfDeviceMemory, current
+from server.cuda.kernels.rows import RowGather
 from server.cuda.memory import Allocator, booked
 
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
@@ -28,6 +29,8 @@ GPUS = "headrace.gpus"
 # One batch is staged while one computes and one comes back.
 _DEPTH = 3
 _MOST_DEPTH = 8
+# Whether the host spins while it waits for a flight.
+_WAITS: dict[str, bool | None] = {"auto": None, "spin": True, "sleep": False}
 
 logger = logging.getLogger("headrace.tensorrt")
 
@@ -61,24 +64,43 @@ class TensorRtBackend:
         Args:
             file: the plan.
             instances: how many executions will be asked for.
-            parameters: of the model's configuration: `cuda_graphs` (1 or 0) and `pipeline_depth` (batches under way in an
-                instance) are heeded; and `MAX_BATCH_SIZE` and `GPUS`.
+            parameters: of the model's configuration, as docs/configuration.md has them; and `MAX_BATCH_SIZE` and `GPUS`.
             account: in which the memory is booked; None: nobody counts.
         """
-        graphs, depth = parameters.get("cuda_graphs", "1"), parameters.get("pipeline_depth", str(_DEPTH))
-        if graphs not in ("0", "1"):
-            raise refused(file.name, f"parameter 'cuda_graphs' is '{graphs}'", "write 1 or 0")
-        if not depth.isdecimal() or not 2 <= int(depth) <= _MOST_DEPTH:
-            raise refused(file.name, f"parameter 'pipeline_depth' is '{depth}'", f"write 2 to {_MOST_DEPTH}")
         told = parameters.get(GPUS, "")
         devices = [int(number) for number in told.split(",")] if told else [0] * instances
-        max_rows = int(parameters.get(MAX_BATCH_SIZE, "0"))
-        placements = [Placement(device, max_rows, int(depth), graphs == "1") for device in devices]
+        placements = [_placement(file.name, device, parameters) for device in devices]
         try:
             content = file.read_bytes()
         except OSError as error:
             raise refused(file.name, f"cannot be read: {error.strerror}", "build it with `headrace build`") from error
         return TensorRtModel(file.name, content, placements, account)
+
+
+def _placement(file: str, device: int, parameters: dict[str, str]) -> Placement:
+    """Where and how an instance runs.
+
+    Raises:
+        ConfigError: a parameter makes no sense.
+    """
+    graphs, depth = parameters.get("cuda_graphs", "1"), parameters.get("pipeline_depth", str(_DEPTH))
+    one_graph, wait = parameters.get("one_graph_rows", "auto"), parameters.get("wait", "auto")
+    if graphs not in ("0", "1"):
+        raise refused(file, f"parameter 'cuda_graphs' is '{graphs}'", "write 1 or 0")
+    if not depth.isdecimal() or not 2 <= int(depth) <= _MOST_DEPTH:
+        raise refused(file, f"parameter 'pipeline_depth' is '{depth}'", f"write 2 to {_MOST_DEPTH}")
+    if one_graph != "auto" and not one_graph.isdecimal():
+        raise refused(file, f"parameter 'one_graph_rows' is '{one_graph}'", "write auto, or a number of rows")
+    if wait not in _WAITS:
+        raise refused(file, f"parameter 'wait' is '{wait}'", f"write one of {', '.join(_WAITS)}")
+    return Placement(
+        device=device,
+        max_rows=int(parameters.get(MAX_BATCH_SIZE, "0")),
+        depth=int(depth),
+        graphs=graphs == "1",
+        one_graph_rows=None if one_graph == "auto" else int(one_graph),
+        spins=_WAITS[wait],
+    )
 
 
 class TensorRtModel:
@@ -100,6 +122,7 @@ class TensorRtModel:
         self._placements = placements
         self._plans: dict[int, Plan] = {}
         self._stages: dict[int, dict[str, Joined]] = {}
+        self._gathers: dict[int, RowGather] = {}
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _told: instances open in threads of their own
         self._told = False
@@ -110,6 +133,7 @@ class TensorRtModel:
                 with booked(weights, len(content)):
                     self._plans[device] = _deserialised(name, content, allocator)
                 self._weights.append(weights)
+            self._open_gathers()
         except BaseException:
             self.close()
             raise
@@ -139,7 +163,8 @@ class TensorRtModel:
         placement = self._placements[index]
         try:
             stages = self._stages.get(placement.device)
-            return TensorRtExecution(self._plans[placement.device], placement, self._tell, stages)
+            gather = self._gathers.get(placement.device)
+            return TensorRtExecution(self._plans[placement.device], placement, self._tell, stages, gather)
         except ConfigError:
             raise
         except OutOfDeviceMemory as error:
@@ -148,6 +173,17 @@ class TensorRtModel:
         except HeadraceError as error:
             cure = "serve fewer models or instances, or lower max_batch_size"
             raise refused(self._name, f"cannot be run: {error}", cure) from error
+
+    @property
+    def resident_devices(self) -> frozenset[int]:
+        """Numbers of the GPUs whose flights take resident rows: all, or none where the kernel cannot be had."""
+        return frozenset(self._gathers)
+
+    @property
+    def profile(self) -> dict[int, float]:
+        """By rows the microseconds that a batch of a bucket keeps a GPU busy; empty until an instance is open, if ever."""
+        choice = next(iter(self._plans.values())).choice
+        return {} if choice is None else {n: t.replay_us for n, t in choice.timings.items() if n in choice.buckets}
 
     @property
     def inputs(self) -> Sequence[Tensor]:
@@ -162,6 +198,7 @@ class TensorRtModel:
     def close(self) -> None:
         """Give the GPUs' memory back."""
         self._part()
+        self._close_gathers()
         for device, plan in self._plans.items():
             with current(device):
                 plan.close()
@@ -170,6 +207,18 @@ class TensorRtModel:
             if weights is not None:
                 weights.release()
         self._weights.clear()
+
+    def _open_gathers(self) -> None:
+        try:
+            for device in self._plans:
+                self._gathers[device] = RowGather(device)
+        except (Unsupported, DeviceError) as error:
+            self._close_gathers()
+            logger.debug("%s takes no rows from where they lie on the GPU: %s", self._name, error)
+
+    def _close_gathers(self) -> None:
+        while self._gathers:
+            self._gathers.popitem()[1].close()
 
     def _part(self) -> None:
         for device, joined in self._stages.items():

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from server.backends.base import Resident
 from server.backends.tensorrt_plan import Shape
+from server.backends.tensorrt_rows import RowTable
 from server.backends.tensorrt_stages import Port, Ports
 from server.core.tensor import Array
 from server.cuda.driver import Stream
@@ -56,9 +58,13 @@ class Memory:
         """The pinned side; it must fit."""
         return self._pinned.view(shape, self._dtype)
 
+    def size_of(self, shape: Shape) -> int:
+        """Bytes of a tensor of this shape."""
+        return math.prod(shape) * self._dtype.itemsize
+
     def fits(self, shape: Shape) -> bool:
         """True if a tensor of this shape has room."""
-        return math.prod(shape) * self._dtype.itemsize <= self.size_bytes
+        return self.size_of(shape) <= self.size_bytes
 
     def clear(self, stream: Stream) -> None:
         """Queue that the GPU's side becomes what the pinned side is."""
@@ -94,7 +100,10 @@ class Berth:
         addresses: of the plan's tensors, on the GPU.
         copied_in: the inputs are on the GPU.
         computed: the outputs are.
-        copied_out: they are in pinned memory.
+        copied_out: they are in pinned memory; by whether the host spins or sleeps until then.
+        landing: which of these two is waited for.
+        rows: where the rows of the batch are, if some of them are not in the berth.
+        residents: what keeps those alive from launch to landing.
     """
 
     def __init__(self, index: int, ports: Ports, sizes: Sizes, within: Mapping[str, int], allocator: Allocator) -> None:
@@ -102,12 +111,16 @@ class Berth:
         self.inputs: dict[str, Memory] = {}
         self.outputs: dict[str, Memory] = {}
         self.addresses = dict(within)
+        self.rows: RowTable | None = None
+        self.residents: list[Resident] = []
         try:
             for port in ports.inputs:
                 self._add(self.inputs, port, sizes.inputs, allocator)
             for port in ports.outputs:
                 self._add(self.outputs, port, sizes.outputs, allocator)
-            self.copied_in, self.computed, self.copied_out = Signal(), Signal(), Signal()
+            self.copied_in, self.computed = Signal(), Signal()
+            self.copied_out = {spins: Signal(spins) for spins in (False, True)}
+            self.landing = self.copied_out[False]
         except Exception:
             self.close()
             raise
@@ -116,7 +129,11 @@ class Berth:
         """Give everything back; nothing runs any more."""
         for memory in (*self.inputs.values(), *self.outputs.values()):
             memory.close()
-        for name in ("copied_in", "computed", "copied_out"):
+        self.residents = []
+        if self.rows is not None:
+            self.rows.close()
+        # Events free themselves once nothing refers to them; they must do so while the device is current.
+        for name in ("copied_in", "computed", "copied_out", "landing"):
             if hasattr(self, name):
                 delattr(self, name)
 

@@ -6,17 +6,24 @@ Used with the device current, by the instance's thread.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from server.backends.base import Resident
 from server.backends.tensorrt_berths import Berth, Sizes
 from server.backends.tensorrt_lanes import Lane, output_shapes
-from server.backends.tensorrt_plan import Plan, Shape, largest
+from server.backends.tensorrt_plan import Plan, Shape, buckets, choose_profile, largest, refused
+from server.backends.tensorrt_rows import BESIDE, RowTable, gather
 from server.backends.tensorrt_stages import Ports
+from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, fair, measured_us, told, worthwhile
 from server.core.errors import ModelFailed
 from server.core.ledger import Kind
+from server.core.tensor import Array
 from server.cuda.driver import DeviceError, Stream
+from server.cuda.kernels.rows import RowGather
 from server.cuda.memory import DeviceBuffer
 from server.cuda.signals import works
 
@@ -36,12 +43,30 @@ class Placement(NamedTuple):
         max_rows: rows in the largest batch; 0 if the model has no batch dimension.
         depth: batches under way at the same time.
         graphs: replay CUDA graphs.
+        one_graph_rows: batches of up to so many rows fly as one graph; None: measured.
+        spins: the host keeps a core busy while it waits; None: for flights that are one graph, to which microseconds matter.
     """
 
     device: int
     max_rows: int
     depth: int
     graphs: bool
+    one_graph_rows: int | None = None
+    spins: bool | None = None
+
+
+class Views(NamedTuple):
+    """Arrays on the pinned memory of a berth, for one shape of batch.
+
+    Attributes:
+        inputs: by name, what the caller fills.
+        outputs: what comes back, less the padding.
+        rows: of the batch; 1 if there is no batch dimension.
+    """
+
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+    rows: int
 
 
 class Dock:
@@ -51,12 +76,17 @@ class Dock:
         plan: what runs, shared with the other instances on the GPU.
         ports: tensors as callers see them.
         placement: where and how.
-        buckets: numbers of rows that batches are padded to; none where there is no batch dimension.
+        kernel: fetches resident rows; None: there are none.
         tell: is told once why a CUDA graph cannot be had.
 
     Attributes:
         berths: one for each batch under way.
-        copying_in, computing, copying_out: the streams.
+        choice: how batches are run; None until it is open.
+        computing: the stream of the model, and of flights that are one graph.
+        copying_in, copying_out: those of the others.
+
+    Raises:
+        ConfigError: the plan does not take batches of `max_rows` rows.
     """
 
     copying_in: Stream
@@ -64,12 +94,17 @@ class Dock:
     copying_out: Stream
 
     def __init__(
-        self, plan: Plan, ports: Ports, placement: Placement, buckets: tuple[int, ...], tell: Callable[[str], None]
+        self,
+        plan: Plan,
+        ports: Ports,
+        placement: Placement,
+        kernel: RowGather | None,
+        tell: Callable[[str], None],
     ) -> None:
         self._plan = plan
         self._ports = ports
         self._placement = placement
-        self._buckets = buckets
+        self._kernel = kernel
         self._tell = tell
         self._graphs = placement.graphs
         self._names = [tensor.name for tensor in plan.inputs]
@@ -79,7 +114,14 @@ class Dock:
         self._lanes: dict[tuple[int, Shapes], Lane] = {}
         self._shared: dict[int, Lane] = {}
         self._late: set[Shapes] = set()
+        self._max_rows = placement.max_rows
+        # A batch dimension may be all that is free.
+        shapes = [tensor.shape[1:] if self._max_rows else tensor.shape for tensor in plan.inputs]
+        self._fixed = all(-1 not in shape for shape in shapes)
+        self._buckets = buckets(plan.profiles, self._max_rows) if self._max_rows else ()
+        self._check_buckets()
         self.berths: list[Berth] = []
+        self.choice = Choice(self._buckets)
 
     def open(self) -> None:
         """Take memory for the largest batches, and make the lanes for all shapes that can be told.
@@ -100,12 +142,18 @@ class Dock:
         for index in range(self._placement.depth):
             berth = Berth(index, self._ports, sizes, within, self._plan.allocator)
             self.berths.append(berth)
+            if self._kernel is not None:
+                most = self._buckets[-1] if self._buckets else 1
+                berth.rows = RowTable(berth.inputs, most, self._plan.allocator)
             for memory in berth.inputs.values():
                 memory.clear(self.copying_in)
         self.copying_in.synchronize()
-        for shapes in self._known_shapes():
-            for berth in self.berths:
-                self._new_lane(berth, shapes)
+        if self._fixed:
+            with self._plan.tuning:
+                if self._plan.choice is None:
+                    self._plan.choice = self._tune()
+                self.choice = self._plan.choice
+            self._make_lanes()
         self.synchronize()
 
     def ready(self, berth: Berth, shapes: Shapes) -> Lane | None:
@@ -115,18 +163,46 @@ class Dock:
     def lane(self, berth: Berth, shapes: Shapes) -> Lane:
         """A lane for shapes of the plan's inputs in a berth where nothing is running and none is ready for them.
 
+        With other free dimensions than the batch's the first shapes that come up get lanes of their own.
+
         Raises:
             ModelFailed: the plan does not take them.
             DeviceError: the GPU has no memory left, or has failed.
         """
-        if shapes in self._late or len(self._late) < _LATE_SHAPES:
+        if not self._fixed and (shapes in self._late or len(self._late) < _LATE_SHAPES):
             self._late.add(shapes)
             return self._new_lane(berth, shapes)
-        if berth.index not in self._shared:
-            self._shared[berth.index] = Lane(self._plan, self._ports, berth, self._scratch.address)
-        lane = self._shared[berth.index]
+        lane = self._shared_lane(berth)
         lane.set_shapes(self._named(shapes), self.computing)
         return lane
+
+    def launch(self, berth: Berth, lane: Lane, views: Views, residents: Sequence[Resident]) -> None:
+        """Queue a flight: copy in, compute, copy out; its inputs are in the berth, but for those that are resident.
+
+        Raises:
+            ModelFailed: TensorRT refuses; some of it may be queued.
+            DeviceError: the driver does; likewise.
+        """
+        gathered = bool(residents)
+        whole = lane.flies_whole(gathered)
+        if gathered:
+            self._write_table(berth, views, lane.rows if whole else views.rows, residents)
+        spins = whole if self._placement.spins is None else self._placement.spins
+        berth.landing = berth.copied_out[spins]
+        if whole:
+            lane.fly(gathered)
+            berth.landing.record(self.computing)
+        else:
+            self._launch_in_stages(berth, lane, views, {name for name, _, _ in residents})
+
+    @property
+    def fixed(self) -> bool:
+        """True if the batch's is the only free dimension, so that all batches run by the choice."""
+        return self._fixed
+
+    def shapes_of(self, rows: int) -> Shapes:
+        """Of the plan's inputs, for so many rows; the batch's is the only free dimension, if any."""
+        return tuple([(rows, *t.shape[1:]) if self._max_rows else t.shape for t in self._plan.inputs])
 
     def synchronize(self) -> None:
         """Wait for everything that was queued.
@@ -156,14 +232,12 @@ class Dock:
             if hasattr(self, name):
                 delattr(self, name)
 
-    def _known_shapes(self) -> Iterator[Shapes]:
-        """What can be told at load: with free dimensions beside the batch, nothing."""
-        shapes = [tensor.shape for tensor in self._plan.inputs]
-        if self._buckets:
-            if all(-1 not in shape[1:] for shape in shapes):
-                yield from (tuple([(rows, *shape[1:]) for shape in shapes]) for rows in self._buckets)
-        elif all(-1 not in shape for shape in shapes):
-            yield tuple(shapes)
+    def _check_buckets(self) -> None:
+        most, found = self._max_rows, self._buckets
+        if most and (not found or found[-1] < most):
+            taken = f"batches of up to {found[-1]} rows" if found else "no batches"
+            cure = "build it with a profile for max_batch_size, or lower max_batch_size"
+            raise refused(self._plan.name, f"takes {taken}, max_batch_size is {most}", cure)
 
     def _sizes(self) -> Sizes:
         """Bytes of each tensor at the largest shapes that are served."""
@@ -173,22 +247,141 @@ class Dock:
             sizes.add(self._ports, shapes, output_shapes(plan, context, number, shapes, self.computing))
         return sizes
 
-    def _new_lane(self, berth: Berth, shapes: Shapes) -> Lane:
-        """A new lane that has run once, with its graph if one can be had."""
-        lane = Lane(self._plan, self._ports, berth, self._scratch.address)
+    def _make_lanes(self) -> None:
+        """Lanes for all buckets in all berths, and the shared ones if some batches are in no bucket."""
+        for rows in self.choice.buckets or (0,):
+            shapes = self.shapes_of(rows)
+            for berth in self.berths:
+                whole = rows in self.choice.whole
+                lane = self._lanes.get((berth.index, shapes)) or self._new_lane(berth, shapes, whole)
+                if whole:
+                    self._capture(partial(lane.capture_flight, self.computing, self._kernel))
+                    lane.drop_execution()
+        for berth in self.berths if self.choice.exact else ():
+            self._shared_lane(berth)
+
+    def _new_lane(self, berth: Berth, shapes: Shapes, whole: bool = False) -> Lane:
+        """A new lane that has run once, with a graph of its execution if one can be had, unless its flights are to be whole."""
+        lane = self._lanes[berth.index, shapes] = self._loose_lane(berth)
         lane.set_shapes(self._named(shapes), self.computing)
         lane.enqueue(self.computing)
+        if not whole:
+            self._capture(partial(lane.capture, self.computing))
+        return lane
+
+    def _shared_lane(self, berth: Berth) -> Lane:
+        if berth.index not in self._shared:
+            self._shared[berth.index] = self._loose_lane(berth)
+        return self._shared[berth.index]
+
+    def _loose_lane(self, berth: Berth) -> Lane:
+        return Lane(self._plan, self._ports, berth, self._scratch.address, self._max_rows > 0)
+
+    def _capture(self, capture: Callable[[], None]) -> None:
+        """Capture a graph; if that cannot be, no other is tried."""
         if self._graphs:
             with self._plan.collecting() as errors:
                 try:
-                    lane.capture(self.computing)
+                    capture()
                 except (ModelFailed, DeviceError) as error:
                     if not works():
                         raise
                     self._graphs = False
                     self._tell("; ".join([str(error), *list(errors)[-1:]]))
-        self._lanes[berth.index, shapes] = lane
-        return lane
+
+    # On the way
+
+    def _write_table(self, berth: Berth, views: Views, total: int, residents: Sequence[Resident]) -> None:
+        assert berth.rows is not None, "a flight that takes no resident rows was given some"
+        for name, values in views.inputs.items():
+            memory = berth.inputs[name]
+            berth.rows.write(name, memory.pinned_address, values.nbytes // views.rows, views.rows, total, residents)
+
+    def _launch_in_stages(self, berth: Berth, lane: Lane, views: Views, resident: set[str]) -> None:
+        """Each stage in its stream: copies overlap with the computing of other flights."""
+        sizes = {}
+        for name, values in views.inputs.items():
+            if name in resident:
+                sizes[name] = (values.nbytes // views.rows, berth.inputs[name].address)
+            else:
+                berth.inputs[name].send(values, self.copying_in)
+        if sizes and self._kernel is not None and berth.rows is not None:
+            gather(self._kernel, self.copying_in, berth.rows, views.rows, sizes, BESIDE)
+        berth.copied_in.record(self.copying_in)
+        berth.copied_in.hold_back(self.computing)
+        lane.enqueue(self.computing)
+        berth.computed.record(self.computing)
+        berth.computed.hold_back(self.copying_out)
+        for name, values in views.outputs.items():
+            berth.outputs[name].fetch(values, self.copying_out)
+        berth.landing.record(self.copying_out)
+
+    # Tuning
+
+    def _tune(self) -> Choice:
+        """Measure, in the first berth, which buckets pay and how flights are best queued."""
+        if not self._graphs:
+            return self.choice
+        timings = self._timings()
+        kept = worthwhile(timings) if self._graphs else self._buckets
+        for rows in timings.keys() - set(kept):
+            self._lanes.pop((0, self.shapes_of(rows))).close()
+        # With several profiles a context that changes its shapes may have to change its profile, which halts the stream.
+        exact = exact_rows(kept, timings) if self._graphs and len(self._plan.profiles) == 1 else frozenset[int]()
+        if not exact and 0 in self._shared:
+            self._shared.pop(0).close()
+        choice = Choice(kept, self._measured_whole(kept or (0,)), timings, exact)
+        text = "%s: %s; one graph a flight for %s rows, %d numbers of rows run as they are"
+        logger.debug(text, self._plan.name, told(timings, kept), sorted(choice.whole), len(exact))
+        return choice
+
+    def _timings(self) -> dict[int, Timing]:
+        """Of all buckets that come into question, and their lanes; the largest first, so that the GPU is awake for the small."""
+        timings = dict[int, Timing]()
+        for rows in reversed(buckets(self._plan.profiles, self._max_rows, fine=True) if self._max_rows else ()):
+            lane = self._new_lane(self.berths[0], self.shapes_of(rows))
+            if not self._graphs:
+                return {}
+            replay_us = measured_us(partial(lane.enqueue, self.computing), self.computing.synchronize)
+            timings[rows] = Timing(replay_us, measured_us(self._plainly(rows), self.computing.synchronize))
+        return timings
+
+    def _plainly(self, rows: int) -> Callable[[], None]:
+        """Queues batches of `rows` and, in turn with them, of one less: each time the context changes its shapes."""
+        lane = self._shared_lane(self.berths[0])
+        sizes = [rows, rows - 1] if self._has_profile(rows - 1) else [rows]
+        turns = itertools.cycle([self._named(self.shapes_of(size)) for size in sizes])
+
+        def queue() -> None:
+            lane.set_shapes(next(turns), self.computing)
+            lane.enqueue(self.computing)
+
+        return queue
+
+    def _has_profile(self, rows: int) -> bool:
+        return rows > 0 and choose_profile(self._plan.profiles, self._named(self.shapes_of(rows))) is not None
+
+    def _measured_whole(self, kept: tuple[int, ...]) -> frozenset[int]:
+        """The smallest buckets, as far as a flight in one graph is as good as one in three streams."""
+        most = self._placement.one_graph_rows
+        if most is not None or not self._graphs:
+            return frozenset(rows for rows in kept if max(rows, 1) <= (most or 0))
+        berth, found = self.berths[0], set[int]()
+        for rows in kept:
+            lane = self._lanes.get((0, self.shapes_of(rows))) or self._new_lane(berth, self.shapes_of(rows))
+            views = Views(
+                {name: berth.inputs[name].view(shape) for name, shape in lane.inputs.items()},
+                {name: berth.outputs[name].view(shape) for name, shape in lane.outputs.items()},
+                rows or 1,
+            )
+            queue = partial(self.launch, berth, lane, views, ())
+            staged_us = measured_us(queue, self.synchronize)
+            self._capture(partial(lane.capture_flight, self.computing, self._kernel))
+            if not self._graphs or not fair(measured_us(queue, self.synchronize), staged_us):
+                lane.drop_flight()
+                break
+            found.add(rows)
+        return frozenset(found)
 
     def _named(self, shapes: Shapes) -> dict[str, Shape]:
         return dict(zip(self._names, shapes, strict=True))

@@ -1,10 +1,11 @@
 """One instance on a GPU: batches overlap in three streams, and nothing is allocated for those whose shapes were seen at load.
 
     copy in:   | rows of k+2 |                 each stage waits for the one before by an event; the host waits once a batch,
-    compute:           | k+1 |                 asleep and without the interpreter's lock, for the end of its copy out
+    compute:           | k+1 |                 without the interpreter's lock, for the end of its copy out
     copy out:                 | k |
 
-A batch is padded up to a bucket of rows: then its shapes have a CUDA graph. Only the rows that are there are copied.
+A batch is padded up to a bucket of rows: then its shapes have a CUDA graph. Only the rows that are there are copied. A small
+batch is one graph from the first copy to the last, on the compute stream alone: it has little to overlap, and one call queues it.
 """
 
 from __future__ import annotations
@@ -18,29 +19,18 @@ import numpy as np
 
 from server.backends.base import ExecutionLost, Flight
 from server.backends.tensorrt_berths import Berth
-from server.backends.tensorrt_dock import Dock, Placement, Shapes
+from server.backends.tensorrt_dock import Dock, Placement, Shapes, Views
 from server.backends.tensorrt_lanes import Lane, told
-from server.backends.tensorrt_plan import Plan, Shape, buckets, choose_profile, refused
+from server.backends.tensorrt_plan import Plan, Shape, choose_profile
 from server.backends.tensorrt_stages import Joined, Ports
 from server.core.errors import HeadraceError, ModelFailed
 from server.core.tensor import Array
 from server.cuda.driver import DeviceError, OutOfDeviceMemory, loaded, primary_context
+from server.cuda.kernels.rows import RowGather
 from server.cuda.signals import works
 
 # What is remembered of batches that were seen; beyond that it is found out anew.
 _REMEMBERED = 4096
-
-
-class _Views(NamedTuple):
-    """Arrays on the pinned memory of a berth, for one shape of batch.
-
-    Attributes:
-        inputs: by name, what the caller fills.
-        outputs: what comes back, less the padding.
-    """
-
-    inputs: dict[str, Array]
-    outputs: dict[str, Array]
 
 
 class _Trip(NamedTuple):
@@ -54,7 +44,7 @@ class _Trip(NamedTuple):
 
     berth: Berth
     lane: Lane
-    views: _Views
+    views: Views
 
 
 class _Working:
@@ -97,6 +87,7 @@ class TensorRtExecution:
         placement: where and how.
         tell: is told once why a CUDA graph cannot be had.
         stages: what the GPU does before and behind the plan, by the plan's tensor.
+        kernel: fetches resident rows; None: flights take none.
 
     Raises:
         ConfigError: the plan does not take batches of `max_rows` rows, or gives outputs that cannot be served.
@@ -109,18 +100,19 @@ class TensorRtExecution:
         placement: Placement,
         tell: Callable[[str], None],
         stages: Mapping[str, Joined] | None = None,
+        kernel: RowGather | None = None,
     ) -> None:
         self.depth = placement.depth
         self._plan = plan
         self._ports = Ports(plan, stages or {})
         self._given = self._ports.given
-        self._buckets = buckets(plan.profiles, placement.max_rows) if placement.max_rows else ()
-        _check_buckets(plan, self._buckets, placement.max_rows)
+        self._batched = placement.max_rows > 0
+        self._device = None if kernel is None else placement.device
         self._working = _Working(primary_context(placement.device), placement.device, plan.name)
-        self._dock = Dock(plan, self._ports, placement, self._buckets, tell)
+        self._dock = Dock(plan, self._ports, placement, kernel, tell)
         self._free: deque[Berth] = deque()
         self._routes: dict[Shapes, Shapes] = {}
-        self._views: dict[tuple[int, Shapes], _Views] = {}
+        self._views: dict[tuple[int, Shapes], Views] = {}
         with self._working:
             try:
                 self._dock.open()
@@ -131,7 +123,7 @@ class TensorRtExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs; see `server.backends.base.Execution.run`."""
-        rows = next(iter(inputs.values())).shape[0] if self._buckets else 0
+        rows = next(iter(inputs.values())).shape[0] if self._batched else 0
         flight = self._begin(inputs, rows)
         try:
             for name, array in inputs.items():
@@ -144,29 +136,21 @@ class TensorRtExecution:
 
     def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
         """A free flight; see `server.backends.base.PipelinedExecution.begin`."""
-        return self._begin(like, rows if self._buckets else 0)
+        return self._begin(like, rows if self._batched else 0)
 
     def launch(self, flight: Flight) -> None:
         """Queue copy in, compute and copy out."""
         berth, lane, views = _trip(flight)
-        dock = self._dock
+        # From here on the GPU may read them, whatever becomes of the flight.
+        berth.residents = flight.residents
         try:
             with self._working:
-                for name, values in views.inputs.items():
-                    berth.inputs[name].send(values, dock.copying_in)
-                berth.copied_in.record(dock.copying_in)
-                berth.copied_in.hold_back(dock.computing)
-                lane.enqueue(dock.computing)
-                berth.computed.record(dock.computing)
-                berth.computed.hold_back(dock.copying_out)
-                for name, values in views.outputs.items():
-                    berth.outputs[name].fetch(values, dock.copying_out)
-                berth.copied_out.record(dock.copying_out)
+                self._dock.launch(berth, lane, views, flight.residents)
         except BaseException:
             # Some of it may be queued: nobody else may use the memory before it is over.
             with self._working:
-                dock.synchronize()
-            self._free.append(berth)
+                self._dock.synchronize()
+            self._give_back(berth)
             raise
 
     def finish(self, flight: Flight) -> dict[str, Array]:
@@ -174,14 +158,14 @@ class TensorRtExecution:
         berth, _, views = _trip(flight)
         try:
             with self._working:
-                berth.copied_out.wait()
+                berth.landing.wait()
             return {name: values.copy() for name, values in views.outputs.items()}
         finally:
-            self._free.append(berth)
+            self._give_back(berth)
 
     def discard(self, flight: Flight) -> None:
         """Give a flight back that was not launched."""
-        self._free.append(_trip(flight).berth)
+        self._give_back(_trip(flight).berth)
 
     def close(self) -> None:
         """Give everything back, after what still runs."""
@@ -209,7 +193,11 @@ class TensorRtExecution:
         except BaseException:
             self._free.append(berth)
             raise
-        return Flight(dict(views.inputs), rows or 1, _Trip(berth, lane, views))
+        return Flight(dict(views.inputs), views.rows, _Trip(berth, lane, views), self._device)
+
+    def _give_back(self, berth: Berth) -> None:
+        berth.residents = []
+        self._free.append(berth)
 
     def _check(self, like: Mapping[str, Array]) -> None:
         if like.keys() != self._given.keys():
@@ -226,34 +214,33 @@ class TensorRtExecution:
         return found
 
     def _route(self, asked: dict[str, Shape], rows: int) -> Shapes:
-        exact = self._ports.inward(asked)
-        for bucket in self._buckets if rows else (0,):
-            shapes = {name: (bucket, *shape[1:]) for name, shape in exact.items()} if rows else exact
-            if bucket >= rows and choose_profile(self._plan.profiles, shapes) is not None:
+        exact, choice = self._ports.inward(asked), self._dock.choice
+        if not rows:
+            candidates: tuple[int, ...] = (0,)
+        elif self._dock.fixed and rows <= choice.buckets[-1]:
+            candidates = (choice.padded(rows),)
+        else:
+            candidates = tuple(bucket for bucket in choice.buckets if bucket >= rows)
+        for run in candidates:
+            shapes = {name: (run, *shape[1:]) for name, shape in exact.items()} if rows else exact
+            if choose_profile(self._plan.profiles, shapes) is not None:
                 return tuple(shapes.values())
         raise ModelFailed(f"{self._plan.name} was not built for {told(exact)}: see optimization.profiles")
 
-    def _remembered_views(self, berth: Berth, lane: Lane, asked: Shapes, rows: int) -> _Views:
+    def _remembered_views(self, berth: Berth, lane: Lane, asked: Shapes, rows: int) -> Views:
         if len(self._views) >= _REMEMBERED:
             self._views.clear()
-        run = next(iter(lane.shapes.values()))[0] if rows else 0
         fetched = {
             # Of an output's rows those that are not padding.
-            name: (rows, *shape[1:]) if run and shape and shape[0] == run else shape
+            name: (rows, *shape[1:]) if rows and shape and shape[0] == lane.rows else shape
             for name, shape in lane.outputs.items()
         }
-        views = self._views[berth.index, asked] = _Views(
+        views = self._views[berth.index, asked] = Views(
             {name: berth.inputs[name].view(shape) for name, shape in zip(self._given, asked, strict=True)},
             {name: berth.outputs[name].view(shape) for name, shape in fetched.items()},
+            rows or 1,
         )
         return views
-
-
-def _check_buckets(plan: Plan, found: tuple[int, ...], most: int) -> None:
-    if most and (not found or found[-1] < most):
-        taken = f"batches of up to {found[-1]} rows" if found else "no batches"
-        cure = "build it with a profile for max_batch_size, or lower max_batch_size"
-        raise refused(plan.name, f"takes {taken}, max_batch_size is {most}", cure)
 
 
 def _trip(flight: Flight) -> _Trip:

@@ -11,10 +11,12 @@ from typing import Any
 
 from server.backends.tensorrt_berths import Berth
 from server.backends.tensorrt_plan import Plan, Shape, Shapes, choose_profile, refused
+from server.backends.tensorrt_rows import ALONE, gather
 from server.backends.tensorrt_stages import Ports
 from server.core.errors import ModelFailed
 from server.cuda.driver import Stream
 from server.cuda.graphs import Graph
+from server.cuda.kernels.rows import RowGather
 
 
 class Lane:
@@ -25,20 +27,26 @@ class Lane:
         ports: tensors as callers see them.
         berth: whose memory it works in.
         scratch: address of the instance's scratch memory.
+        batched: True if the first dimension of all that callers send is rows.
 
     Attributes:
+        rows: in its batches; 1 if there is no batch dimension.
         shapes: of the plan's inputs, as last set.
         inputs: shapes of what callers send, by name.
         outputs: of what they get.
     """
 
-    def __init__(self, plan: Plan, ports: Ports, berth: Berth, scratch: int) -> None:
+    def __init__(self, plan: Plan, ports: Ports, berth: Berth, scratch: int, batched: bool) -> None:
         self._plan = plan
         self._ports = ports
         self._berth = berth
+        self._batched = batched
         self._context = plan.context(scratch)
         self._graph: Graph | None = None
+        self._flight: Graph | None = None
+        self._gathered: Graph | None = None
         self._made: dict[str, Shape] = {}
+        self.rows = 1
         self.shapes: dict[str, Shape] = {}
         self.inputs: dict[str, Shape] = {}
         self.outputs: dict[str, Shape] = {}
@@ -63,6 +71,7 @@ class Lane:
         for name, shape in self.outputs.items():
             if not self._berth.outputs[name].fits(shape):
                 raise ModelFailed(f"output '{name}' of {self._plan.name} is larger than at the largest inputs: {shape}")
+        self.rows = next(iter(shapes.values()))[0] if self._batched else 1
         self.shapes = shapes
 
     def enqueue(self, stream: Stream) -> None:
@@ -86,11 +95,72 @@ class Lane:
         """
         self._graph = Graph(stream, lambda: self._compute(stream))
 
+    def capture_flight(self, stream: Stream, kernel: RowGather | None) -> None:
+        """Make a graph of a whole flight, copies and all, and another for rows that are resident, unless they are there.
+
+        Raises as `capture` does.
+
+        Args:
+            stream: where everything is replayed.
+            kernel: fetches resident rows; None: there are none.
+        """
+        if self._flight is None:
+            self._flight = Graph(stream, lambda: self._fly(stream, None))
+        if self._gathered is None and kernel is not None and self._berth.rows is not None:
+            self._gathered = Graph(stream, lambda: self._fly(stream, kernel))
+
+    def drop_execution(self) -> None:
+        """Be without the graph of the execution where that of the whole flight is in its place."""
+        if self._graph is not None and self._flight is not None:
+            self._graph.close()
+            self._graph = None
+
+    def drop_flight(self) -> None:
+        """Be without the graphs of a whole flight; nothing of it runs."""
+        for graph in (self._flight, self._gathered):
+            if graph is not None:
+                graph.close()
+        self._flight = self._gathered = None
+
+    def flies_whole(self, gathered: bool) -> bool:
+        """True if a whole flight is one graph: with resident rows, if `gathered`."""
+        return (self._gathered if gathered else self._flight) is not None
+
+    def fly(self, gathered: bool) -> None:
+        """Queue a whole flight on the stream that it was captured on.
+
+        Args:
+            gathered: all rows are where the berth's table says, for all of the lane's rows.
+
+        Raises:
+            DeviceError: the driver refuses.
+        """
+        graph = self._gathered if gathered else self._flight
+        assert graph is not None, "captured before"
+        graph.launch()
+
     def close(self) -> None:
         """Give everything back; nothing of it runs any more."""
+        self.drop_flight()
         if self._graph is not None:
             self._graph.close()
         self._graph = self._context = None
+
+    def _fly(self, stream: Stream, kernel: RowGather | None) -> None:
+        """What `capture_flight` records: all rows of the lane, padding and all."""
+        berth = self._berth
+        if kernel is None:
+            for name, memory in berth.inputs.items():
+                memory.send(memory.view(self.inputs[name]), stream)
+        elif berth.rows is not None:
+            sizes = {
+                name: (memory.size_of(self.inputs[name]) // self.rows, memory.address)
+                for name, memory in berth.inputs.items()
+            }
+            gather(kernel, stream, berth.rows, self.rows, sizes, ALONE)
+        self._compute(stream)
+        for name, memory in berth.outputs.items():
+            memory.fetch(memory.view(self.outputs[name]), stream)
 
     def _compute(self, stream: Stream) -> None:
         berth = self._berth

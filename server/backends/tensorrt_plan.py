@@ -15,9 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from server.backends.tensorrt_api import Installed, TensorRt, is_full, numpy_type, refusal
+from server.backends.tensorrt_tuning import Choice
 from server.core.errors import ConfigError, Finding
 from server.core.ledger import NoRoom
 from server.cuda.memory import Allocator
+
+# Below, a batch takes about as long with one row more.
+_FINE_FROM = 8
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -69,6 +73,8 @@ class Plan:
         outputs: likewise.
         profiles: by profile and input what is taken.
         scratch_bytes: GPU memory that a context needs while it runs.
+        tuning: held by whoever measures how batches are best run, or asks.
+        choice: what has been found; None before.
 
     Raises:
         ConfigError: it was built for another machine, is broken, or has tensors that cannot be served.
@@ -81,6 +87,9 @@ class Plan:
         self.allocator = allocator
         # TensorRT makes no promise for contexts that are made by several threads at once.
         self._lock = threading.Lock()
+        # Guards `choice`, and keeps instances from disturbing the one that measures.
+        self.tuning = threading.Lock()
+        self.choice: Choice | None = None
         with api.collecting() as errors:
             self._runtime = api.runtime()
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
@@ -162,12 +171,13 @@ def choose_profile(profiles: Sequence[Mapping[str, Range]], shapes: Shapes) -> i
     return min(fitting)[2] if fitting else None
 
 
-def buckets(profiles: Sequence[Mapping[str, Range]], max_rows: int) -> tuple[int, ...]:
+def buckets(profiles: Sequence[Mapping[str, Range]], max_rows: int, fine: bool = False) -> tuple[int, ...]:
     """Numbers of rows that batches are padded to: powers of two and the largest, as far as a profile takes them; ascending.
 
     Args:
         profiles: of the plan.
         max_rows: rows in the largest batch that is asked for.
+        fine: from 8 on, also what is half way to the next power.
     """
     spans = [
         (max(known.least[0] for known in profile.values()), min(known.most[0] for known in profile.values()))
@@ -175,6 +185,8 @@ def buckets(profiles: Sequence[Mapping[str, Range]], max_rows: int) -> tuple[int
         if profile and all(known.least for known in profile.values())
     ]
     wanted = {1 << power for power in range(max_rows.bit_length())} | {max_rows}
+    if fine:
+        wanted |= {rows + rows // 2 for rows in wanted if rows >= _FINE_FROM and rows + rows // 2 <= max_rows}
     # The largest below what is asked for, and the smallest above nothing, where profiles have other bounds.
     wanted |= {bound for span in spans for bound in span if bound <= max_rows}
     wanted |= {least for least, _ in spans if least > max_rows}

@@ -105,7 +105,8 @@ postprocess: {{softmax: true, top_k: 5}}
 `input` and `output` may be left out, or tell the tensors as the model has them or as callers see them: here UINT8
 [224, 224, 3], and `scores` FP32 [5], `classes` INT32 [5] and, where the output has a `label_filename`, `labels` STRING [5].
 With `source: [480, 640]` clients send pictures of that size, which are resized and cropped as Pillow does it. Of pictures that
-are taller than wide a GPU's result may differ from Pillow's: bilinear by 1 of 255, bicubic by a few at hard edges.
+are taller than wide a GPU's result may differ from Pillow's: bilinear by 1 of 255, bicubic by a few at hard edges. With
+`backend: tensorrt` the GPU does both, within the batch's CUDA graph; the CPU where NVRTC is missing, of which the log tells.
 
 "has no effect yet" means: accepted, shown with the configuration, and reported as a warning, because the part of the server
 that acts on it comes with a later release.

@@ -99,14 +99,14 @@ class Loader:
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
         seen = _look(chosen.file)
-        model, devices = self._open(folder, version, chosen)
+        model = self._open(folder, version, chosen)
         policy = handle_policy(config)
-        spec = replace(model_spec(folder, version), resident_devices=frozenset(devices))
+        spec = replace(model_spec(folder, version), resident_devices=model.resident_devices)
         if chosen.stamp is not None:
             spec = replace(spec, parameters=engine_parameters(chosen.stamp))
         handle = ModelHandle(
             spec=spec,
-            policy=replace(policy, instances=len(devices)) if devices else policy,
+            policy=replace(policy, instances=model.instances),
             model=model,
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
@@ -121,39 +121,41 @@ class Loader:
                 message = f"{chosen.file.name} has changed since it was loaded"
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             again = make_warmups(config, folder.path)
-            model, _ = self._open(folder, version, chosen)
+            model = self._open(folder, version, chosen)
             handle.unpark(model, WarmUp(config.name, again) if again else None)
             return model.account
 
         self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> tuple[_BookedModel, list[int]]:
-        """The model in memory, and the GPU of each instance; none on the CPU."""
-        config, devices = folder.config, list[int]()
+    def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
+        """The model in memory."""
+        config, residents = folder.config, frozenset[int]()
         account = self.residency.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
             if chosen.runtime == "tensorrt":
-                devices, model, steps = self._on_gpus(chosen, config, steps, account)
+                instances, model, steps = self._on_gpus(chosen, config, steps, account)
+                # The CPU prepares pictures of the host's memory.
+                residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             else:
                 instances = handle_policy(config).instances
                 model = self.backend(chosen.runtime).load(chosen.file, instances, dict(config.parameters))
-            return _BookedModel(with_pictures(_reshaping(model, config), steps), account), devices
+            return _BookedModel(with_pictures(_reshaping(model, config), steps), account, instances, residents)
         except BaseException:
             account.close()
             raise
 
     def _on_gpus(
         self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
-    ) -> tuple[list[int], LoadedModel, Steps]:
+    ) -> tuple[int, LoadedModel, Steps]:
         from server.backends.tensorrt_backend import TensorRtBackend, gpu_count
         from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
 
         devices = devices_of(config)
         backend, parameters = self.backend(chosen.runtime), backend_parameters(config, devices)
         if not isinstance(backend, TensorRtBackend):
-            return devices, backend.load(chosen.file, len(devices), parameters), steps
+            return len(devices), backend.load(chosen.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
             self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(chosen.file, len(devices), parameters, account)
@@ -163,7 +165,7 @@ class Loader:
         except BaseException:
             model.close()
             raise
-        return devices, model, steps
+        return len(devices), model, steps
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
         """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""
@@ -245,10 +247,19 @@ def _look(file: Path) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _BookedModel:
-    """A model and the account of its memory, which is closed with it."""
+    """A model and the account of its memory, which is closed with it.
+
+    Attributes:
+        inner: the model.
+        account: of its memory.
+        instances: how many executions may be asked for.
+        resident_devices: numbers of the GPUs that read inputs where they lie.
+    """
 
     inner: LoadedModel
     account: Account
+    instances: int
+    resident_devices: frozenset[int]
 
     def execution(self, index: int) -> Execution:
         return self.inner.execution(index)

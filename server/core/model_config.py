@@ -177,7 +177,8 @@ class ModelConfig(ConfigPart):
         default={},
         description="Options of the backend; ONNX Runtime's: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`, "
         "`enable_mem_arena`, `enable_mem_pattern`, `optimization_level`; TensorRT's: `cuda_graphs` (1 or 0), `pipeline_depth` "
-        "(batches under way in an instance, 2 to 8).",
+        "(batches under way in an instance, 2 to 8), `one_graph_rows` (batches of up to so many rows are one CUDA graph; `auto`: "
+        "measured), `wait` (for a batch: `sleep`, `spin`, or `auto`: spin for those that are one graph).",
     )
     model_warmup: tuple[ModelWarmup, ...] = Field(
         default=(), description="Requests that run before the model is ready."

@@ -49,6 +49,12 @@ class Graph:
             succeeded(driver.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
         finally:
             driver.cuGraphDestroy(graph)
+        try:
+            # Else the first launch would pay for it.
+            succeeded(driver.cuGraphUpload(self._executable, self._stream), "uploading a CUDA graph")
+        except BaseException:
+            self.close()
+            raise
         self._launch = driver.cuGraphLaunch
 
     def launch(self) -> None:

@@ -9,12 +9,15 @@ import importlib.util
 import sys
 import time
 
+import numpy as np
+
 if __name__ == "__main__":
     sys.path.insert(0, ".")
 
 from server.cuda import driver
 from server.cuda.kernels.launching import Classifier, Preprocessor
-from server.cuda.memory import DeviceBuffer
+from server.cuda.kernels.rows import RowGather
+from server.cuda.memory import DeviceBuffer, PinnedBuffer
 from tests.kernel_cases import CAMERA, RECIPES, check_gather, check_pictures, check_rank, check_soften
 
 
@@ -76,8 +79,28 @@ def test_times() -> None:
         classifier = Classifier(0, 1000, "float32", True, 5)
         us = _us(stream, lambda: classifier.launch(stream, tensor.address, rows, large.address, large.address + 4096))
         print(f"softmax and top 5 of 1000, {rows} rows: {us:.1f} us")
+        _gather_times(stream, large)
         large.free()
         tensor.free()
+
+
+def _gather_times(stream: driver.Stream, target: DeviceBuffer) -> None:
+    gather, row_bytes = RowGather(0), 224 * 224 * 3
+    pinned, table = PinnedBuffer(), PinnedBuffer()
+    pinned.reserve(256 * row_bytes)
+    table.reserve(256 * 8)
+    source = DeviceBuffer(256 * row_bytes)
+    for place, start in (("pinned", pinned.address), ("GPU", source.address)):
+        table.view((256,), np.dtype(np.uint64))[:] = start + np.arange(256) * row_bytes
+        for rows in (1, 8, 64, 256):
+            for blocks in (2, 4, 8, 16, 32, 64, 132):
+                arguments = (stream, table.address, row_bytes, rows, rows, target.address, blocks)
+                us = _us(stream, lambda given=arguments: gather.launch(*given))  # type: ignore[misc]
+                speed = rows * row_bytes / us / 1e3
+                print(f"gather of {rows} rows from {place} memory by {blocks} blocks: {us:.1f} us, {speed:.1f} GB/s")
+    for freed in (pinned, table, source):
+        freed.free()
+    gather.close()
 
 
 def _us(stream: driver.Stream, launch) -> float:  # type: ignore[no-untyped-def]

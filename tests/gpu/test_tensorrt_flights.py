@@ -1,9 +1,13 @@
-"""What a GPU does within a flight beside the plan: pixels to tensors, scores to classes."""
+"""Flights on a real GPU: pixels to tensors and scores to classes within them, whole in one graph, rows read where they lie.
+
+`pytest -s tests/gpu/test_tensorrt_flights.py` prints what was measured at load, and what a flight takes.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,9 +21,12 @@ from engines.targets.base import Order, ShapeRange
 from engines.targets.tensorrt_target import TensorRtTarget
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
 from server.core.errors import ModelFailed
+from server.core.resident import ResidentRows
 from server.cuda.driver import current, loaded
 from server.cuda.kernels import reference
 from server.cuda.kernels.stages import ClassStage, PictureStage
+from server.cuda.memory import DeviceBuffer
+from server.cuda.pinned import pinned_empty, pinned_rows
 from server.pipelines.recipe import ImageRecipe
 from tests.gpu.tensorrt_networks import answers, convolutions, cosine
 
@@ -77,9 +84,19 @@ def check(found: dict[str, Any], sent: np.ndarray[Any, Any]) -> None:
     np.testing.assert_allclose(of_classes, found["scores"], atol=5e-3)
 
 
-@pytest.mark.parametrize("graphs", ["1", "0"])
-def test_pixels_in_and_classes_out(plan: Path, graphs: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "headrace"), opened(plan, cuda_graphs=graphs) as execution:
+WAYS: list[dict[str, str]] = [
+    {"one_graph_rows": "0"},
+    {"one_graph_rows": "8"},
+    {"one_graph_rows": str(ROWS), "wait": "spin"},
+    {"one_graph_rows": str(ROWS), "wait": "sleep"},
+    {"cuda_graphs": "0"},
+    {},
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pixels_in_and_classes_out(plan: Path, way: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "headrace"), opened(plan, **way) as execution:
         for rows in (1, 2, 3, 7, 8, 31, 32, 1):
             sent = pictures(rows, rows)
             check(execution.run({"x": sent}), sent)
@@ -110,3 +127,117 @@ def test_stages_leave_nothing_behind(plan: Path) -> None:
         with opened(plan) as execution:
             execution.run({"x": pictures(ROWS)})
     assert before - free_bytes() <= 32 << 20, (before, free_bytes())
+
+
+@contextmanager
+def spread(sent: np.ndarray[Any, Any], seed: int) -> Iterator[list[tuple[str, int, ResidentRows]]]:
+    """Some of the rows as resident ones, in pinned and in the GPU's memory, in ones and twos; some of them not aligned."""
+    rng = np.random.default_rng(seed)
+    pinned = pinned_empty(sent.shape, sent.dtype)
+    pinned[:] = sent
+    pool = pinned_rows(pinned)
+    row_bytes = sent[0].nbytes
+    with current():
+        block = DeviceBuffer(sent.nbytes + 1)
+        loaded().memcpy_htod(block.address + 1, sent)
+    found, at = [], 0
+    while at < len(sent):
+        count = min(int(rng.integers(1, 3)), len(sent) - at)
+        place = rng.integers(0, 3)
+        if place == 0:
+            found.append(("x", at, pool[at : at + count]))
+        elif place == 1:
+            shape = (count, *sent.shape[1:])
+            rows = ResidentRows(block.address + 1 + at * row_bytes, 0, sent.dtype, shape, block, _no_copy)
+            found.append(("x", at, rows))
+        at += count
+    yield found
+    with current():
+        block.free()
+
+
+def _no_copy(address: int, size_bytes: int) -> Any:
+    raise AssertionError("the GPU was to read it")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str]) -> None:
+    with opened(plan, **way) as execution:
+        for number in range(24):
+            sent = pictures(1 + number * 7 % ROWS, number)
+            with spread(sent, number) as residents:
+                flight = execution.begin({"x": sent}, len(sent))
+                assert flight.device == 0
+                flight.inputs["x"][:] = 0xA5
+                resident = np.zeros(len(sent), bool)
+                for _, first, rows in residents:
+                    resident[first : first + len(rows)] = True
+                flight.inputs["x"][~resident] = sent[~resident]
+                flight.residents.extend(residents)
+                execution.launch(flight)
+                check(execution.finish(flight), sent)
+
+
+def test_several_flights_have_tables_of_their_own(plan: Path) -> None:
+    sent = pictures(ROWS)
+    pinned = pinned_empty(sent.shape, sent.dtype)
+    pinned[:] = sent
+    pool = pinned_rows(pinned)
+    for way in WAYS[:3]:
+        with opened(plan, **way) as execution:
+            under_way: list[tuple[Any, np.ndarray[Any, Any]]] = []
+            for number in range(200):
+                order = np.random.default_rng(number).permutation(ROWS)[: 1 + number % 9]
+                flight = execution.begin({"x": sent}, len(order))
+                flight.residents.extend(("x", at, pool[n : n + 1]) for at, n in enumerate(order))
+                execution.launch(flight)
+                under_way.append((flight, order))
+                if len(under_way) == execution.depth:
+                    flight, order = under_way.pop(0)
+                    found = execution.finish(flight)
+                    if number % 10 == 0:
+                        check(found, sent[order])
+            for flight, order in under_way:
+                check(execution.finish(flight), sent[order])
+
+
+def test_the_table_and_the_times_of_a_flight(plan: Path) -> None:
+    """No bar: prints what was measured at load, and begin, launch and finish of single flights."""
+    sent = pictures(ROWS)
+    pinned = pinned_empty(sent.shape, sent.dtype)
+    pinned[:] = sent
+    pool = pinned_rows(pinned)
+    begun = time.perf_counter()
+    with opened(plan) as execution:
+        choice = execution._dock.choice
+        print(
+            f"\nopened in {time.perf_counter() - begun:.2f} s; whole {sorted(choice.whole)}, exact {sorted(choice.exact)}"
+        )
+        for rows, timing in sorted(choice.timings.items()):
+            kept = "" if rows in choice.buckets else " (no bucket)"
+            print(f"{rows:4d} rows: replay {timing.replay_us:.1f} us, plain {timing.plain_us:.1f} us{kept}")
+        assert choice.timings.keys() >= set(choice.buckets)
+        assert choice.buckets[-1] == ROWS
+    for way in WAYS:
+        with opened(plan, **way) as execution:
+            for rows in (1, 8, ROWS):
+                for resident in (False, True):
+                    stages = np.array(
+                        [_one(execution, sent[:rows], pool[:rows] if resident else None) for _ in range(300)]
+                    )
+                    begin, launch, finish = np.median(stages[50:], axis=0)
+                    where = "resident" if resident else "staged"
+                    print(f"{way} {rows} rows {where}: begin {begin:.1f}, launch {launch:.1f}, finish {finish:.1f} us")
+
+
+def _one(execution: Any, sent: np.ndarray[Any, Any], rows: ResidentRows | None) -> tuple[float, float, float]:
+    stamps = [time.perf_counter_ns()]
+    flight = execution.begin({"x": sent}, len(sent))
+    if rows is not None:
+        flight.residents.append(("x", 0, rows))
+    stamps.append(time.perf_counter_ns())
+    execution.launch(flight)
+    stamps.append(time.perf_counter_ns())
+    execution.finish(flight)
+    stamps.append(time.perf_counter_ns())
+    return tuple(np.diff(stamps) / 1000)

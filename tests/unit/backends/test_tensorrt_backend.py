@@ -78,8 +78,9 @@ def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
     return flight
 
 
-def test_batches_of_every_size(trt: Any, tmp_path: Path) -> None:
-    with opened(build(tmp_path)) as execution:
+@pytest.mark.parametrize("one_graph_rows", ["0", "2", "auto"])
+def test_batches_of_every_size(trt: Any, tmp_path: Path, one_graph_rows: str) -> None:
+    with opened(build(tmp_path), {**BATCHED, "one_graph_rows": one_graph_rows}) as execution:
         for count in (1, 2, 3, 4, 5, 7, 8, 6, 1):
             x = rows(count, count)
             np.testing.assert_array_equal(execution.run({"x": x})["y"], right(x))
@@ -93,8 +94,11 @@ def test_batches_of_every_size(trt: Any, tmp_path: Path) -> None:
         assert [len(fly(execution, rows(2)).inputs) for _ in range(execution.depth)] == [1] * execution.depth
 
 
-def test_flights_overlap_and_answer_in_the_order_of_launch(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
-    with opened(build(tmp_path)) as execution:
+@pytest.mark.parametrize("one_graph_rows", ["0", "2", "auto"])
+def test_flights_overlap_and_answer_in_the_order_of_launch(
+    cuda: LateCuda, trt: Any, tmp_path: Path, one_graph_rows: str
+) -> None:
+    with opened(build(tmp_path), {**BATCHED, "one_graph_rows": one_graph_rows}) as execution:
         waits = cuda.waits
         under_way = []
         for number in range(30):
@@ -274,7 +278,7 @@ def test_plans_that_are_refused(trt: Any, tmp_path: Path) -> None:
         assert str(tmp_path) not in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         TensorRtBackend().load(tmp_path / "none.plan", 1, {})
-    for name, value in (("cuda_graphs", "yes"), ("pipeline_depth", "1")):
+    for name, value in (("cuda_graphs", "yes"), ("pipeline_depth", "1"), ("one_graph_rows", "-1"), ("wait", "no")):
         with pytest.raises(ConfigError, match=name):
             TensorRtBackend().load(plan, 1, {name: value})
 
@@ -324,7 +328,7 @@ def test_a_driver_error_that_passes_is_the_batch_s_alone(
     def refuse(*_: object) -> None:
         raise pycuda.driver.Error("resource not mapped")
 
-    with opened(build(tmp_path)) as execution:
+    with opened(build(tmp_path), {**BATCHED, "one_graph_rows": "0"}) as execution:
         with monkeypatch.context() as patch:
             patch.setattr(pycuda.driver, "memcpy_htod_async", refuse)
             with pytest.raises(DeviceError, match="resource not mapped"):

@@ -22,7 +22,7 @@ from server.control.registry import Registry
 from server.core.errors import Unsupported
 from server.core.request import InferRequest
 from server.core.tensor import Array
-from server.cuda.kernels import loading
+from server.cuda.kernels import launching, loading
 from server.pipelines import pixels
 from server.pipelines.execution import Ranking
 from server.pipelines.pixels import PixelSteps
@@ -67,6 +67,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> 
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     host = HostKernels(tmp_path, cuda)
+    monkeypatch.setattr(launching, "THREADS", 8)  # each is a thread of the host's
     monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 

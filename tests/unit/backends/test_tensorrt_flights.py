@@ -1,0 +1,302 @@
+"""How batches fly: whole in one graph or in three streams, with rows that the GPU reads where they lie, by a measured table."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import helper
+
+from engines.targets.base import Order, ShapeRange
+from server.backends import tensorrt_dock, tensorrt_tuning
+from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
+from server.backends.tensorrt_plan import Range, buckets
+from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, measured_us, worthwhile
+from server.core.resident import PINNED
+from server.cuda.kernels import loading
+from tests.fake_streams import LateCuda, install
+from tests.fake_tensorrt import fake_tensorrt
+from tests.kernels_on_host import HostKernels
+from tests.residents import HostOwner, resident
+from tests.tensorrt_case import build
+from tests.unit.backends.test_tensorrt_backend import opened, right, rows
+
+NO_OWNER = "an owner was asked for a host copy"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
+    fake = LateCuda()
+    install(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture
+def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
+    module = fake_tensorrt(cuda)
+    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    yield module
+    gc.collect()
+    assert cuda.depth == 0, "a context was left current"
+    assert not cuda.live, "memory was not given back"
+    assert not cuda.graphs, "a graph was not given back"
+    assert not cuda.queues, "a stream was not given back"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, compiled: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    host = HostKernels(compiled, cuda)
+    monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
+
+
+def told(one_graph_rows: str = "auto", most: int = 8, **parameters: str) -> dict[str, str]:
+    return {MAX_BATCH_SIZE: str(most), "one_graph_rows": one_graph_rows, **parameters}
+
+
+def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int) -> tuple[Any, list[HostOwner]]:
+    """A flight some of whose rows are resident, in ones and in pairs; not launched yet."""
+    rng = np.random.default_rng(seed)
+    flight = execution.begin({"x": x[:1]}, len(x))
+    assert flight.device == 0
+    flight.inputs["x"][:] = np.nan
+    owners = []
+    at = 0
+    while at < len(x):
+        count = min(int(rng.integers(1, 3)), len(x) - at)
+        if rng.random() < 0.7:
+            values = resident(x[at : at + count], int(rng.choice([PINNED, 0])))
+            owners.append(values.owner)
+            flight.residents.append(("x", at, values))
+        else:
+            flight.inputs["x"][at : at + count] = x[at : at + count]
+        at += count
+    rng.shuffle(flight.residents)
+    return flight, owners
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("parameters", [{}, {"cuda_graphs": "0"}])
+@pytest.mark.parametrize("one_graph_rows", ["0", "2", "8"])
+def test_rows_are_read_where_they_lie(tmp_path: Path, one_graph_rows: str, parameters: dict[str, str]) -> None:
+    with opened(build(tmp_path), told(one_graph_rows, **parameters)) as execution:
+        under_way: list[tuple[Any, Any, list[HostOwner]]] = []
+        for number in range(40):
+            x = rows(1 + number % 8, number)
+            flight, owners = mixed(execution, x, number)
+            execution.launch(flight)
+            under_way.append((flight, x, owners))
+            if len(under_way) == execution.depth or number == 39:
+                while under_way:
+                    flight, x, owners = under_way.pop(0)
+                    np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+                    assert not any(owner.copies for owner in owners), NO_OWNER
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+def test_the_memory_is_kept_until_the_flight_has_landed(tmp_path: Path) -> None:
+    def launched(execution: Any) -> tuple[Any, weakref.ref[HostOwner]]:
+        x = rows(3)
+        flight = execution.begin({"x": x}, 3)
+        flight.residents.append(("x", 0, resident(x)))
+        owner = weakref.ref(flight.residents[0][2].owner)
+        execution.launch(flight)
+        return flight, owner
+
+    with opened(build(tmp_path), told()) as execution:
+        flight, owner = launched(execution)
+        execution.finish(flight)
+        del flight
+        assert owner() is None, "it is let go of when the flight has landed"
+        owner = launched(execution)[1]  # whoever launched it dies
+        gc.collect()
+        assert owner() is not None, "the GPU may still read it"
+    assert owner() is None
+
+
+def sums(element: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
+    """z = a + b, [n, 5]."""
+    a, b, z = (helper.make_tensor_value_info(name, element, ["n", 5]) for name in "abz")
+    graph = helper.make_graph([helper.make_node("Add", ["a", "b"], ["z"], name="add")], "sums", [a, b], [z])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("one_graph_rows", ["0", "8"])
+def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> None:
+    order = Order("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 5), (8, 5), (8, 5)))),))
+    with opened(build(tmp_path, sums(), order), told(one_graph_rows)) as execution:
+        for count in (1, 3, 8):
+            a, b = np.random.default_rng(count).random((2, count, 5), np.float32)
+            flight = execution.begin({"a": a, "b": b}, count)
+            flight.inputs["a"][:] = a
+            flight.residents.append(("b", 0, resident(b, 0)))
+            execution.launch(flight)
+            np.testing.assert_array_equal(execution.finish(flight)["z"], a + b)
+
+
+@pytest.mark.usefixtures("trt")
+def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> None:
+    with closing(TensorRtBackend().load(build(tmp_path), 1, told())) as model:
+        assert model.resident_devices == frozenset()
+        with closing(model.execution(0)) as execution:
+            flight = execution.begin({"x": rows(1)}, 1)
+            assert flight.device is None
+            execution.discard(flight)
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.cuda import libcuda
+
+    calls: list[str] = []
+    library = libcuda.library()
+    launch = library.cuGraphLaunch
+    monkeypatch.setattr(library, "cuGraphLaunch", lambda *a: calls.append("graph") or launch(*a), raising=False)
+    import pycuda.driver
+
+    for name in ("memcpy_htod_async", "memcpy_dtoh_async"):
+        real = getattr(pycuda.driver, name)
+        monkeypatch.setattr(pycuda.driver, name, lambda *a, real=real: calls.append("copy") or real(*a))
+    with opened(build(tmp_path), told("4")) as execution:
+        calls.clear()
+        execution.run({"x": rows(3)})
+        assert calls == ["graph"]
+        calls.clear()
+        execution.run({"x": rows(5)})
+        assert sorted(calls) == ["copy", "copy", "graph"]
+
+
+@pytest.mark.usefixtures("trt")
+@pytest.mark.parametrize(
+    ("wait", "spins"), [("auto", [True, False]), ("spin", [True, True]), ("sleep", [False, False])]
+)
+def test_who_waits_spins_or_sleeps(tmp_path: Path, wait: str, spins: list[bool]) -> None:
+    with opened(build(tmp_path), told("2", wait=wait)) as execution:
+        found = []
+        for count in (2, 8):
+            x = rows(count)
+            flight = execution.begin({"x": x}, count)
+            flight.inputs["x"][:] = x
+            execution.launch(flight)
+            berth = flight.handle.berth
+            found.append(berth.landing is berth.copied_out[True])
+            np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+        assert found == spins
+
+
+# The table
+
+
+@pytest.mark.usefixtures("trt")
+def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cuda.row_us = 0.1  # 8 rows take hardly longer than one
+    with (
+        caplog.at_level(logging.DEBUG, "headrace"),
+        closing(TensorRtBackend().load(build(tmp_path), 1, told())) as model,
+    ):
+        assert model.profile == {}
+        with closing(model.execution(0)) as execution:
+            assert execution._dock.choice.buckets == (1, 8)
+            assert model.profile == pytest.approx({1: 50.1, 8: 50.8}, abs=0.01)
+            for count in range(1, 9):
+                np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
+    assert "8 rows 51 us (plain 151)" in caplog.text
+    assert "[2 rows 50 us]" in caplog.text
+
+
+@pytest.mark.usefixtures("trt")
+def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
+    cuda.row_us, cuda.enqueue_us = 1000.0, 0.0  # padding is dear, a launch costs nothing
+    with opened(build(tmp_path), told()) as execution:
+        assert execution._dock.choice.exact == {3, 5, 6, 7}
+        contexts, live, graphs = trt.state.contexts, set(cuda.live), set(cuda.graphs)
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 5, 3):
+            flight = execution.begin({"x": rows(count)}, count)
+            assert flight.handle.lane.rows == count
+            execution.discard(flight)
+            np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
+        assert (trt.state.contexts, cuda.live, cuda.graphs) == (contexts, live, graphs), (
+            "all of it is there from the start"
+        )
+
+
+@pytest.mark.usefixtures("trt")
+def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fair(whole_us: float, staged_us: float) -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    monkeypatch.setattr(tensorrt_dock, "fair", fair)
+    with opened(build(tmp_path), told(), instances=2) as executions:
+        for execution in executions:
+            assert execution._dock.choice.whole == {1, 2}
+            for count in range(1, 9):
+                np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
+    assert len(asked) == 3, "the second instance is told what the first has found"
+
+
+def test_what_is_worth_a_bucket() -> None:
+    timings = {rows: Timing(us, us) for rows, us in ((1, 99.0), (2, 100.0), (4, 100.0), (8, 106.0), (16, 200.0))}
+    assert worthwhile(timings) == (1, 4, 8, 16)
+    assert worthwhile({4: Timing(1, 1)}) == (4,)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, unique=True), st.randoms(use_true_random=False))
+def test_every_batch_has_a_place(found: list[int], random: Any) -> None:
+    timings = {rows: Timing(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
+    kept = worthwhile(timings)
+    exact = exact_rows(kept, timings)
+    choice = Choice(kept, frozenset(), timings, exact)
+    assert kept[-1] == max(found)
+    assert not exact & set(kept)
+    for count in range(1, max(found) + 1):
+        run = choice.padded(count)
+        assert run == count if count in exact else run in kept and run >= count
+
+
+def test_rows_between_buckets_are_interpolated() -> None:
+    timings = {4: Timing(100, 120), 8: Timing(200, 220)}
+    # Plain: 5 rows 145, 6 rows 170, 7 rows 195; padded to 8: 200, less what it must be worth.
+    assert exact_rows((4, 8), timings) == {5, 6}
+
+
+def test_finer_buckets_are_within_the_profiles() -> None:
+    whole = [{"x": Range((1, 3), (8, 3), (100, 3))}]
+    assert buckets(whole, 100, fine=True) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 100)
+    assert buckets(whole, 9, fine=True) == (1, 2, 4, 8, 9)
+    assert buckets(whole, 100) == (1, 2, 4, 8, 16, 32, 64, 100)
+
+
+@pytest.mark.parametrize(("batch_us", "calls"), [(10.0, 1 + 1 + 4 * 8), (9_000.0, 1 + 1 + 2), (50_000.0, 1 + 1 + 1)])
+def test_slow_batches_are_measured_less_often(monkeypatch: pytest.MonkeyPatch, batch_us: float, calls: int) -> None:
+    now_us, made = [0.0], []
+
+    def queue() -> None:
+        made.append(1)
+        now_us[0] += batch_us
+
+    monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(now_us[0] * 1000))
+    assert measured_us(queue, lambda: None) == batch_us
+    assert len(made) == calls
