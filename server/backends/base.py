@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 from server.core.errors import BadRequest
 from server.core.resident import ResidentRows
@@ -142,6 +142,36 @@ class LoadedModel(Protocol):
 
     def close(self) -> None:
         """Give back everything; called once, after all executions are closed."""
+
+
+class Standing(NamedTuple):
+    """How a model fares that runs in a process of its own.
+
+    Attributes:
+        up: there is a process that serves.
+        refusal: why requests are refused for the time being; "" if they are served, or soon will be.
+        restarts: how many processes have died while they served.
+    """
+
+    up: bool
+    refusal: str
+    restarts: int
+
+
+class Isolated(Protocol):
+    """A model that runs in a process of its own."""
+
+    @property
+    def standing(self) -> Standing:
+        """How the process fares; from any thread."""
+
+
+def isolated_in(model: LoadedModel) -> Isolated | None:
+    """The model, or what stands behind it as its `inner`, if that runs in a process of its own."""
+    found: Any = model
+    while found is not None and not hasattr(found, "standing"):
+        found = getattr(found, "inner", None)
+    return cast("Isolated | None", found)
 
 
 class Backend(Protocol):

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 
+from server.backends.isolated_backend import IsolatedModel
 from server.backends.tensorrt_api import installed
 from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
 from server.backends.tensorrt_plan import Tensor
@@ -61,7 +62,7 @@ def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str,
     return {**config.parameters, **own}
 
 
-def check_tensors(model: TensorRtModel, config: ModelConfig, file: str) -> None:
+def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:
     """Hold a plan's tensors against the configuration.
 
     Raises:

@@ -140,7 +140,7 @@ class Loader:
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             else:
                 instances = handle_policy(config).instances
-                model = self.backend(chosen.runtime).load(chosen.file, instances, dict(config.parameters))
+                model = self._opened(chosen.runtime, config).load(chosen.file, instances, dict(config.parameters))
             return _BookedModel(with_pictures(_reshaping(model, config), steps), account, instances, residents)
         except BaseException:
             account.close()
@@ -149,23 +149,33 @@ class Loader:
     def _on_gpus(
         self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
     ) -> tuple[int, LoadedModel, Steps]:
-        from server.backends.tensorrt_backend import TensorRtBackend, gpu_count
+        from server.backends.isolated_backend import IsolatedBackend
+        from server.backends.tensorrt_backend import TensorRtBackend, TensorRtModel, gpu_count
         from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
 
         devices = devices_of(config)
-        backend, parameters = self.backend(chosen.runtime), backend_parameters(config, devices)
-        if not isinstance(backend, TensorRtBackend):
+        backend, parameters = self._opened(chosen.runtime, config), backend_parameters(config, devices)
+        if not isinstance(backend, TensorRtBackend | IsolatedBackend):
             return len(devices), backend.load(chosen.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
             self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(chosen.file, len(devices), parameters, account)
         try:
             check_tensors(model, config, chosen.file.name)
-            steps = join_steps(model, config, steps)
+            if isinstance(model, TensorRtModel):
+                steps = join_steps(model, config, steps)
         except BaseException:
             model.close()
             raise
         return len(devices), model, steps
+
+    def _opened(self, runtime: str, config: ModelConfig) -> Backend:
+        """A backend, in this process or in one of the model's own."""
+        if config.isolation == "process":
+            from server.control.isolation import isolated
+
+            return isolated(runtime, config)
+        return self.backend(runtime)
 
     def _runtime(self, folder: ModelFolder, version: int) -> str:
         """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""

@@ -108,9 +108,11 @@ class Registry:
             ]
 
     def ready(self) -> bool:
-        """True once the first loading is over, while every version that serves has a living instance."""
+        """True once the first loading is over, while every version that serves has a living instance, and its process if any."""
         return self._complete and all(
-            handle.ready for serving in self._serving.values() for handle in serving.handles.values()
+            handle.ready and ((standing := handle.standing) is None or standing.up)
+            for serving in self._serving.values()
+            for handle in serving.handles.values()
         )
 
     # For metrics

@@ -112,12 +112,7 @@ class Ledger:
     def holdings(self) -> list[Holding]:
         """All that is booked, sorted."""
         with self._lock:
-            return sorted(
-                Holding(gpu, account.model, account.version, kind, size_bytes)
-                for account in self._accounts
-                for (gpu, kind), size_bytes in account._held.items()
-                if size_bytes
-            )
+            return sorted(held for account in self._accounts for held in account._holdings())
 
     # For accounts and reservations
 
@@ -211,9 +206,31 @@ class Account:
         with self._ledger._lock:
             return {gpu: self._holds(gpu) for gpu, _ in self._held if self._holds(gpu)}
 
+    @property
+    def limits(self) -> dict[int, int]:
+        """Those of the ledger."""
+        return self._ledger.limits
+
+    def holdings(self) -> list[Holding]:
+        """What the account holds, sorted."""
+        with self._ledger._lock:
+            return sorted(self._holdings())
+
+    def others(self) -> list[Holding]:
+        """What all other accounts hold, sorted."""
+        with self._ledger._lock:
+            return sorted(held for other in self._ledger._accounts - {self} for held in other._holdings())
+
     def close(self) -> None:
         """Everything is given back, whatever is still booked; again is a no-op."""
         self._ledger._close(self)
+
+    def _holdings(self) -> list[Holding]:
+        return [
+            Holding(gpu, self.model, self.version, kind, size_bytes)
+            for (gpu, kind), size_bytes in self._held.items()
+            if size_bytes
+        ]
 
     def _holds(self, gpu: int) -> int:
         return sum(size_bytes for (place, _), size_bytes in self._held.items() if place == gpu)

@@ -213,6 +213,15 @@ class ModelConfig(ConfigPart):
         default=False,
         description="The model stays on its GPUs where others would have to make room for one that is wanted.",
     )
+    isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = Field(
+        default="none",
+        description="`process`: the model runs in a process of its own, and crashes or hangs alone; that costs a batch some "
+        "0.1 ms and a copy.",
+    )
+    isolation_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = Field(
+        default=60.0,
+        description="With `isolation: process`: a batch that takes longer hangs, and its process is killed and started again.",
+    )
 
     @property
     def served_input(self) -> tuple[ModelInput, ...]:
@@ -301,6 +310,8 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "build_on_load",
     "gpu_memory_budget",
     "keep_loaded",
+    "isolation",
+    "isolation_timeout_s",
 )
 # Every place that is ours: whole fields, and those inside of Triton's `optimization`.
 OWN_FIELDS: tuple[Location, ...] = (

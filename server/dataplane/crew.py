@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from server.backends.base import Execution, ExecutionLost, LoadedModel
+from server.backends.base import Execution, ExecutionLost, Isolated, LoadedModel, Standing, isolated_in
 from server.core.clock import NS_PER_S, Clock
 from server.core.completion import settle_all
 from server.core.errors import ConfigError, Finding, HeadraceError, Unavailable
@@ -34,7 +34,7 @@ class Crew:
     Ownership: `_moving` is held by whoever starts, parks or ends the instances, for as long as that takes; `_instances`,
     `_model`, `_warm_up` and `_closed` are written under it. `_lock` guards `alive`, `_living`, `_began_ns`, `_opening`,
     `_early` and `_ending`, for moments; it may be taken under `_moving`, never the other way round, and the scheduler's under
-    it. `parked` and `alive` are read without a lock.
+    it. `parked`, `alive` and `isolated` are read without a lock.
 
     Args:
         name: of the version, for threads and messages, e.g. "resnet50/1".
@@ -50,6 +50,7 @@ class Crew:
         alive: instances that live.
         restarts: instances that died and were started anew.
         parked: the model is closed until `unpark`.
+        isolated: the model, if it runs in a process of its own.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Crew:
         self._name = name
         self._size = size
         self._model: LoadedModel | None = model
+        self.isolated: Isolated | None = isolated_in(model)
         self._scheduler = scheduler
         self._make_runner = make_runner
         self._on_dead = on_dead
@@ -137,11 +139,27 @@ class Crew:
             if self._closed or not self.parked:
                 model.close()
                 return False
-            self._model = model
+            self._model, self.isolated = model, isolated_in(model)
             self._scheduler.resume()
             self._start(warm_up)
             self.parked = False
         return True
+
+    @property
+    def standing(self) -> Standing | None:
+        """How the process fares in which the model runs; None if it has none of its own, or is parked."""
+        isolated = self.isolated
+        return None if isolated is None else isolated.standing
+
+    def admit(self) -> None:
+        """Refuse requests while there is no process for them, and none soon.
+
+        Raises:
+            Unavailable: so it is.
+        """
+        standing = self.standing
+        if standing is not None and standing.refusal:
+            raise Unavailable(standing.refusal)
 
     def hush(self) -> None:
         """Tell nobody of deaths any more: the version is being closed."""
@@ -219,7 +237,7 @@ class Crew:
             self._living = set()
         self._instances = []  # they point back here: without the circle the memory is free at once
         self._warm_up = None
-        model, self._model = self._model, None
+        model, self._model, self.isolated = self._model, None, None
         if model is not None:
             model.close()
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from server.backends.base import Execution, LoadedModel, is_pipelined
+from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
 from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, TooLarge, Unavailable
@@ -151,10 +151,12 @@ class ModelHandle:
         """Refuse early, before a request is decoded.
 
         Raises:
-            Unavailable: no instance is left.
+            Unavailable: no instance is left, or the model's process is not to be had for some time.
         """
         if not self.ready:
             raise self._crew.dead()
+        if self._crew.isolated is not None:
+            self._crew.admit()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; await what is returned for the answer.
@@ -201,6 +203,11 @@ class ModelHandle:
     def ready(self) -> bool:
         """True while at least one instance lives, or will once somebody asks."""
         return self._crew.alive > 0 or self._crew.parked
+
+    @property
+    def standing(self) -> Standing | None:
+        """How the model's own process fares; None if it has none (now)."""
+        return self._crew.standing
 
     @property
     def alive(self) -> int:

@@ -57,6 +57,22 @@ class Source(Protocol):
     def restarts(self) -> int:
         """Instances that died and were started anew."""
 
+    @property
+    def standing(self) -> Standing | None:
+        """How the model's own process fares; None if it has none."""
+
+
+class Standing(Protocol):
+    """See `server.backends.base.Standing`."""
+
+    @property
+    def up(self) -> bool:
+        """There is a process that serves."""
+
+    @property
+    def restarts(self) -> int:
+        """How many have died while they served."""
+
 
 class Loads(Protocol):
     """How often a version was loaded; see `server.control.residency.Loads`."""
@@ -117,6 +133,7 @@ class ModelCollector(Collector):
         yield from _counts(totals)
         yield _batch_sizes(totals)
         yield from _gauges([(labels, source) for labels, source, _ in rows])
+        yield from _processes([(labels, source) for labels, source, _ in rows])
         yield _engines([(labels, source) for labels, source, _ in rows])
         yield from _triton_counters(totals)
 
@@ -230,6 +247,19 @@ def _gauges(rows: list[tuple[list[str], Source]]) -> Iterator[Metric]:
         restarts.add_metric(labels, source.restarts)
         pending.add_metric(labels, source.depth)
     yield from (depth, in_flight, instances, restarts, pending)
+
+
+def _processes(rows: list[tuple[list[str], Source]]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("headrace_model_process_up", "1 while an isolated model's process serves.", labels=_LABELS)
+    restarts = CounterMetricFamily(
+        "headrace_model_process_restarts", "Processes of an isolated model that died and were replaced.", labels=_LABELS
+    )
+    for labels, source in rows:
+        standing = source.standing
+        if standing is not None:
+            up.add_metric(labels, standing.up)
+            restarts.add_metric(labels, standing.restarts)
+    yield from (up, restarts)
 
 
 def _engines(rows: list[tuple[list[str], Source]]) -> Metric:

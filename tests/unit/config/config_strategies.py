@@ -158,6 +158,8 @@ def config_data(draw: st.DrawFn) -> dict[str, Any]:
             build_on_load=st.booleans(),
             gpu_memory_budget=st.integers(1, 2**63 - 1),
             keep_loaded=st.booleans(),
+            isolation=st.sampled_from(["none", "process"]),
+            isolation_timeout_s=st.floats(1e-3, 86400),
         )
     )
     if len(inputs) == 1 and draw(st.booleans()):

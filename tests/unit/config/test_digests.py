@@ -133,6 +133,7 @@ def test_what_makes_an_artefact_changes_the_digest(change: dict[str, Any]) -> No
         {"slo": {"p99_ms": 5.0}},
         {"build_on_load": True},
         {"gpu_memory_budget": "2GiB", "keep_loaded": True},
+        {"isolation": "process", "isolation_timeout_s": 5.0},
         {"optimization": {"precision": "int8", "priority": "max"}},
         {"optimization": {"precision": "INT8", "calibration": {"method": "entropy"}, "accuracy": {}}},
         {"metric_tags": {"a": "b"}},

@@ -182,3 +182,15 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+
+
+def test_an_account_knows_its_own_from_others() -> None:
+    ledger = Ledger()
+    ledger.set_limit(0, 100)
+    theirs, mine = ledger.account("a", "1"), ledger.account("a", "1")
+    theirs.reservation(0, Kind.WEIGHTS, 30)
+    mine.reservation(1, Kind.SCRATCH, 5)
+    mine.reservation(0, Kind.SCRATCH, 4)
+    assert mine.limits == {0: 100}
+    assert [tuple(held) for held in mine.holdings()] == [(0, "a", "1", "scratch", 4), (1, "a", "1", "scratch", 5)]
+    assert [tuple(held) for held in mine.others()] == [(0, "a", "1", "weights", 30)]

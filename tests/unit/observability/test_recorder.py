@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.backends.base import Standing
 from server.core.clock import NS_PER_S
 from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
@@ -104,6 +105,7 @@ ENGINE = {"engine.file": "model.0123456789ab.onnx", "engine.precision": "int8", 
 class _Source:
     depth, in_flight, alive, restarts = 4, 5, 2, 3
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
+    standing = Standing(False, "", 6)
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -124,6 +126,8 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_queue_seconds_sum", None].value == 0.03
     assert samples["headrace_requests_total", None].value == 2
     assert samples["headrace_instance_restarts_total", None].value == 3
+    assert samples["headrace_model_process_up", None].value == 0
+    assert samples["headrace_model_process_restarts_total", None].value == 6
     assert samples["headrace_failures_total", "overloaded"].value == 1
     assert samples["headrace_batches_total", "full"].value == 1
     assert samples["headrace_batch_rows_bucket", "2.0"].value == 0

@@ -1,0 +1,45 @@
+"""The fragile model in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from server.backends.isolated_backend import IsolatedBackend, IsolatedModel
+from tests import fragile_backend as fragile
+from tests.processes import own_children
+
+Load = Callable[..., IsolatedModel]
+
+
+@pytest.fixture
+def load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Load]:
+    """Loads the fragile model; all processes must have ended with the test."""
+    models: list[IsolatedModel] = []
+
+    def made(words: str = "", instances: int = 1, limit_s: float = 20.0) -> IsolatedModel:
+        file = tmp_path / "model"
+        file.write_text(words)
+        models.append(IsolatedBackend("m", fragile.FACTORY, limit_s).load(file, instances, {"a": "b"}))
+        return models[-1]
+
+    # A crash that a test wants leaves no core behind.
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+    open_files = len(os.listdir("/proc/self/fd"))
+    yield made
+    resource.setrlimit(resource.RLIMIT_CORE, before)
+    for model in models:
+        model.close()
+    models.clear()
+    assert own_children() == []
+    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("keeper")]
+    caplog.clear()
+    gc.collect()  # errors hold what they came through
+    assert len(os.listdir("/proc/self/fd")) <= open_files

@@ -1,0 +1,162 @@
+"""A backend in a process of its own: what comes back, and what becomes of a process that crashes, hangs or never comes up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.backends import isolated_process
+from server.backends.base import InputRefused, is_pipelined, isolated_in
+from server.backends.isolated_backend import FailedInChildError, IsolatedBackend, IsolatedModel
+from server.core.errors import ConfigError
+from server.core.ledger import HOST, Account, Kind, Ledger, NoRoom
+from server.core.tensor import Array
+from tests import fragile_backend as fragile
+from tests.fragile_backend import fly, pid, values, x_of
+from tests.processes import own_children
+
+Load = Callable[..., IsolatedModel]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(12, dtype=np.float32).reshape(3, 4),
+        np.arange(12, dtype=np.int8).reshape(2, 3, 2).transpose(0, 2, 1),
+        np.array([[True, False]]),
+        np.zeros((0, 4), np.float64),
+        np.arange(600_000, dtype=np.int64).reshape(2, -1),
+        np.array([[b"a", b""], [b"\x00\xff", "ü".encode()]], object),
+    ],
+    ids=lambda x: f"{x.dtype}{list(x.shape)}",
+)
+def test_tensors_there_and_back(load: Load, x: Array) -> None:
+    execution = load().execution(0)
+    for _ in range(2):
+        y = execution.run({"x": x})["y"]
+        assert y.shape == x.shape
+        expected = (
+            [item + b"!" for item in x.reshape(-1).tolist()] if x.dtype.hasobject else (x * 2).reshape(-1).tolist()
+        )  # type: ignore[operator]
+        assert y.reshape(-1).tolist() == expected
+        assert y.dtype == x.dtype or x.dtype == bool
+    assert y.flags.writeable, "it belongs to the caller"
+
+
+def test_it_runs_in_one_process_that_is_not_ours_for_all_instances(load: Load) -> None:
+    model = load(instances=3)
+    executions = [model.execution(index) for index in range(3)]
+    found = {pid(execution.run(x_of(1))) for execution in executions}
+    assert found == set(own_children())
+    assert isolated_in(model) is model
+    assert model.standing == (True, "", 0)
+    assert not is_pipelined(executions[0])
+
+
+def test_outputs_may_be_larger_than_the_memory(load: Load) -> None:
+    execution = load().execution(0)
+    first = execution.run(x_of(1))
+    assert execution.run(x_of(fragile.BIG))["y"].shape == (1, 300_000)
+    assert values(first) == [2], "answers given before are left alone"
+    assert values(execution.run(x_of(4, 5))) == [8, 10]
+
+
+@pytest.mark.parametrize("words", ["", "pipelined"])
+def test_errors_of_the_model_are_told_and_kill_nothing(load: Load, words: str) -> None:
+    execution = load(words).execution(0)
+    before = pid(execution.run(x_of(1)))
+    with pytest.raises(InputRefused, match="five is too much"):
+        execution.run(x_of(fragile.REFUSE))
+    with pytest.raises(FailedInChildError, match="RuntimeError: poisoned"):
+        execution.run(x_of(fragile.RAISE))
+    assert pid(execution.run(x_of(1))) == before
+
+
+def test_flights_overlap_and_land_in_order(load: Load) -> None:
+    model = load("pipelined")
+    execution = model.execution(0)
+    assert is_pipelined(execution)
+    assert execution.depth == 2
+    for _ in range(5):
+        flights = [fly(execution, 1, 2), fly(execution, 3)]
+        assert [values(execution.finish(flight)) for flight in flights] == [[2, 4], [6]]
+    refused, launched, good = fly(execution, fragile.REFUSE), fly(execution, fragile.RAISE - 0.5), 7
+    with pytest.raises(InputRefused):
+        execution.finish(refused)
+    last = fly(execution, good)
+    with pytest.raises(FailedInChildError, match="at the launch"):
+        execution.finish(launched)
+    execution.discard(execution.begin(x_of(1), 1))
+    assert values(execution.finish(last)) == [14]
+    assert values(execution.run(x_of(1))) == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("refuse", "model:3: error: is refused (write another)"),
+        (
+            "abort",
+            "m: error: its process died while it loaded the model: killed by SIGABRT (the server's log has more)",
+        ),
+        ("raise", "m: error: could not be loaded (RuntimeError) (the server's log has more)"),
+        ("hang", "m: error: its process died while it loaded the model: it did not load the model within 0.5 s"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPatch, words: str, told: str) -> None:
+    if words == "hang":
+        monkeypatch.setattr(isolated_process, "_LOAD_LIMIT_S", 0.5)
+    with pytest.raises(ConfigError) as caught:
+        load(words)
+    assert str(caught.value).startswith(told)
+
+
+def test_what_the_process_logs_is_in_our_log(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    model = load()
+    model.close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "headrace.fragile"]
+    assert lines == ["loads model for 1 with ['a']", "closed"]
+
+
+def loaded_with(folder: Path, account: Account, weights: int) -> IsolatedModel:
+    (folder / "model").write_text("")
+    backend = IsolatedBackend("m", fragile.FACTORY, 20.0)
+    return backend.load(folder / "model", 1, {"weights": str(weights)}, account)
+
+
+def test_gpu_memory_of_the_process_is_booked_with_us(tmp_path: Path) -> None:
+    ledger = Ledger()
+    ledger.set_limit(0, 1000)
+    ledger.account("n", "1").reservation(0, Kind.SCRATCH, 300)
+    model = loaded_with(tmp_path, ledger.account("m", "1"), 600)
+    assert [tuple(holding)[:5] for holding in ledger.holdings() if holding.model == "m"] == [
+        (HOST, "m", "1", "buffers", 10),
+        (0, "m", "1", "weights", 600),
+    ]
+    assert ledger.held(0) == 900
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "budget", "others", "lacking", "words"),
+    [
+        (800, None, True, 100, "700 B of 1000 B are free (it holds 0 B, n/1 300 B)"),
+        (1200, None, False, 500, "are free"),
+        (600, 500, False, 100, "its gpu_memory_budget is 500 B"),
+    ],
+)
+def test_what_the_process_has_no_room_for_is_refused_as_by_our_own_ledger(
+    tmp_path: Path, weights: int, budget: int | None, others: bool, lacking: int, words: str
+) -> None:
+    ledger = Ledger()
+    ledger.set_limit(0, 1000)
+    ledger.account("n", "1").reservation(0, Kind.SCRATCH, 300)
+    with pytest.raises(NoRoom, match=re.escape(words)) as caught:
+        loaded_with(tmp_path, ledger.account("m", "1", budget), weights)
+    assert (caught.value.gpu, caught.value.others, caught.value.lacking_bytes) == (0, others, lacking)
+    assert caught.value.findings[0].path == "m/1"
+    assert own_children() == []

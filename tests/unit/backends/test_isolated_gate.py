@@ -1,0 +1,186 @@
+"""Who may enter a process, and who is to blame for its death."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.backends import isolated_gate
+from server.backends.base import ExecutionLost
+from server.backends.isolated_gate import Gate
+from server.core.errors import Unavailable
+
+
+def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def opened() -> Gate[str]:
+    gate: Gate[str] = Gate()
+    gate.open("first")
+    return gate
+
+
+def test_batches_are_inside_together() -> None:
+    gate = opened()
+    assert gate.is_open
+    assert [gate.enter(name, wait=False) for name in "abc"] == ["first"] * 3
+    assert gate.shut("") == 3
+    assert not gate.is_open
+
+
+def test_nobody_enters_without_a_process_and_who_waits_enters_the_next() -> None:
+    gate: Gate[str] = Gate()
+    assert gate.enter("a", wait=False) is None
+    thread, found = in_thread(lambda: gate.enter("a", wait=True))
+    gate.open("second")
+    thread.join(10)
+    assert found == ["second"]
+
+
+def test_suspects_run_alone_and_before_anybody_else() -> None:
+    gate = opened()
+    for name in "ab":
+        gate.enter(name, wait=False)
+    gate.shut("")
+    assert gate.suspected("a")
+    assert gate.suspected("b")
+    gate.open("second")
+    assert gate.enter("c", wait=False) is None, "while there are suspects"
+    assert gate.enter("a", wait=False) == "second"
+    assert gate.enter("b", wait=False) is None, "alone means alone"
+    thread, found = in_thread(lambda: gate.enter("b", wait=True))
+    gate.leave("a")
+    thread.join(10)
+    assert found == ["second"]
+    thread, found = in_thread(lambda: gate.enter("c", wait=True))
+    gate.leave("b")
+    thread.join(10)
+    assert found == ["second"]
+    gate.leave("c")
+
+
+def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_gate, "_CAREFUL", 3)
+    gate = opened()
+    gate.enter("a", wait=False)
+    gate.shut("")
+    gate.open("second")
+    for name in "bcd":
+        assert gate.enter(name, wait=False) == "second"
+        assert gate.enter("x", wait=False) is None
+        gate.leave(name)
+    assert [gate.enter(name, wait=False) for name in "efg"] == ["second"] * 3
+    gate.leave("e")
+    assert gate.enter("h", wait=False) == "second"
+
+
+def test_an_idle_death_makes_nobody_careful() -> None:
+    gate = opened()
+    gate.shut("")
+    gate.open("second")
+    assert [gate.enter(name, wait=False) for name in "ab"] == ["second"] * 2
+
+
+def test_who_was_alone_is_to_blame() -> None:
+    gate = opened()
+    gate.enter("a", wait=False)
+    assert gate.shut("") == 1
+    assert not gate.suspected("a")
+    gate.open("second")
+    assert gate.enter("b", wait=False) == "second"
+
+
+def test_a_suspect_that_dies_alone_is_to_blame_and_the_others_are_still_to_be_tried() -> None:
+    gate = opened()
+    for name in "bc":
+        gate.enter(name, wait=False)
+    gate.shut("")
+    gate.open("second")
+    gate.enter("b", wait=False)
+    gate.shut("")
+    assert not gate.suspected("b")
+    assert gate.suspected("c"), "it has not had its turn"
+
+
+def test_a_suspect_waits_until_the_process_is_empty() -> None:
+    gate = opened()
+    for name in "ab":
+        gate.enter(name, wait=False)
+    gate.shut("")
+    gate.open("second")
+    gate.enter("a", wait=False)
+    gate.leave("b")  # nobody wants it any more
+    gate.leave("a")
+    assert gate.enter("c", wait=False) == "second"
+
+
+def test_refusals_end_with_the_next_process() -> None:
+    gate = opened()
+    thread, found = in_thread(lambda: (gate.shut("gone for long"), gate.enter("a", wait=True)))
+    thread.join(10)
+    assert isinstance(found[0], Unavailable)
+    assert gate.refusal == "gone for long"
+    with pytest.raises(Unavailable, match="gone for long"):
+        gate.enter("a", wait=False)
+    gate.open("second")
+    assert gate.enter("a", wait=False) == "second"
+
+
+def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
+    gate: Gate[str] = Gate()
+    waiting = [in_thread(lambda name=name: gate.enter(name, wait=True)) for name in "ab"]  # type: ignore[misc]
+    gate.shut("not soon")
+    for thread, found in waiting:
+        thread.join(10)
+        assert isinstance(found[0], Unavailable)
+    thread, found = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
+    gate.lose("never more")
+    thread.join(10)
+    assert isinstance(found[0], ExecutionLost)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "die"]), st.integers(0, 4)), max_size=60))
+def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[str, int]]) -> None:
+    gate: Gate[int] = Gate()
+    gate.open(0)
+    careful = 0
+    inside: set[int] = set()
+    suspects: set[int] = set()
+    for number, (step, batch) in enumerate(steps, 1):
+        if step == "enter" and batch not in inside:
+            may = not (inside & suspects) and not (inside and (careful or batch in suspects))
+            may = may and (batch in suspects or not suspects)
+            assert (gate.enter(batch, wait=False) is not None) == may
+            if may:
+                inside.add(batch)
+        elif step == "leave":
+            gate.leave(batch)
+            careful -= bool(careful and batch in inside)
+            inside.discard(batch)
+            suspects.discard(batch)
+        elif step == "die":
+            assert gate.shut("") == len(inside)
+            careful = isolated_gate._CAREFUL if inside else careful
+            suspects = suspects | inside if len(inside) > 1 else suspects - inside
+            inside = set()
+            gate.open(number)
+        assert {b for b in range(5) if gate.suspected(b)} == suspects
+        assert len(inside) <= 1 or not inside & suspects
+        assert len(inside) <= 1 or not careful
