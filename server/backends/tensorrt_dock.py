@@ -6,7 +6,6 @@ Used with the device current, by the instance's thread.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +14,10 @@ from typing import NamedTuple
 from server.backends.base import Resident
 from server.backends.tensorrt_berths import Berth, Sizes
 from server.backends.tensorrt_lanes import Lane, output_shapes
-from server.backends.tensorrt_plan import Plan, Shape, buckets, choose_profile, largest, refused
+from server.backends.tensorrt_plan import Plan, Shape, buckets, largest, refused
 from server.backends.tensorrt_rows import BESIDE, RowTable, gather
 from server.backends.tensorrt_stages import Ports
-from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, fair, measured_us, told, worthwhile
+from server.backends.tensorrt_tuning import Choice
 from server.core.errors import ModelFailed
 from server.core.ledger import Kind
 from server.core.tensor import Array
@@ -81,7 +80,9 @@ class Dock:
 
     Attributes:
         berths: one for each batch under way.
-        choice: how batches are run; None until it is open.
+        choice: how batches are run.
+        fixed: True if the batch's is the only free dimension, if any: then all batches run by the choice.
+        graphs: True as long as CUDA graphs can be had.
         computing: the stream of the model, and of flights that are one graph.
         copying_in, copying_out: those of the others.
 
@@ -106,7 +107,7 @@ class Dock:
         self._placement = placement
         self._kernel = kernel
         self._tell = tell
-        self._graphs = placement.graphs
+        self.graphs = placement.graphs
         self._names = [tensor.name for tensor in plan.inputs]
         self._scratch = plan.allocator.device(Kind.SCRATCH)
         self._within: dict[str, DeviceBuffer] = {}
@@ -117,14 +118,14 @@ class Dock:
         self._max_rows = placement.max_rows
         # A batch dimension may be all that is free.
         shapes = [tensor.shape[1:] if self._max_rows else tensor.shape for tensor in plan.inputs]
-        self._fixed = all(-1 not in shape for shape in shapes)
+        self.fixed = all(-1 not in shape for shape in shapes)
         self._buckets = buckets(plan.profiles, self._max_rows) if self._max_rows else ()
         self._check_buckets()
         self.berths: list[Berth] = []
         self.choice = Choice(self._buckets)
 
     def open(self) -> None:
-        """Take memory for the largest batches, and make the lanes for all shapes that can be told.
+        """Take memory for the largest batches.
 
         Raises:
             ConfigError: outputs cannot be served.
@@ -148,12 +149,25 @@ class Dock:
             for memory in berth.inputs.values():
                 memory.clear(self.copying_in)
         self.copying_in.synchronize()
-        if self._fixed:
-            with self._plan.tuning:
-                if self._plan.choice is None:
-                    self._plan.choice = self._tune()
-                self.choice = self._plan.choice
-            self._make_lanes()
+        self.synchronize()
+
+    def prepare(self, choice: Choice) -> None:
+        """Make the lanes for all shapes that can be told, and run batches by this choice from here on.
+
+        Raises:
+            DeviceError: the GPU has no memory left, or has failed.
+        """
+        self.choice = choice
+        for rows in choice.buckets or (0,):
+            whole = rows in choice.whole
+            for berth in self.berths:
+                lane = self.ready(berth, self.shapes_of(rows)) or self.new_lane(berth, rows, whole)
+                if whole and not self.captured_flight(lane):
+                    self._capture(lane)
+                elif whole:
+                    lane.drop_execution()
+        for berth in self.berths if choice.exact else ():
+            self.shared_lane(berth)
         self.synchronize()
 
     def ready(self, berth: Berth, shapes: Shapes) -> Lane | None:
@@ -169,12 +183,35 @@ class Dock:
             ModelFailed: the plan does not take them.
             DeviceError: the GPU has no memory left, or has failed.
         """
-        if not self._fixed and (shapes in self._late or len(self._late) < _LATE_SHAPES):
+        if not self.fixed and (shapes in self._late or len(self._late) < _LATE_SHAPES):
             self._late.add(shapes)
-            return self._new_lane(berth, shapes)
-        lane = self._shared_lane(berth)
-        lane.set_shapes(self._named(shapes), self.computing)
+            return self._make_lane(berth, shapes)
+        lane = self.shared_lane(berth)
+        lane.set_shapes(self.named(shapes), self.computing)
         return lane
+
+    def new_lane(self, berth: Berth, rows: int, whole: bool = False) -> Lane:
+        """A lane for so many rows that has run once, with a graph of its execution if one can be had, unless it flies whole."""
+        return self._make_lane(berth, self.shapes_of(rows), whole)
+
+    def drop_lane(self, berth: Berth, rows: int) -> None:
+        """Give a lane back; nothing of it is running."""
+        self._lanes.pop((berth.index, self.shapes_of(rows))).close()
+
+    def shared_lane(self, berth: Berth) -> Lane:
+        """The one for whatever has no lane of its own."""
+        if berth.index not in self._shared:
+            self._shared[berth.index] = self._loose_lane(berth)
+        return self._shared[berth.index]
+
+    def drop_shared_lane(self, berth: Berth) -> None:
+        """Give it back; nothing of it is running."""
+        if berth.index in self._shared:
+            self._shared.pop(berth.index).close()
+
+    def captured_flight(self, lane: Lane) -> bool:
+        """Make a lane fly whole; False if that cannot be captured."""
+        return not self._captured(partial(lane.capture_flight, self.computing, self._kernel))
 
     def launch(self, berth: Berth, lane: Lane, views: Views, residents: Sequence[Resident]) -> None:
         """Queue a flight: copy in, compute, copy out; its inputs are in the berth, but for those that are resident.
@@ -194,11 +231,6 @@ class Dock:
             berth.landing.record(self.computing)
         else:
             self._launch_in_stages(berth, lane, views, {name for name, _, _ in residents})
-
-    @property
-    def fixed(self) -> bool:
-        """True if the batch's is the only free dimension, so that all batches run by the choice."""
-        return self._fixed
 
     def shapes_of(self, rows: int) -> Shapes:
         """Of the plan's inputs, for so many rows; the batch's is the only free dimension, if any."""
@@ -247,47 +279,40 @@ class Dock:
             sizes.add(self._ports, shapes, output_shapes(plan, context, number, shapes, self.computing))
         return sizes
 
-    def _make_lanes(self) -> None:
-        """Lanes for all buckets in all berths, and the shared ones if some batches are in no bucket."""
-        for rows in self.choice.buckets or (0,):
-            shapes = self.shapes_of(rows)
-            for berth in self.berths:
-                whole = rows in self.choice.whole
-                lane = self._lanes.get((berth.index, shapes)) or self._new_lane(berth, shapes, whole)
-                if whole:
-                    self._capture(partial(lane.capture_flight, self.computing, self._kernel))
-                    lane.drop_execution()
-        for berth in self.berths if self.choice.exact else ():
-            self._shared_lane(berth)
-
-    def _new_lane(self, berth: Berth, shapes: Shapes, whole: bool = False) -> Lane:
-        """A new lane that has run once, with a graph of its execution if one can be had, unless its flights are to be whole."""
+    def _make_lane(self, berth: Berth, shapes: Shapes, whole: bool = False) -> Lane:
         lane = self._lanes[berth.index, shapes] = self._loose_lane(berth)
-        lane.set_shapes(self._named(shapes), self.computing)
+        lane.set_shapes(self.named(shapes), self.computing)
         lane.enqueue(self.computing)
         if not whole:
-            self._capture(partial(lane.capture, self.computing))
+            self._capture(lane)
         return lane
-
-    def _shared_lane(self, berth: Berth) -> Lane:
-        if berth.index not in self._shared:
-            self._shared[berth.index] = self._loose_lane(berth)
-        return self._shared[berth.index]
 
     def _loose_lane(self, berth: Berth) -> Lane:
         return Lane(self._plan, self._ports, berth, self._scratch.address, self._max_rows > 0)
 
-    def _capture(self, capture: Callable[[], None]) -> None:
-        """Capture a graph; if that cannot be, no other is tried."""
-        if self._graphs:
-            with self._plan.collecting() as errors:
-                try:
+    def _capture(self, lane: Lane) -> None:
+        """Capture a lane's execution; if that cannot be, no other is tried."""
+        if self.graphs:
+            reason = self._captured(partial(lane.capture, self.computing))
+            if reason:
+                self.graphs = False
+                self._tell(reason)
+
+    def _captured(self, capture: Callable[[], None]) -> str:
+        """Capture a graph: "", or why that cannot be. It is tried twice, since what this thread frees meanwhile spoils it."""
+        with self._plan.collecting() as errors:
+            try:
+                with contextlib.suppress(ModelFailed, DeviceError):
                     capture()
-                except (ModelFailed, DeviceError) as error:
-                    if not works():
-                        raise
-                    self._graphs = False
-                    self._tell("; ".join([str(error), *list(errors)[-1:]]))
+                    return ""
+                capture()
+            except (ModelFailed, DeviceError) as error:
+                if not works():
+                    raise
+                reason = "; ".join([str(error), *list(errors)[-1:]])
+                logger.debug("%s: a CUDA graph cannot be captured: %s", self._plan.name, reason)
+                return reason
+        return ""
 
     # On the way
 
@@ -316,72 +341,6 @@ class Dock:
             berth.outputs[name].fetch(values, self.copying_out)
         berth.landing.record(self.copying_out)
 
-    # Tuning
-
-    def _tune(self) -> Choice:
-        """Measure, in the first berth, which buckets pay and how flights are best queued."""
-        if not self._graphs:
-            return self.choice
-        timings = self._timings()
-        kept = worthwhile(timings) if self._graphs else self._buckets
-        for rows in timings.keys() - set(kept):
-            self._lanes.pop((0, self.shapes_of(rows))).close()
-        # With several profiles a context that changes its shapes may have to change its profile, which halts the stream.
-        exact = exact_rows(kept, timings) if self._graphs and len(self._plan.profiles) == 1 else frozenset[int]()
-        if not exact and 0 in self._shared:
-            self._shared.pop(0).close()
-        choice = Choice(kept, self._measured_whole(kept or (0,)), timings, exact)
-        text = "%s: %s; one graph a flight for %s rows, %d numbers of rows run as they are"
-        logger.debug(text, self._plan.name, told(timings, kept), sorted(choice.whole), len(exact))
-        return choice
-
-    def _timings(self) -> dict[int, Timing]:
-        """Of all buckets that come into question, and their lanes; the largest first, so that the GPU is awake for the small."""
-        timings = dict[int, Timing]()
-        for rows in reversed(buckets(self._plan.profiles, self._max_rows, fine=True) if self._max_rows else ()):
-            lane = self._new_lane(self.berths[0], self.shapes_of(rows))
-            if not self._graphs:
-                return {}
-            replay_us = measured_us(partial(lane.enqueue, self.computing), self.computing.synchronize)
-            timings[rows] = Timing(replay_us, measured_us(self._plainly(rows), self.computing.synchronize))
-        return timings
-
-    def _plainly(self, rows: int) -> Callable[[], None]:
-        """Queues batches of `rows` and, in turn with them, of one less: each time the context changes its shapes."""
-        lane = self._shared_lane(self.berths[0])
-        sizes = [rows, rows - 1] if self._has_profile(rows - 1) else [rows]
-        turns = itertools.cycle([self._named(self.shapes_of(size)) for size in sizes])
-
-        def queue() -> None:
-            lane.set_shapes(next(turns), self.computing)
-            lane.enqueue(self.computing)
-
-        return queue
-
-    def _has_profile(self, rows: int) -> bool:
-        return rows > 0 and choose_profile(self._plan.profiles, self._named(self.shapes_of(rows))) is not None
-
-    def _measured_whole(self, kept: tuple[int, ...]) -> frozenset[int]:
-        """The smallest buckets, as far as a flight in one graph is as good as one in three streams."""
-        most = self._placement.one_graph_rows
-        if most is not None or not self._graphs:
-            return frozenset(rows for rows in kept if max(rows, 1) <= (most or 0))
-        berth, found = self.berths[0], set[int]()
-        for rows in kept:
-            lane = self._lanes.get((0, self.shapes_of(rows))) or self._new_lane(berth, self.shapes_of(rows))
-            views = Views(
-                {name: berth.inputs[name].view(shape) for name, shape in lane.inputs.items()},
-                {name: berth.outputs[name].view(shape) for name, shape in lane.outputs.items()},
-                rows or 1,
-            )
-            queue = partial(self.launch, berth, lane, views, ())
-            staged_us = measured_us(queue, self.synchronize)
-            self._capture(partial(lane.capture_flight, self.computing, self._kernel))
-            if not self._graphs or not fair(measured_us(queue, self.synchronize), staged_us):
-                lane.drop_flight()
-                break
-            found.add(rows)
-        return frozenset(found)
-
-    def _named(self, shapes: Shapes) -> dict[str, Shape]:
+    def named(self, shapes: Shapes) -> dict[str, Shape]:
+        """Shapes of the plan's inputs, by their names."""
         return dict(zip(self._names, shapes, strict=True))

@@ -23,6 +23,7 @@ from server.backends.tensorrt_dock import Dock, Placement, Shapes, Views
 from server.backends.tensorrt_lanes import Lane, told
 from server.backends.tensorrt_plan import Plan, Shape, choose_profile
 from server.backends.tensorrt_stages import Joined, Ports
+from server.backends.tensorrt_tuner import tuned
 from server.core.errors import HeadraceError, ModelFailed
 from server.core.tensor import Array
 from server.cuda.driver import DeviceError, OutOfDeviceMemory, loaded, primary_context
@@ -116,6 +117,8 @@ class TensorRtExecution:
         with self._working:
             try:
                 self._dock.open()
+                if self._dock.fixed:
+                    self._dock.prepare(tuned(self._dock, plan, placement))
             except BaseException:
                 self._dock.close()
                 raise

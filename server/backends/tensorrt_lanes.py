@@ -89,11 +89,14 @@ class Lane:
     def capture(self, stream: Stream) -> None:
         """Make a graph of the execution, once it has run for these shapes: the first run sets up what a graph cannot.
 
+        Nothing is done where there is one.
+
         Raises:
             ModelFailed: it cannot be captured, says TensorRT; the lane runs without.
             DeviceError: says the driver.
         """
-        self._graph = Graph(stream, lambda: self._compute(stream))
+        if self._graph is None:
+            self._graph = Graph(stream, lambda: self._compute(stream))
 
     def capture_flight(self, stream: Stream, kernel: RowGather | None) -> None:
         """Make a graph of a whole flight, copies and all, and another for rows that are resident, unless they are there.

@@ -58,8 +58,9 @@ class RowTable:
         addresses = list(range(staged, staged + rows * row_bytes, row_bytes))
         for own, first, values in residents:
             if own == name:
-                count = values.nbytes // row_bytes
                 address = values.address
+                # Without a batch dimension all of it is one row, whatever its first dimension.
+                count = values.shape[0] if rows > 1 else 1
                 if count == 1:
                     addresses[first] = address
                 else:

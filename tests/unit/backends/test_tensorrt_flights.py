@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from engines.targets.base import Order, ShapeRange
-from server.backends import tensorrt_dock, tensorrt_tuning
+from server.backends import tensorrt_tuner, tensorrt_tuning
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
+from server.backends.tensorrt_lanes import Lane
 from server.backends.tensorrt_plan import Range, buckets
 from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, measured_us, worthwhile
 from server.core.resident import PINNED
+from server.cuda.driver import DeviceError
 from server.cuda.kernels import loading
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import fake_tensorrt
@@ -248,13 +250,51 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
         asked.append(1)
         return len(asked) < 3
 
-    monkeypatch.setattr(tensorrt_dock, "fair", fair)
+    monkeypatch.setattr(tensorrt_tuner, "fair", fair)
     with opened(build(tmp_path), told(), instances=2) as executions:
         for execution in executions:
             assert execution._dock.choice.whole == {1, 2}
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
     assert len(asked) == 3, "the second instance is told what the first has found"
+
+
+@pytest.mark.usefixtures("trt")
+@pytest.mark.parametrize("one_graph_rows", ["auto", "8"])
+def test_a_flight_that_cannot_be_captured_leaves_the_engine_s_graphs(
+    cuda: LateCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    one_graph_rows: str,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DeviceError("copies cannot be captured")
+
+    monkeypatch.setattr(Lane, "_fly", refuse)
+    with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told(one_graph_rows)) as execution:
+        assert len(cuda.graphs) == 4 * execution.depth
+        np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("trt")
+def test_a_capture_that_was_spoilt_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt: list[int] = []
+    real = Lane.capture
+
+    def capture(lane: Lane, stream: Any) -> None:
+        spoilt.append(1)
+        if len(spoilt) == 3:
+            raise DeviceError("a buffer was freed meanwhile")
+        real(lane, stream)
+
+    monkeypatch.setattr(Lane, "capture", capture)
+    with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told("0")) as execution:
+        assert execution._dock.graphs
+    assert not caplog.records
 
 
 def test_what_is_worth_a_bucket() -> None:

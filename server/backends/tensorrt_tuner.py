@@ -1,0 +1,118 @@
+"""Measures a plan on its GPU when the first of its instances there is opened: see `tensorrt_tuning` for what follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from server.backends.tensorrt_dock import Dock, Placement, Views
+from server.backends.tensorrt_plan import Plan, buckets, choose_profile
+from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, fair, measured_us, told, worthwhile
+
+logger = logging.getLogger("headrace.tensorrt")
+
+
+def tuned(dock: Dock, plan: Plan, placement: Placement) -> Choice:
+    """How batches of a plan are best run, measured once for all instances on a GPU, which wait for it.
+
+    Args:
+        dock: open, with the device current.
+        plan: of the instance; its batches have no other free dimension than their rows.
+        placement: likewise.
+
+    Raises:
+        DeviceError: the GPU has no memory left, or has failed.
+    """
+    with plan.tuning:
+        if plan.choice is None:
+            plan.choice = Tuner(dock, plan, placement).choose() if placement.graphs else dock.choice
+        return plan.choice
+
+
+class Tuner:
+    """Works in the first berth of a dock, and leaves there the lanes of the buckets it chooses.
+
+    Args:
+        dock, plan, placement: as for `tuned`.
+    """
+
+    def __init__(self, dock: Dock, plan: Plan, placement: Placement) -> None:
+        self._dock = dock
+        self._plan = plan
+        self._placement = placement
+        self._berth = dock.berths[0]
+
+    def choose(self) -> Choice:
+        """Measure which buckets pay and how flights are best queued.
+
+        Raises:
+            DeviceError: the GPU has no memory left, or has failed.
+        """
+        dock, timings = self._dock, self._timings()
+        if self._placement.max_rows and not timings:
+            return dock.choice
+        kept = worthwhile(timings)
+        for rows in timings.keys() - set(kept):
+            dock.drop_lane(self._berth, rows)
+        # With several profiles a context that changes its shapes may have to change its profile, which halts the stream.
+        exact = exact_rows(kept, timings) if len(self._plan.profiles) == 1 else frozenset[int]()
+        if not exact:
+            dock.drop_shared_lane(self._berth)
+        choice = Choice(kept, self._whole(kept or (0,)), timings, exact)
+        text = "%s: %s; one graph a flight for %s rows, %d numbers of rows run as they are"
+        logger.debug(text, self._plan.name, told(timings, kept), sorted(choice.whole), len(exact))
+        return choice
+
+    def _timings(self) -> dict[int, Timing]:
+        """Of all buckets that come into question, with their lanes; the largest first, so that the GPU is awake for the small.
+
+        Empty if graphs cannot be had.
+        """
+        dock, timings = self._dock, dict[int, Timing]()
+        most = self._placement.max_rows
+        for rows in reversed(buckets(self._plan.profiles, most, fine=True) if most else ()):
+            lane = dock.new_lane(self._berth, rows)
+            if not dock.graphs:
+                return {}
+            replay_us = measured_us(partial(lane.enqueue, dock.computing), dock.computing.synchronize)
+            timings[rows] = Timing(replay_us, measured_us(self._plainly(rows), dock.computing.synchronize))
+        return timings
+
+    def _plainly(self, rows: int) -> Callable[[], None]:
+        """Runs a batch of `rows` and, in turn with it, of one less: each time the context changes its shapes.
+
+        It is waited for each time, as while serving: a context is given other shapes only when it is at rest.
+        """
+        dock, lane = self._dock, self._dock.shared_lane(self._berth)
+        shapes = [dock.named(dock.shapes_of(number)) for number in (rows, rows - 1) if number]
+        turns = itertools.cycle([named for named in shapes if choose_profile(self._plan.profiles, named) is not None])
+
+        def run() -> None:
+            lane.set_shapes(next(turns), dock.computing)
+            lane.enqueue(dock.computing)
+            dock.computing.synchronize()
+
+        return run
+
+    def _whole(self, kept: tuple[int, ...]) -> frozenset[int]:
+        """The smallest buckets, as far as a flight in one graph is as good as one in three streams."""
+        dock, berth, most = self._dock, self._berth, self._placement.one_graph_rows
+        if most is not None:
+            return frozenset(rows for rows in kept if max(rows, 1) <= most)
+        found = set[int]()
+        for rows in kept:
+            lane = dock.ready(berth, dock.shapes_of(rows)) or dock.new_lane(berth, rows)
+            views = Views(
+                {name: berth.inputs[name].view(shape) for name, shape in lane.inputs.items()},
+                {name: berth.outputs[name].view(shape) for name, shape in lane.outputs.items()},
+                rows or 1,
+            )
+            queue = partial(dock.launch, berth, lane, views, ())
+            staged_us = measured_us(queue, dock.synchronize)
+            if not dock.captured_flight(lane) or not fair(measured_us(queue, dock.synchronize), staged_us):
+                lane.drop_flight()
+                break
+            found.add(rows)
+        return frozenset(found)
