@@ -1,0 +1,112 @@
+"""TensorRT in a process of the model's own, on a real GPU: right answers, also after a crash, and no memory left behind.
+
+`pytest -s` prints what the process costs a batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.backends.base import is_pipelined
+from server.backends.isolated_backend import IsolatedBackend
+from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
+from server.control.isolation import FACTORIES
+from server.core.ledger import Ledger
+from server.cuda.driver import current, loaded
+from tests.gpu.tensorrt_networks import answers, convolutions, cosine, pictures
+from tests.processes import eventually, own_children
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+ROWS = 32
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`convolutions` for 1 to 32 rows."""
+    path = tmp_path_factory.mktemp("plan") / "model.plan"
+    shapes = ShapeRange({"x": tuple((n, 3, 16, 16) for n in (1, 8, ROWS))})  # type: ignore[arg-type]
+    TensorRtTarget(optimization_level=1).build(convolutions(), Order("fp32", (shapes,)), path, silent)
+    return path
+
+
+def right(found: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
+    return cosine(found["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
+
+
+def free_bytes() -> int:
+    with current(0):
+        return int(loaded().mem_get_info()[0])
+
+
+def fly(execution: Any, x: np.ndarray[Any, Any]) -> Any:
+    flight = execution.begin({"x": x}, len(x))
+    np.copyto(flight.inputs["x"], x)
+    execution.launch(flight)
+    return flight
+
+
+def median_us(execution: Any, x: np.ndarray[Any, Any]) -> float:
+    times = []
+    for _ in range(300):
+        begun = time.perf_counter()
+        execution.run({"x": x})
+        times.append(1e6 * (time.perf_counter() - begun))
+    return float(np.median(times))
+
+
+def test_flights_overlap_there_and_survive_its_death(plan: Path) -> None:
+    before = free_bytes()
+    ledger = Ledger()
+    ledger.set_limit(0, before)
+    account = ledger.account("m", "1")
+    backend = IsolatedBackend("m", FACTORIES["tensorrt"], 60.0)
+    with closing(backend.load(plan, 2, {MAX_BATCH_SIZE: str(ROWS)}, account)) as model:
+        assert {tensor.name for tensor in model.inputs} == {"x"}
+        assert ledger.held(0) > 0
+        executions = [model.execution(index) for index in range(2)]
+        assert all(is_pipelined(execution) for execution in executions)
+        batches = [pictures(rows, seed=rows) for rows in (1, 7, ROWS)]
+        for _round in range(2):
+            for execution in executions:
+                flights = [fly(execution, x) for x in batches]
+                assert all(right(execution.finish(flight), x) for flight, x in zip(flights, batches, strict=True))
+            (child,) = own_children()
+            os.kill(child, signal.SIGKILL)
+            eventually(lambda: not model.standing.up, 30)
+        assert right(executions[0].run({"x": batches[1]}), batches[1])
+        assert model.standing.restarts == 2
+        for execution in executions:
+            execution.close()
+    eventually(lambda: free_bytes() > before - (64 << 20), 30)
+
+
+def test_what_the_process_costs_a_batch(plan: Path) -> None:
+    x = pictures(1)
+    with closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: str(ROWS)})) as within:
+        execution = within.execution(0)
+        here = median_us(execution, x)
+        execution.close()
+    with closing(IsolatedBackend("m", FACTORIES["tensorrt"], 60.0).load(plan, 1, {MAX_BATCH_SIZE: str(ROWS)})) as apart:
+        isolated = apart.execution(0)
+        there = median_us(isolated, x)
+        isolated.close()
+    print(f"\nbatch of 1, median: {here:.0f} us in the server's process, {there:.0f} us in one of its own")
+    assert there < here + 2000
