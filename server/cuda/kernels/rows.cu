@@ -47,7 +47,7 @@ __device__ inline void put(Address to, uint4 value, unsigned int size)
             ((unsigned char *)to)[i] = (unsigned char)(words[i / 4] >> (i % 4 * 8));
 }
 
-extern "C" __launch_bounds__(1024) __global__ void gather(
+extern "C" __launch_bounds__(512) __global__ void gather(
     const Address *addresses, unsigned char *destination, unsigned long long row_bytes, int rows, int total)
 {
     const unsigned long long pieces = (row_bytes + PIECE - 1) / PIECE;
