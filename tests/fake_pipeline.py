@@ -39,6 +39,7 @@ class FakePipeline:
         depth: flights that may be open.
         device: of the GPU that it pretends to run on, which reads resident rows when it comes to the batch; None: it takes none.
         manual: a flight lands only when `land` says so.
+        prompt: another thread may begin and launch in the instance's place.
         log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" as they happen; numbers count the `begin`s.
         batches: the values of the flights finished or run, first column.
         most_open: the most flights that were open at once.
@@ -50,6 +51,7 @@ class FakePipeline:
     depth: int = 2
     device: int | None = None
     manual: bool = False
+    prompt: bool = False
     log: list[str] = field(default_factory=list)
     batches: list[list[float]] = field(default_factory=list)
     most_open: int = 0
@@ -166,6 +168,9 @@ class FakePipeline:
             self._changed.notify_all()
 
     def _on(self, role: str) -> None:
+        if self.prompt and role == "instance":
+            self._expect(threading.get_ident() != self._threads.get("finisher"), "not on the instance's thread")
+            return
         ident = self._threads.setdefault(role, threading.get_ident())
         other = [thread for name, thread in self._threads.items() if name != role]
         self._expect(ident == threading.get_ident() and ident not in other, f"not on the {role}'s thread")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -105,9 +105,9 @@ class Bench:
         """From now on the model's log says when the instance asks for a batch: "pull", or "pull busy" with flights open."""
         next_batch = self.scheduler.next_batch
 
-        def logged(sleeper: threading.Lock, interrupted: Callable[[], bool], busy: bool) -> Batch | None:
+        def logged(sleeper: threading.Lock, interrupted: Callable[[], bool], busy: bool, *more: Any) -> Batch | None:
             self.model.note("pull busy" if busy else "pull")
-            return next_batch(sleeper, interrupted, busy)
+            return next_batch(sleeper, interrupted, busy, *more)
 
         self.scheduler.next_batch = logged  # type: ignore[method-assign,assignment]
 

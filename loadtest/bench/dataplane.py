@@ -71,10 +71,12 @@ class Sleeper:
     Attributes:
         device: how fast it is.
         batches: how many it has run.
+        prompt: the event loop may launch.
     """
 
     device: Device
     batches: int = 0
+    prompt: bool = True
     _free_ns: int = 0
     _buffers: deque[Array] = field(default_factory=deque)
 

@@ -89,6 +89,8 @@ class PipelinedExecution(Execution, Protocol):
 
     Attributes:
         depth: flights that may be open, that is between `begin` and the end of `finish` (or `discard`); at least 2.
+        prompt: may be left out, which means False. True: `begin`, `launch` and `discard` do nothing but queue work and copy small
+            things, whatever they are given; then another thread may call them in the instance's place, while that sleeps.
     """
 
     depth: int
@@ -132,6 +134,11 @@ class PipelinedExecution(Execution, Protocol):
 def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
     """True if batches can overlap; one that stands before another execution may have a depth of 1, which is none."""
     return getattr(execution, "depth", 1) > 1
+
+
+def is_prompt(execution: Execution) -> bool:
+    """True if the event loop may begin and launch a flight; see `PipelinedExecution.prompt`."""
+    return getattr(execution, "prompt", False) is True
 
 
 class LoadedModel(Protocol):

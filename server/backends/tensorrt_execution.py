@@ -119,6 +119,8 @@ class TensorRtExecution:
                 self._dock.open()
                 if self._dock.fixed:
                     self._dock.prepare(tuned(self._dock, plan, placement))
+                # With other shapes to come, `begin` may have to make a lane and capture its graph.
+                self.prompt = self._dock.fixed
             except BaseException:
                 self._dock.close()
                 raise

@@ -12,7 +12,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from server.backends.base import ExecutionLost, Flight, PipelinedExecution
+from server.backends.base import ExecutionLost, Flight, PipelinedExecution, is_prompt
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.dataplane.answers import Answers
@@ -24,6 +24,9 @@ from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch, Scheduler
 from server.dataplane.serial import SerialRunner
+
+# A request that is larger is copied by the instance's thread: the event loop has other callers.
+_SHORT_BYTES = 1 << 18
 
 
 class _Run:
@@ -104,8 +107,11 @@ class Pipeline:
         self._held: set[_Run] = set()
         self._launched: SimpleQueue[_Run | None] = SimpleQueue()
         self._landed: SimpleQueue[_Landing | BaseException] = SimpleQueue()
-        self._open = 0  # the instance's: flights that were launched and have not come back through _landed
-        self._again: deque[_Run] = deque()  # the instance's: members to run singly
+        self._prompt = is_prompt(execution)
+        self._flew = False  # the instance's, as what follows: the event loop has launched a flight in its place
+        self._fell: BaseException | None = None  # and what it died of there
+        self._open = 0  # flights that were launched and have not come back through _landed
+        self._again: deque[_Run] = deque()  # members to run singly
         self._last_ns = 0  # the finisher's: when the flight before was done
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
@@ -132,21 +138,25 @@ class Pipeline:
 
     def _pull(self) -> None:
         depth = self._execution.depth
-        while True:
-            while self._open >= depth or self._news():
+        while self._fell is None:
+            self._flew = False
+            while self._open >= depth or not self._landed.empty():
                 self._land()
             if self._held_back():
                 continue
             run = self._next()
             if run is not None:
                 self._fly(run)
-            elif self._open or self._news():
+            elif self._flew or self._news():
+                continue
+            elif self._open:
                 self._land()
             else:
                 return
+        raise self._fell
 
     def _news(self) -> bool:
-        return not self._landed.empty()
+        return not self._landed.empty() or bool(self._again) or self._fell is not None
 
     def _land(self, timeout_s: float | None = None) -> None:
         """Wait for the finisher to be done with a flight.
@@ -181,9 +191,11 @@ class Pipeline:
             run = self._again.popleft()
             run.taken_ns = self._clock()
             return run
-        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0)
-        if batch is None:
-            return None
+        shortcut = self if self._prompt else None
+        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0, shortcut)
+        return None if batch is None else self._hold(batch)
+
+    def _hold(self, batch: Batch) -> _Run:
         run = _Run(batch.entries, batch.reason, batch.taken_ns)
         self._held.add(run)
         return run
@@ -229,6 +241,31 @@ class Pipeline:
         run.assembled_ns = self._clock()
         execution.launch(flight)
         return True
+
+    # In the place of the instance's thread, while that sleeps in `next_batch`; see `server.dataplane.scheduler.Shortcut`
+
+    def takes(self, entry: Entry) -> bool:
+        """True if nothing is under way, and the entry is small and needs nothing but a flight."""
+        try:
+            while not self._landed.empty():
+                self._land()
+        except RuntimeError as error:
+            self._fell = error
+        busy = self._open or self._again or self._fell is not None
+        return not busy and len(entry.inputs) == self._inputs and entry.size_bytes <= _SHORT_BYTES
+
+    def take(self, batch: Batch) -> None:
+        """Launch it from here: the thread need not wake up for it."""
+        try:
+            self._fly(self._hold(batch))
+            self._flew = True
+        except BaseException as error:  # as on the instance's own thread: it dies of it, and is woken to do so
+            self._fell = error
+            self._on_death(error)
+
+    def calls(self) -> bool:
+        """True if the thread has something to do."""
+        return self._news()
 
     # On the finisher's thread
 

@@ -95,6 +95,11 @@ class Lane:
         """The most urgent level that has an entry; only for a lane that is not empty."""
         return next(level for level, fifo in enumerate(self._levels) if fifo)
 
+    @property
+    def front(self) -> Entry:
+        """The entry to be served first; only for a lane that is not empty."""
+        return next(fifo[0] for fifo in self._levels if fifo)
+
     def row_counts(self) -> Iterator[int]:
         """Rows of each live entry in the order of serving."""
         for fifo in self._levels:
@@ -182,6 +187,13 @@ class Queue:
     def lanes(self) -> Collection[Lane]:
         """The lanes, first used first; a lane may be empty."""
         return self._lanes.values()
+
+    @property
+    def only(self) -> Entry | None:
+        """The entry that waits, if just one does."""
+        if self.count != 1:
+            return None
+        return next(lane.front for lane in self._lanes.values() if lane.count)
 
     def push(self, entry: Entry) -> Lane:
         """Append an entry to the lane of its shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from server.backends.base import Execution, Flight, PipelinedExecution, is_pipelined
+from server.backends.base import Execution, Flight, PipelinedExecution, is_pipelined, is_prompt
 from server.core.tensor import Array
 
 
@@ -29,6 +29,7 @@ class ReshapingExecution:
         self._outputs = outputs
         self._batched = batched
         self.depth = inner.depth if is_pipelined(inner) else 1
+        self.prompt = is_prompt(inner)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""

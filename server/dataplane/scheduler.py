@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.errors import Overloaded, QueueTimeout, Unavailable
@@ -34,6 +35,20 @@ class Batch:
     entries: list[Entry]
     reason: CloseReason
     taken_ns: int
+
+
+class Shortcut(Protocol):
+    """What an instance lets whoever queues a request do in its place while its own thread sleeps: a wake-up less."""
+
+    def takes(self, entry: Entry) -> bool:
+        """Under the scheduler's lock: True if `take` may be called now with a batch of this entry."""
+
+    def take(self, batch: Batch) -> None:
+        """Begin to run the batch; must not wait, nor raise."""
+
+    def calls(self) -> bool:
+        """Under the scheduler's lock, after `take`: True if the thread must wake up now. If it sleeps on, whatever wakes it
+        later has `next_batch` answer None, since the instance is not what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,8 @@ class Scheduler:
         self._waking = False  # `_wake` is about to be called
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
+        self._shortcuts: dict[threading.Lock, Shortcut] = {}  # of sleepers without an alarm
+        self._changed: set[threading.Lock] = set()  # sleepers whose shortcut was taken
         self._closed = False
         self._paused = False
         self._failure: Exception | None = None
@@ -118,9 +135,31 @@ class Scheduler:
         """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
         with self._lock:
             self._waking = False
-            sleeper = self._sleepers.pop() if self._sleepers and self._worth_waking() else None
-        if sleeper is not None:
-            sleeper.release()
+            if not self._sleepers or not self._worth_waking():
+                return
+            sleeper = self._sleepers.pop()
+            shortcut = self._shortcuts.get(sleeper)
+            batch = self._short_batch(shortcut)
+            if batch is not None:
+                self._changed.add(sleeper)
+        if batch is not None and shortcut is not None:
+            shortcut.take(batch)
+            with self._lock:
+                # Whoever had to wake it meanwhile did not find it asleep.
+                if not (self._closed or self._paused or self._queue.count or shortcut.calls()):
+                    self._sleepers.insert(0, sleeper)  # busy: those that are not are woken first
+                    return
+        sleeper.release()
+
+    def _short_batch(self, shortcut: Shortcut | None) -> Batch | None:
+        """The only request that waits, if it may run at once by the shortcut."""
+        if shortcut is None or self._paused:
+            return None
+        entry = self._queue.only
+        if entry is None or not shortcut.takes(entry):
+            return None
+        answer = self._poll(self._clock())
+        return answer if isinstance(answer, Batch) else None
 
     def discard(self, entry: Entry) -> None:
         """Forget an entry whose caller has gone or whose deadline has passed; a no-op once it is being run."""
@@ -162,7 +201,11 @@ class Scheduler:
             return self._poll(now_ns)
 
     def next_batch(
-        self, sleeper: threading.Lock, interrupted: Callable[[], bool] = lambda: False, busy: bool = False
+        self,
+        sleeper: threading.Lock,
+        interrupted: Callable[[], bool] = lambda: False,
+        busy: bool = False,
+        shortcut: Shortcut | None = None,
     ) -> Batch | None:
         """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
         and `interrupted` says so.
@@ -171,13 +214,17 @@ class Scheduler:
             sleeper: a lock that the calling thread owns and holds, on which it sleeps.
             interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
             busy: the instance has batches under way: those that have none are woken first.
+            shortcut: called in its place, by whoever calls `enqueue` (or where `defer` calls back), while the thread sleeps.
         """
         while True:
             with self._lock:
+                self._shortcuts.pop(sleeper, None)
+                changed = sleeper in self._changed
+                self._changed.discard(sleeper)
                 if self._paused:
                     return None
-                answer = self._poll(self._clock())
-                if type(answer) is Batch or interrupted():
+                answer = IDLE if changed else self._poll(self._clock())
+                if type(answer) is Batch or changed or interrupted():
                     # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
                     if self._queue.count and self._sleepers and self._worth_waking():
                         self._sleepers.pop().release()
@@ -188,6 +235,8 @@ class Scheduler:
                 if type(answer) is WaitUntil:
                     timeout_s = max(answer.time_ns - self._clock(), 0) / NS_PER_S
                     self._timed_sleepers += 1
+                elif shortcut is not None:
+                    self._shortcuts[sleeper] = shortcut
                 self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # woken from the end
             woken = sleeper.acquire(timeout=timeout_s)
             if timeout_s is not _FOREVER:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from server.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined
+from server.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined, is_prompt
 from server.core.model_config import ModelConfig
 from server.core.picture_config import picture_input, scores_output
 from server.core.tensor import BY_CONFIG_NAME, Array
@@ -130,6 +130,7 @@ class PictureExecution:
         self._ranking = ranking
         self._free: list[Array] = []
         self.depth = inner.depth if batched and is_pipelined(inner) else 1
+        self.prompt = pixels is None and is_prompt(inner)  # preparing a picture is work
         if pixels is not None:
             # Pillow is loaded where a picture is, not by every server.
             from server.pipelines.pixels import PixelSteps

@@ -59,8 +59,10 @@ policies = st.builds(
 )
 
 
-def play(policy: BatchPolicy, depth: int, script: list[Ask | Leave | Land]) -> list[tuple[float, int, int, Caller]]:
-    model = FakePipeline(depth=depth, manual=True)
+def play(
+    policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
+) -> list[tuple[float, int, int, Caller]]:
+    model = FakePipeline(depth=depth, manual=True, prompt=prompt)
     bench = Bench(model, policy)
     asked: list[tuple[float, int, int, Caller]] = []
     try:
@@ -86,11 +88,11 @@ def play(policy: BatchPolicy, depth: int, script: list[Ask | Leave | Land]) -> l
 
 
 @settings(max_examples=80, deadline=None)
-@given(policies, st.integers(2, 4), steps(st.sampled_from([0.0] * 8 + BAD)))
+@given(policies, st.integers(2, 4), st.booleans(), steps(st.sampled_from([0.0] * 8 + BAD)))
 def test_every_request_is_settled_once_with_its_own_rows(
-    policy: BatchPolicy, depth: int, script: list[Ask | Leave | Land]
+    policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
 ) -> None:
-    for value, rows, width, caller in play(policy, depth, script):
+    for value, rows, width, caller in play(policy, depth, prompt, script):
         answer = caller.answer()
         if isinstance(answer, Cancelled):
             continue
@@ -103,11 +105,11 @@ def test_every_request_is_settled_once_with_its_own_rows(
 
 
 @settings(max_examples=80, deadline=None)
-@given(policies, st.integers(2, 4), steps(st.sampled_from([0.0] * 16 + BAD + DEADLY)))
+@given(policies, st.integers(2, 4), st.booleans(), steps(st.sampled_from([0.0] * 16 + BAD + DEADLY)))
 def test_nobody_hangs_and_nobody_gets_another_s_rows_when_a_thread_dies(
-    policy: BatchPolicy, depth: int, script: list[Ask | Leave | Land]
+    policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
 ) -> None:
-    for value, rows, width, caller in play(policy, depth, script):
+    for value, rows, width, caller in play(policy, depth, prompt, script):
         answer = caller.answer()
         if isinstance(answer, InferResponse):
             assert answer.outputs["y"].tolist() == [[2 * value] * width] * rows
