@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(path: Path, stages: tuple[Any, ...] = STAGES, **parameters: str) -> Iterator[Any]:
     """An execution of a plan behind its stages."""
     with closing(TensorRtBackend().load(path, 1, {MAX_BATCH_SIZE: str(ROWS), **parameters})) as model:
-        assert model.join(stages) == ""
+        assert not stages or model.join(stages) == ""
         with closing(model.execution(0)) as execution:
             yield execution
 
@@ -241,3 +242,26 @@ def _one(execution: Any, sent: np.ndarray[Any, Any], rows: ResidentRows | None) 
     execution.finish(flight)
     stamps.append(time.perf_counter_ns())
     return tuple(np.diff(stamps) / 1000)
+
+
+def test_two_threads_launch_in_turn(plan: Path) -> None:
+    """As the event loop does for an instance that sleeps."""
+    with opened(plan, stages=()) as execution:
+        assert execution.prompt, "all shapes are known at load"
+        times_us: list[float] = []
+        with ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as finisher:
+            for number in range(50):
+                x = np.random.default_rng(number).standard_normal((1, 3, 16, 16)).astype(np.float32)
+
+                def fly(x: np.ndarray[Any, Any] = x) -> Any:
+                    start_s = time.perf_counter()
+                    flight = execution.begin({"x": x}, 1)
+                    flight.inputs["x"][:] = x
+                    execution.launch(flight)
+                    times_us.append((time.perf_counter() - start_s) * 1e6)
+                    return flight
+
+                flight = other.submit(fly).result() if number % 2 else fly()
+                found = finisher.submit(execution.finish, flight).result()
+                assert cosine(found["logits"], answers(convolutions(), {"x": x})["logits"]) > 0.9999
+        print(f"begin, fill and launch: {np.median(times_us):.0f} us")
