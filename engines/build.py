@@ -171,7 +171,15 @@ class _Build:
         report(0.0, "reading the model")
         source = read_onnx(self._project.source)
         model = simplify(source)
-        lowered = lower(model, self._spec, self._target.name, self._data, self._store.tables, part(report, 0.0, 0.45))
+        lowered = lower(
+            model,
+            self._spec,
+            self._target.name,
+            self._data,
+            self._store.tables,
+            part(report, 0.0, 0.45),
+            self._target.refuses_fp8_convolutions() if self._spec.precision == "fp8" else "",
+        )
         with self._store.scratch() as scratch:
             artefact = scratch / f"model{self._target.suffix}"
             lowered = self._built(lowered, artefact, part(report, 0.45, 0.8))

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
+import onnx
+
 from engines.accuracy import Accuracy
 from engines.build import Built, make, rows_of
 from engines.build_data import open_data
@@ -162,7 +164,7 @@ def compare(
         engines: dict[str, Engine] = {}
         for precision in precisions:
             row = _build(project, spec.at(precision), target, store, reports.get(precision, silent), maker)
-            row = replace(row, precision=precision)
+            row = replace(row, precision=precision, remark=_with_convolutions(row, source, target))
             if row.built is not None:
                 try:
                     engine = target.open(row.built.path, source)
@@ -198,6 +200,14 @@ def _build(project: Project, spec: BuildSpec, target: Target, store: Store, repo
 
         remarks.append(FP16_REMARK)
     return Row(spec.precision, built=built, remark="; ".join(remarks))
+
+
+def _with_convolutions(row: Row, source: onnx.ModelProto, target: Target) -> str:
+    """The remark of a row, and where its convolutions are not FP8, that they are not."""
+    if row.precision != "fp8" or row.built is None or all(node.op_type != "Conv" for node in source.graph.node):
+        return row.remark
+    refused = target.refuses_fp8_convolutions()
+    return "; ".join(filter(None, (row.remark, refused and f"convolutions run in fp16: {refused}")))
 
 
 def _failed(spec: BuildSpec, report: Report, reason: str) -> Row:

@@ -28,6 +28,7 @@ from engines.onnx_runner import OnnxRunner
 from engines.progress import Report, part, silent
 from engines.quantization.bias_correction import SAMPLES, correct_biases
 from engines.quantization.calibration import calibrate
+from engines.quantization.fp8 import PRODUCTS
 from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
 from engines.sensitivity import rank, search
@@ -64,7 +65,13 @@ class Lowered:
 
 
 def lower(
-    model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData, tables: Path, report: Report
+    model: onnx.ModelProto,
+    spec: BuildSpec,
+    target: str,
+    data: BuildData,
+    tables: Path,
+    report: Report,
+    no_fp8_convolutions: str = "",
 ) -> Lowered:
     """Write a model in a precision.
 
@@ -75,6 +82,7 @@ def lower(
         data: samples.
         tables: folder for calibration tables.
         report: told how far the work is.
+        no_fp8_convolutions: why FP8 is for products alone, "" if it is not (`Target.refuses_fp8_convolutions`).
 
     Raises:
         BuildError: it cannot be done; says why.
@@ -87,7 +95,7 @@ def lower(
         return Lowered(cast(model, spec.precision, keep), tuple(sorted(keep)))
     if spec.calibration.method == "tensorrt":
         return _leave_to_tensorrt(model, spec, target, data)
-    return _Quantizer(model, spec, target, data, tables).run(report)
+    return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
 
 
 def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData) -> Lowered:
@@ -106,7 +114,15 @@ def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, dat
 class _Quantizer:
     """One model on its way to Q/DQ."""
 
-    def __init__(self, model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData, tables: Path) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        spec: BuildSpec,
+        target: str,
+        data: BuildData,
+        tables: Path,
+        no_fp8_convolutions: str,
+    ) -> None:
         assert data.calibration is not None
         self._model = model
         self._spec = spec
@@ -114,7 +130,12 @@ class _Quantizer:
         self._data = data
         self._calibration = data.calibration
         self._tables = tables
-        self._nodes = quantizable(model, target, spec.precision)
+        nodes = quantizable(model, target, spec.precision)
+        self._refused = no_fp8_convolutions if spec.precision == "fp8" else ""
+        # What is never FP8 here is left out before anything is chosen, and does not count as kept.
+        others = {node.name for node in model.graph.node if node.op_type not in PRODUCTS}
+        self._never = others.intersection(nodes) if self._refused else set()
+        self._nodes = [name for name in nodes if name not in self._never]
         self._ranges: dict[str, tuple[float, float]] = {}
 
     def run(self, report: Report) -> Lowered:
@@ -122,8 +143,15 @@ class _Quantizer:
         if not self._nodes:
             if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
                 raise BuildError("the model is quantised already: ask for fp32, which leaves it as it is")
+            if self._never:
+                cure = "ask for fp16 or int8"
+                raise BuildError(
+                    f"the model has convolutions but no product to run in fp8, and {self._refused}: {cure}"
+                )
             what = "convolution and no product of FP32"
             raise BuildError(f"the model has no {what} that {self._target} runs in {precision}: ask for fp32 or fp16")
+        if self._never:
+            logger.warning("%d convolutions run in fp16: %s", len(self._never), self._refused)
         # A name that another target quantises is none that is wrong.
         keep = kept_by_name(quantizable(self._model), told)
         if keep.issuperset(self._nodes):
@@ -169,7 +197,9 @@ class _Quantizer:
     def _quantize(self, model: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
         # Without VNNI the products of a uint8 and an int8 overflow 16 bits in pairs: weights of 7 bits do not.
         narrow = self._target == "onnxruntime" and not has_vnni(cpu_capability())
-        return quantize(model, self._ranges, self._target, self._spec.precision, keep, reduce_range=narrow)
+        return quantize(
+            model, self._ranges, self._target, self._spec.precision, keep | self._never, reduce_range=narrow
+        )
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
         """What a model misses of the bar that more layers in floating point may help with."""

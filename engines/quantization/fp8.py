@@ -10,6 +10,7 @@ import math
 
 import ml_dtypes
 import numpy as np
+import onnx
 from onnx import TensorProto, helper
 
 from engines.onnx_graph import Array, Graph
@@ -17,9 +18,12 @@ from engines.quantization.operators import Weighted
 
 # The largest finite number.
 LARGEST = 448.0
+# What runs in FP8 wherever anything does.
+PRODUCTS = ("Gemm", "MatMul")
 # The first opset with FP8 in QuantizeLinear.
 OPSET = 19
-# TensorRT has FP8 convolutions for no larger filters and no fewer channels; others fall back to slow kernels.
+# TensorRT has FP8 convolutions for no larger filters, no fewer channels and no groups; others fall back to slow kernels. Which
+# versions have any, the target tells.
 _MOST_FILTER_ELEMENTS = 32
 _FEWEST_CHANNELS = 16
 
@@ -27,16 +31,16 @@ _FEWEST_CHANNELS = 16
 def fitting(graph: Graph, found: dict[str, Weighted]) -> dict[str, Weighted]:
     """Those that TensorRT has fast FP8 kernels for: products, and convolutions of many channels with small filters."""
     nodes = {node.name: node for node in graph.nodes}
-    return {name: one for name, one in found.items() if _fits(graph, nodes[name].input[1], one)}
+    return {name: one for name, one in found.items() if _fits(graph, nodes[name], one)}
 
 
-def _fits(graph: Graph, weight: str, one: Weighted) -> bool:
-    if one.operator in ("Gemm", "MatMul"):
+def _fits(graph: Graph, node: onnx.NodeProto, one: Weighted) -> bool:
+    if one.operator in PRODUCTS:
         return True
-    # By group: a depthwise convolution has one channel a group.
-    channels_out, channels_in, *kernel = graph.shape(weight) or (0, 0)
-    enough = min(channels_out, channels_in) >= _FEWEST_CHANNELS
-    return one.operator == "Conv" and enough and math.prod(kernel) <= _MOST_FILTER_ELEMENTS
+    if one.operator != "Conv" or graph.attribute(node, "group", 1) != 1:
+        return False
+    channels_out, channels_in, *kernel = graph.shape(node.input[1]) or (0, 0)
+    return min(channels_out, channels_in) >= _FEWEST_CHANNELS and math.prod(kernel) <= _MOST_FILTER_ELEMENTS
 
 
 def scale_of(largest: float) -> np.float32:

@@ -118,6 +118,7 @@ class _TensorRT:
         self.weighted = fp8.fitting(graph, every) if precision == "fp8" else every
         self._floats = set(all_weighted(graph)) - set(self.weighted)
         self._wanted = wanted(graph, self.weighted, _TENSORRT_STEPS, keep)
+        self._joinable = precision == "int8" or any(one.operator == "Conv" for one in self.weighted.values())
         self._depth = _depths(graph)
         self.edges: list[tuple[str, int]] = []
         self.stored: list[str] = []
@@ -142,7 +143,8 @@ class _TensorRT:
     def _addition(self, node: onnx.NodeProto) -> list[int]:
         """The shortcut of a residual addition; both operands where no convolution can be fused with it."""
         graph = self._graph
-        if not joins_activations(graph, node):
+        # A pair pays where it lets an addition join a quantised convolution, in INT8 also between two of them.
+        if not joins_activations(graph, node) or not self._joinable:
             return []
         fusible = [index for index, name in enumerate(node.input) if self._is_convolution(name)]
         if fusible:

@@ -2,6 +2,7 @@
 
 Target.describe() -> Machine                     what an artefact depends on besides the model and the specification
 Target.refuses(precision) -> str                 why this machine cannot have it, "" if it can
+Target.refuses_fp8_convolutions() -> str         why FP8 is for products alone here, "" if it is not
 Target.build(model, order, path, report)         from an ONNX model, already lowered to its precision, to the artefact's file
 Target.open(path) -> Engine                      ready to run, to be timed and to be looked into
 """
@@ -111,6 +112,9 @@ class Target(Protocol):
 
     def refuses(self, precision: str) -> str:
         """Why this machine cannot have artefacts of a precision, "" if it can."""
+
+    def refuses_fp8_convolutions(self) -> str:
+        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; asked where FP8 is not refused."""
 
     def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
         """Write the artefact.

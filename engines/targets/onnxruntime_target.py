@@ -47,6 +47,10 @@ class OnnxRuntimeTarget:
             return f"ONNX Runtime has no BF16 kernels for this CPU ({missing}): use int8 or fp32"
         return ""
 
+    def refuses_fp8_convolutions(self) -> str:
+        """Always: nothing is FP8 here."""
+        return self.refuses("fp8")
+
     def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
         """Write the artefact; nothing is left behind when it fails.
 

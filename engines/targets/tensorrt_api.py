@@ -20,6 +20,11 @@ from server.core.errors import HeadraceError
 logger = logging.getLogger("headrace.tensorrt")
 
 _OLDEST = 10
+# The first version that is given convolutions in FP8. 10.6 runs ours in FP16 on an H200, with Q and DQ as kernels of their own
+# around them. For such convolutions NVIDIA advised the newest version of the day, 10.8 (github.com/NVIDIA/Model-Optimizer, issue
+# 16, February 2025). It may be later than need be: FP8 kernels for models that NVIDIA's tool quantised are reported from 10.2 on
+# (github.com/NVIDIA/TensorRT, issue 3987); how those differ from ours is not known.
+FP8_CONVOLUTIONS = (10, 8)
 _ERRORS_KEPT = 20
 # A warning that may be why no kernel is left in the end.
 _SHORTAGE = "memory is insufficient"
@@ -85,6 +90,12 @@ class TensorRt:
     def calibrates(self) -> bool:
         """True if it can make a model INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
         return hasattr(self.trt, "IInt8EntropyCalibrator2") and hasattr(self.trt.BuilderFlag, "INT8")
+
+    @property
+    def fp8_convolutions(self) -> bool:
+        """True if it is given convolutions in FP8; else only products, and convolutions stay FP16."""
+        major, minor = (int(number) for number in self.version.split(".")[:2])
+        return (major, minor) >= FP8_CONVOLUTIONS
 
     def builder(self, errors: Collection[str]) -> Any:
         """An IBuilder; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""

@@ -13,7 +13,7 @@ import onnx
 from engines.errors import BuildError
 from engines.progress import Report
 from engines.targets.base import Order
-from engines.targets.tensorrt_api import as_build_error, load
+from engines.targets.tensorrt_api import FP8_CONVOLUTIONS, as_build_error, load
 from engines.targets.tensorrt_builder import Options, build_plan
 from engines.targets.tensorrt_engine import TensorRtEngine
 from server.config.machine import Machine
@@ -78,6 +78,18 @@ class TensorRtTarget:
             cure = "take fp16" if least > (7, 5) else "build for ONNX Runtime"
             return f"{precision} needs compute capability {needed}, the {gpu.name} has {gpu.capability}: {cure}"
         return ""
+
+    def refuses_fp8_convolutions(self) -> str:
+        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too.
+
+        Raises:
+            BuildError: there is no TensorRT.
+        """
+        api = load()
+        if api.fp8_convolutions:
+            return ""
+        least = ".".join(map(str, FP8_CONVOLUTIONS))
+        return f"convolutions in FP8 are for TensorRT {least} and newer, this is {api.version}"
 
     def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
         """Write a plan, which appears whole or not at all.

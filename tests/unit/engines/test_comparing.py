@@ -32,6 +32,8 @@ from engines.store import Store
 from engines.targets.base import Engine, Layer, Order, Target, Timing
 from engines.targets.onnxruntime_target import OnnxRuntimeTarget
 from server.config.machine import Machine
+from tests.engine_projects import write_project
+from tests.unit.engines import networks
 
 CONFIG = """backend: onnxruntime
 max_batch_size: {batch}
@@ -104,6 +106,26 @@ def test_what_fails_or_is_refused_is_a_row(project: Project, tmp_path: Path) -> 
     page = comparison_page(comparison)
     assert "int8 needs &lt;samples&gt;" in page
     assert "<samples>" not in page
+
+
+class _NoFp8Convolutions(OnnxRuntimeTarget):
+    def refuses(self, precision: str) -> str:
+        return ""
+
+    def refuses_fp8_convolutions(self) -> str:
+        return "TensorRT 10.6.0 is too old"
+
+
+def test_what_fp8_leaves_in_fp16_is_remarked(tmp_path: Path) -> None:
+    def remarks(text: str, folder: Path) -> list[str]:
+        model = networks.network(text, networks.weights(w=(4, 4, 1, 1)), ("N", 4, 8, 8))
+        project = write_project(folder, model, networks.inputs_of(model, 16))
+        target, store = _NoFp8Convolutions(), Store(folder / "store")
+        found = compare(project, target, store, ("fp32", "fp8"), (1,), 0.02, {}, build_directly)
+        return [row.remark for row in found.rows]
+
+    assert remarks("y = Conv(x, w)", tmp_path / "a") == ["", "convolutions run in fp16: TensorRT 10.6.0 is too old"]
+    assert remarks("y = Add(x, x)", tmp_path / "b") == ["", ""]
 
 
 def test_the_json_keeps_its_form(project: Project, tmp_path: Path) -> None:

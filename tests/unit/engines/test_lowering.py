@@ -31,10 +31,11 @@ def lowered(
     model: onnx.ModelProto, folder: Path, target: str = "onnxruntime", precision: str = "int8", **told: Any
 ) -> Lowered:
     calibration = Calibration(method=told.pop("method", "minmax"), keep=told.pop("keep", ()))
+    refused = told.pop("no_fp8_convolutions", "")
     spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**told))
     model = simplify(model)
     rows = Samples.of(networks.inputs_of(model, 16))
-    return lower(model, spec, target, BuildData(rows, rows), folder, silent)
+    return lower(model, spec, target, BuildData(rows, rows), folder, silent, refused)
 
 
 def quantized(model: onnx.ModelProto) -> set[str]:
@@ -100,6 +101,38 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
     made = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
     assert made.opset_import[0].version >= OPSET
     assert quantized(made)
+
+
+@pytest.mark.parametrize("told", [{"min_cosine": 0.0, "min_top1_agreement": 0.0}, {"min_cosine": 1.0}])
+def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
+    told: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does it matter whether layers are searched for that lose too much."""
+    model = networks.residual()
+    one = lowered(model, tmp_path, "tensorrt", "fp8", no_fp8_convolutions="TensorRT 10.6.0 is too old", **told)
+    assert "5 convolutions run in fp16: TensorRT 10.6.0 is too old" in caplog.text
+    assert one.without is not None
+    again = one.without(["node_c1"])
+    assert again is not None
+    for made, element_type in ((one, TensorProto.FLOAT16), (again, TensorProto.FLOAT)):
+        assert quantized(made.model) == {"node_y"}
+        assert made.kept == ()
+        graph = Graph(copy_model(made.model))
+        convolutions = [node for node in graph.nodes if node.op_type == "Conv"]
+        assert {graph.element_type(name) for node in convolutions for name in node.input} == {element_type}
+        pairs = {node.op_type: node.input[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
+        assert len(pairs) == 1
+        assert pairs["QuantizeLinear"].startswith("flat")
+    lowered(model, tmp_path, "tensorrt", "int8", no_fp8_convolutions="not asked for INT8", **told)
+    assert "not asked" not in caplog.text
+
+
+def test_a_model_of_convolutions_alone_is_told_where_the_target_has_none_in_fp8(tmp_path: Path) -> None:
+    text = "a = Conv(x, w)  y = Conv(a, w)"
+    model = networks.network(text, networks.weights(w=(16, 16, 1, 1)), ("N", 16, 8, 8))
+    with pytest.raises(BuildError, match=r"no product to run in fp8, and .*too old: ask for fp16 or int8"):
+        lowered(model, tmp_path, "tensorrt", "fp8", no_fp8_convolutions="TensorRT 10.6.0 is too old")
+    assert quantized(lowered(model, tmp_path, "tensorrt", "fp8").model) == {"node_a", "node_y"}
 
 
 def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> None:

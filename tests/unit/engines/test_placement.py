@@ -222,6 +222,19 @@ def test_fp8_takes_products_and_convolutions_of_many_channels_with_small_filters
     assert "Mul" not in depthwise
     large = small("c = Conv <pads=[3,3,3,3]> (x, w7)  y = Conv(c, w)", w7=(16, 16, 7, 7))
     assert edges(large, "fp8") == {"Conv": ["node_y:c"]}
+    text = "c = Conv(x, wider)  d = Conv <group=2> (c, halves)  y = Conv(d, back)"
+    grouped = small(text, wider=(32, 16, 1, 1), halves=(32, 16, 1, 1), back=(16, 32, 1, 1))
+    assert edges(grouped, "fp8") == {"Conv": ["node_c:x", "node_y:d"]}
+
+
+def test_without_convolutions_in_fp8_no_addition_has_pairs() -> None:
+    model = simple("residual")
+    convolutions = tuple(node.name for node in model.graph.node if node.op_type == "Conv")
+    assert edges(model, "fp8", convolutions) == {"Gemm": ["node_y:flat"]}
+    text = "p = Add(x, x)  q = Add(p, x)  m = GlobalAveragePool(q)  f = Flatten(m)  y = Gemm(f, w)"
+    sums = simplify(networks.network(text, networks.weights(w=(16, 16)), ("N", 16, 8, 8)))
+    assert edges(sums, "fp8") == {"Gemm": ["node_y:f"]}
+    assert edges(sums)["Add"] != []
 
 
 @pytest.mark.parametrize(("target", "precision"), [("onnxruntime", "fp8"), ("openvino", "int8"), ("tensorrt", "int4")])

@@ -31,12 +31,19 @@ def element_types(model: onnx.ModelProto) -> set[int]:
     return {a.i for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"}
 
 
-def built(trt: Any, folder: Path, refuses: Callable[[onnx.ModelProto], str], **calibration: Any) -> Built:
+def built(
+    trt: Any, folder: Path, refuses: Callable[[onnx.ModelProto], str], precision: str = "int8", **calibration: Any
+) -> Built:
     trt.state.refuses = refuses
     model = residual()
     accuracy = {"min_top1_agreement": 0.0, "min_cosine": 0.0}
     project = write_project(
-        folder / "repository", model, inputs_of(model, 16), calibration=calibration, precision="int8", accuracy=accuracy
+        folder / "repository",
+        model,
+        inputs_of(model, 16),
+        calibration=calibration,
+        precision=precision,
+        accuracy=accuracy,
     )
     return make(project, spec_of(project.config), TensorRtTarget(), Store(folder / "store"), silent)
 
@@ -85,3 +92,19 @@ def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path
     # In INT8, in FP16, in FP32.
     assert len(asked) == 3
     assert not list((tmp_path / "store").glob("*/stamp.json"))
+
+
+def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(trt: Any, tmp_path: Path) -> None:
+    asked = []
+
+    def refuses(model: onnx.ModelProto) -> str:
+        asked.append(model)
+        return ""
+
+    one = built(trt, tmp_path, refuses, "fp8")
+    assert one.kept == ()
+    in_fp8 = [
+        name for name in ("node_a1", "node_a2", "node_down", "node_c1", "node_c2") if dequantized(asked[-1], name)
+    ]
+    assert len(in_fp8) == (0 if trt.__version__ == "10.6.0" else 5)
+    assert dequantized(asked[-1], "node_y")
