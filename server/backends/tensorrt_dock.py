@@ -159,13 +159,16 @@ class Dock:
         """
         self.choice = choice
         for rows in choice.buckets or (0,):
-            whole = rows in choice.whole
+            whole, lone = rows in choice.whole, rows in choice.lone
             for berth in self.berths:
                 lane = self.ready(berth, self.shapes_of(rows)) or self.new_lane(berth, rows, whole)
                 if whole and not self.captured_flight(lane):
                     self._capture(lane)
                 elif whole:
                     lane.drop_execution()
+                elif lone:
+                    lane.lone = True
+                    self.captured_flight(lane)
         for berth in self.berths if choice.exact else ():
             self.shared_lane(berth)
         self.synchronize()
@@ -213,15 +216,22 @@ class Dock:
         """Make a lane fly whole; False if that cannot be captured."""
         return not self._captured(partial(lane.capture_flight, self.computing, self._kernel))
 
-    def launch(self, berth: Berth, lane: Lane, views: Views, residents: Sequence[Resident]) -> None:
-        """Queue a flight: copy in, compute, copy out; its inputs are in the berth, but for those that are resident.
+    def launch(self, berth: Berth, lane: Lane, views: Views, residents: Sequence[Resident], alone: bool = True) -> None:
+        """Queue a flight: copy in, compute, copy out.
+
+        Args:
+            berth: whose memory it has; its inputs are there, but for those that are resident.
+            lane: of the berth, which it takes.
+            views: on the memory.
+            residents: those that the GPU fetches itself.
+            alone: nothing else of the instance is in the air.
 
         Raises:
             ModelFailed: TensorRT refuses; some of it may be queued.
             DeviceError: the driver does; likewise.
         """
         gathered = bool(residents)
-        whole = lane.flies_whole(gathered)
+        whole = lane.flies_whole(gathered, alone)
         if gathered:
             self._write_table(berth, views, lane.rows if whole else views.rows, residents)
         spins = whole if self._placement.spins is None else self._placement.spins

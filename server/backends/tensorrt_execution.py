@@ -5,7 +5,8 @@
     copy out:                 | k |
 
 A batch is padded up to a bucket of rows: then its shapes have a CUDA graph. Only the rows that are there are copied. A small
-batch is one graph from the first copy to the last, on the compute stream alone: it has little to overlap, and one call queues it.
+batch is one graph from the first copy to the last, on the compute stream alone: one call queues it. That is so for all batches of
+a bucket that have little to overlap, and for others while nothing else is in the air.
 """
 
 from __future__ import annotations
@@ -148,9 +149,10 @@ class TensorRtExecution:
         berth, lane, views = _trip(flight)
         # From here on the GPU may read them, whatever becomes of the flight.
         berth.residents = flight.residents
+        alone = len(self._free) == self.depth - 1
         try:
             with self._working:
-                self._dock.launch(berth, lane, views, flight.residents)
+                self._dock.launch(berth, lane, views, flight.residents, alone)
         except BaseException:
             # Some of it may be queued: nobody else may use the memory before it is over.
             with self._working:

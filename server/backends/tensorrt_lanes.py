@@ -30,6 +30,7 @@ class Lane:
         batched: True if the first dimension of all that callers send is rows.
 
     Attributes:
+        lone: its flights are one graph only while nothing else of the instance is in the air: then nothing could overlap.
         rows: in its batches; 1 if there is no batch dimension.
         shapes: of the plan's inputs, as last set.
         inputs: shapes of what callers send, by name.
@@ -46,6 +47,7 @@ class Lane:
         self._flight: Graph | None = None
         self._gathered: Graph | None = None
         self._made: dict[str, Shape] = {}
+        self.lone = False
         self.rows = 1
         self.shapes: dict[str, Shape] = {}
         self.inputs: dict[str, Shape] = {}
@@ -125,9 +127,14 @@ class Lane:
                 graph.close()
         self._flight = self._gathered = None
 
-    def flies_whole(self, gathered: bool) -> bool:
-        """True if a whole flight is one graph: with resident rows, if `gathered`."""
-        return (self._gathered if gathered else self._flight) is not None
+    def flies_whole(self, gathered: bool, alone: bool) -> bool:
+        """True if a flight is one graph.
+
+        Args:
+            gathered: with resident rows.
+            alone: nothing else of the instance is in the air.
+        """
+        return (alone or not self.lone) and (self._gathered if gathered else self._flight) is not None
 
     def fly(self, gathered: bool) -> None:
         """Queue a whole flight on the stream that it was captured on.

@@ -9,7 +9,17 @@ from functools import partial
 
 from server.backends.tensorrt_dock import Dock, Placement, Views
 from server.backends.tensorrt_plan import Plan, buckets, choose_profile
-from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, fair, measured_us, told, worthwhile
+from server.backends.tensorrt_tuning import (
+    Choice,
+    Timing,
+    exact_rows,
+    fair,
+    faster,
+    latency_us,
+    measured_us,
+    told,
+    worthwhile,
+)
 
 logger = logging.getLogger("headrace.tensorrt")
 
@@ -60,9 +70,12 @@ class Tuner:
         exact = exact_rows(kept, timings) if len(self._plan.profiles) == 1 else frozenset[int]()
         if not exact:
             dock.drop_shared_lane(self._berth)
-        choice = Choice(kept, self._whole(kept or (0,)), timings, exact)
-        text = "%s: %s; one graph a flight for %s rows, %d numbers of rows run as they are"
-        logger.debug(text, self._plan.name, told(timings, kept), sorted(choice.whole), len(exact))
+        whole, lone = self._flights(kept or (0,))
+        choice = Choice(kept, whole, timings, exact, lone)
+        text = (
+            "%s: %s; one graph a flight for %s rows, and for %s where it is alone; %d numbers of rows run as they are"
+        )
+        logger.debug(text, self._plan.name, told(timings, kept), sorted(whole), sorted(lone), len(exact))
         return choice
 
     def _timings(self) -> dict[int, Timing]:
@@ -96,23 +109,51 @@ class Tuner:
 
         return run
 
-    def _whole(self, kept: tuple[int, ...]) -> frozenset[int]:
-        """The smallest buckets, as far as a flight in one graph is as good as one in three streams."""
-        dock, berth, most = self._dock, self._berth, self._placement.one_graph_rows
+    def _flights(self, kept: tuple[int, ...]) -> tuple[frozenset[int], frozenset[int]]:
+        """The smallest buckets, as far as a flight in one graph is as good as one in three streams; and where it is so alone."""
+        most = self._placement.one_graph_rows
         if most is not None:
-            return frozenset(rows for rows in kept if max(rows, 1) <= most)
-        found = set[int]()
+            return frozenset(rows for rows in kept if max(rows, 1) <= most), frozenset()
+        whole, lone = set[int](), set[int]()
         for rows in kept:
-            lane = dock.ready(berth, dock.shapes_of(rows)) or dock.new_lane(berth, rows)
-            views = Views(
-                {name: berth.inputs[name].view(shape) for name, shape in lane.inputs.items()},
-                {name: berth.outputs[name].view(shape) for name, shape in lane.outputs.items()},
-                rows or 1,
-            )
-            queue = partial(dock.launch, berth, lane, views, ())
-            staged_us = measured_us(queue, dock.synchronize)
-            if not dock.captured_flight(lane) or not fair(measured_us(queue, dock.synchronize), staged_us):
-                lane.drop_flight()
+            is_fair, is_faster = self._in_one_graph(rows, not lone)
+            if is_fair:
+                whole.add(rows)
+            elif is_faster:
+                lone.add(rows)
+            else:
                 break
-            found.add(rows)
-        return frozenset(found)
+        return frozenset(whole), frozenset(lone)
+
+    def _in_one_graph(self, rows: int, among_others: bool) -> tuple[bool, bool]:
+        """Hold a flight in one graph against one in three streams; its graphs stay if one of the answers is True.
+
+        Args:
+            rows: of a bucket.
+            among_others: find out about many, too.
+
+        Returns:
+            True if it costs hardly more where there are others; True if it is faster alone, asked only if not.
+        """
+        dock, berth = self._dock, self._berth
+        lane = dock.ready(berth, dock.shapes_of(rows)) or dock.new_lane(berth, rows)
+        views = Views(
+            {name: berth.inputs[name].view(shape) for name, shape in lane.inputs.items()},
+            {name: berth.outputs[name].view(shape) for name, shape in lane.outputs.items()},
+            rows or 1,
+        )
+        queue = partial(dock.launch, berth, lane, views, ())
+
+        def fly() -> None:
+            queue()
+            berth.landing.wait()
+
+        staged_us = measured_us(queue, dock.synchronize) if among_others else 0.0
+        alone_us = latency_us(fly)
+        if dock.captured_flight(lane):
+            if among_others and fair(measured_us(queue, dock.synchronize), staged_us):
+                return True, False
+            if faster(latency_us(fly), alone_us):
+                return False, True
+        lane.drop_flight()
+        return False, False

@@ -19,6 +19,10 @@ from server.core.clock import NS_PER_US
 _WORTH = 0.95
 # One graph for a whole flight gives up the overlap of copies with computing; up to this much is a fair price for its latency.
 _FAIR = 1.05
+# Where that price is too high, one graph is for flights that have nothing to overlap with, as long as it makes them that much
+# faster; and how often such a flight is timed at the most.
+_FASTER = 0.97
+_FLIGHTS = 9
 # Of one measurement: batches queued at once, rounds, and how long all of it may take if a batch is slow.
 _AT_ONCE = 8
 _ROUNDS = 4
@@ -43,6 +47,7 @@ class Choice(NamedTuple):
     Attributes:
         buckets: numbers of rows that have lanes and graphs of their own, ascending; none where there is no batch dimension.
         whole: of the buckets those whose flights are one graph each; 0 for that of a model without a batch dimension.
+        lone: those whose flights are one graph each while nothing else of the instance is in the air; likewise.
         timings: by rows what was measured; empty if nothing was.
         exact: numbers of rows that run as they are, in no bucket.
     """
@@ -51,6 +56,7 @@ class Choice(NamedTuple):
     whole: frozenset[int] = frozenset()
     timings: Mapping[int, Timing] = {}
     exact: frozenset[int] = frozenset()
+    lone: frozenset[int] = frozenset()
 
     def padded(self, rows: int) -> int:
         """Rows that are run for a batch of `rows`, at most the last bucket."""
@@ -84,6 +90,24 @@ def fair(whole_us: float, staged_us: float) -> bool:
     return whole_us <= _FAIR * staged_us
 
 
+def faster(whole_us: float, staged_us: float) -> bool:
+    """True if a flight with nothing else in the air is noticeably sooner back in one graph than through three streams."""
+    return whole_us < _FASTER * staged_us
+
+
+def latency_us(fly: Callable[[], None]) -> float:
+    """Microseconds of a flight that has the GPU for itself: the median of a few, of fewer where one takes long.
+
+    Args:
+        fly: queues it and waits for it; may have to set up what is measured when it is first called.
+    """
+    fly()
+    found = [_elapsed_us(fly, _nothing, 1)]
+    count = int(max(1, min(_FLIGHTS, _ENOUGH_US // max(found[0], 0.001))))
+    found += [_elapsed_us(fly, _nothing, 1) for _ in range(count - 1)]
+    return sorted(found)[len(found) // 2]
+
+
 def measured_us(queue: Callable[[], None], wait: Callable[[], None]) -> float:
     """Microseconds a batch.
 
@@ -107,6 +131,10 @@ def told(timings: Mapping[int, Timing], buckets: Collection[int]) -> str:
         else f"[{rows} rows {timing.replay_us:.0f} us]"
         for rows, timing in sorted(timings.items())
     )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _elapsed_us(queue: Callable[[], None], wait: Callable[[], None], count: int) -> float:

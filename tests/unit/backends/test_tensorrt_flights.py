@@ -24,7 +24,7 @@ from server.backends import tensorrt_tuner, tensorrt_tuning
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
 from server.backends.tensorrt_lanes import Lane
 from server.backends.tensorrt_plan import Range, buckets
-from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, measured_us, worthwhile
+from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
 from server.core.resident import PINNED
 from server.cuda.driver import DeviceError
 from server.cuda.kernels import loading
@@ -257,6 +257,58 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
     assert len(asked) == 3, "the second instance is told what the first has found"
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("refused", [False, True])
+def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
+    monkeypatch.setattr(tensorrt_tuner, "fair", lambda whole_us, staged_us: False)
+    asked: list[float] = []
+    monkeypatch.setattr(tensorrt_tuner, "faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3)
+    flown: list[int] = []
+    fly = Lane.fly
+    monkeypatch.setattr(Lane, "fly", lambda lane, gathered: flown.append(lane.rows) or fly(lane, gathered))
+    with opened(build(tmp_path), told()) as execution:
+        assert (execution._dock.choice.whole, execution._dock.choice.lone) == (frozenset(), {1, 2})
+        assert execution.prompt
+        assert min(asked) > 0
+        if refused:
+            for lane in execution._dock._lanes.values():
+                lane.drop_flight()
+        for seed, order in enumerate(np.random.default_rng(3).integers(1, 9, (40, 3))):
+            flown.clear()
+            flights = []
+            for number, count in enumerate(map(int, order)):
+                x = rows(count, seed + number)
+                flight, owners = mixed(execution, x, seed) if seed % 2 else (execution.begin({"x": x}, count), [])
+                if not owners:
+                    flight.inputs["x"][:] = x
+                execution.launch(flight)
+                flights.append((flight, x, owners))
+                expected = [] if order[0] > 2 or refused else [order[0]]
+                assert flown == expected, "only the first of them has nobody beside it"
+                assert (flight.handle.berth.landing is flight.handle.berth.copied_out[True]) == (
+                    not number and bool(expected)
+                )
+            for flight, x, _ in flights:
+                np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
+
+
+@pytest.mark.usefixtures("trt")
+def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for took_us, flights, middle in (
+        ([5.0, 9.0, 1.0, 7.0, 2.0, 3.0, 4.0, 8.0, 6.0], 9, 5.0),
+        ([9_000.0, 1.0], 2, 9_000.0),
+    ):
+        now_us, made = [0.0], list[int]()
+
+        def fly(took_us: list[float] = took_us, made: list[int] = made, now_us: list[float] = now_us) -> None:
+            now_us[0] += 1e6 if not made else took_us[len(made) - 1]
+            made.append(1)
+
+        monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda now_us=now_us: round(now_us[0] * 1000))
+        assert latency_us(fly) == pytest.approx(middle)
+        assert len(made) == 1 + flights
 
 
 @pytest.mark.usefixtures("trt")
