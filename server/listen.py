@@ -43,6 +43,7 @@ class UvicornServer(uvicorn.Server):
             server_header=False,
             date_header=False,
             timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+            timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]
             backlog=4096,
             ssl_context_factory=None if tls is None else (lambda _config, _default: tls),
         )

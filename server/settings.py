@@ -39,6 +39,7 @@ class Settings:
         max_body_bytes: of one request.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
         drain_timeout_s: how long shutdown waits for requests in flight.
+        keep_alive_timeout_s: how long an HTTP connection stays open between requests.
         metrics: keep latency histograms and serve /metrics.
         tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
         tls_key: its private key (PEM).
@@ -64,6 +65,9 @@ class Settings:
     max_body_bytes: int = 128 << 20
     gpu_memory_fraction: float = 0.9
     drain_timeout_s: float = 30.0
+    # Proxies keep idle connections to what is behind them for 60 s (most of them); whoever closes first must not be the server,
+    # or a request that is under way to it is lost.
+    keep_alive_timeout_s: float = 75.0
     metrics: bool = True
     tls_cert: str = ""
     tls_key: str = ""
@@ -115,14 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
     text = "of each GPU's memory, for all models together (%(default)s)"
     add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
-    drain = env.seconds("DRAIN_TIMEOUT_S", 30.0)
-    add(
-        "--drain-timeout-s",
-        type=_seconds,
-        default=drain,
-        metavar="S",
-        help="wait for requests at shutdown (%(default)s)",
-    )
+    _add_timeouts(parser, env)
     _add_grpc(parser, env)
     _add_tls(parser, env)
     poll = env.seconds("POLL_INTERVAL_S", 2.0)
@@ -154,6 +151,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         max_body_bytes=args.max_body_bytes,
         gpu_memory_fraction=args.gpu_memory_fraction,
         drain_timeout_s=args.drain_timeout_s,
+        keep_alive_timeout_s=args.keep_alive_timeout_s,
         metrics=args.metrics,
         grpc_engine=args.grpc_engine,
         grpc=args.grpc,
@@ -172,6 +170,15 @@ def without_effect(settings: Settings) -> list[str]:
         for name, missing in LATER.items()
         if getattr(settings, name) != getattr(default, name)
     ]
+
+
+def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    for option, seconds, text in (
+        ("drain-timeout-s", 30.0, "wait for requests at shutdown (%(default)s)"),
+        ("keep-alive-timeout-s", 75.0, "keep an HTTP connection between requests (%(default)s)"),
+    ):
+        default = env.seconds(option.replace("-", "_").upper(), seconds)
+        parser.add_argument(f"--{option}", type=_seconds, default=default, metavar="S", help=text)
 
 
 def _add_grpc(parser: argparse.ArgumentParser, env: _Environment) -> None:

@@ -59,7 +59,8 @@ def way_called(name: str) -> Way:
 @contextmanager
 def server(setup: Setup, model: str, engine: str = "fast") -> Iterator[Running]:
     """Headrace with one model of the bench's repository and clients' shared memory allowed."""
-    options = ("--allow-client-shm", "--grpc-engine", engine)
+    # Its clients keep their connections while others have their turns.
+    options = ("--allow-client-shm", "--grpc-engine", engine, "--keep-alive-timeout-s", "3600")
     command = headrace(setup.repository.resolve(), name=f"headrace {engine}", models=(model,), options=options)
     with running(command, setup.scratch, _READY_S) as started:
         yield started

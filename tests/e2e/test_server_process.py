@@ -230,6 +230,30 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
     assert "Traceback" not in server.text
 
 
+def test_an_idle_connection_is_kept_for_so_long_and_one_that_is_used_for_longer(good: Path, tmp_path: Path) -> None:
+    kept_s = 0.6
+    live, infer = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n", post(steps(1))
+    with serving(good, tmp_path, "--keep-alive-timeout-s", str(kept_s)) as server:
+
+        def asked(connection: socket.socket, *parts: bytes) -> None:
+            """A request whose parts are as far apart as a connection is nearly kept, or longer."""
+            for number, part in enumerate(parts):
+                if number:
+                    time.sleep(0.8 * kept_s if number == 1 else 1.5 * kept_s)
+                connection.sendall(part)
+            assert connection.recv(1_000).startswith(b"HTTP/1.1 200")
+
+        for whole in (live, infer):
+            with socket.create_connection((HOST, server.port), timeout=30) as connection:
+                asked(connection, whole)
+                # The first part comes just in time; from then on the request takes as long as it takes.
+                asked(connection, b"", whole[:10], whole[10:-5], whole[-5:])
+                answered = time.monotonic()
+                assert connection.recv(1) == b""
+                assert 0.9 * kept_s < time.monotonic() - answered < 10
+    assert "Traceback" not in server.text
+
+
 def post(body: bytes, size_bytes: int = 0) -> bytes:
     """A request for `busy`; its body is declared to have `size_bytes`, or as many as it has."""
     return b"POST /v2/models/busy/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (

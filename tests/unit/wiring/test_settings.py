@@ -40,6 +40,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "max_body_bytes": ("5", 5),
         "gpu_memory_fraction": ("0.25", 0.25),
         "drain_timeout_s": ("6.5", 6.5),
+        "keep_alive_timeout_s": ("7.5", 7.5),
         "metrics": ("off", False),
         "grpc": ("off", False),
         "grpc_engine": ("fast", "fast"),
