@@ -1,5 +1,7 @@
 """Rows of a batch that a GPU reads where they lie: a table of addresses in pinned memory, and the kernel that follows it.
 
+It is always the kernel, also for a single row that a plain copy would bring: see `server.cuda.shared_memory`.
+
 A table is written by the host while nothing in its berth is running, and read by the GPU until the berth's batch has landed: so
 every berth has its own.
 """

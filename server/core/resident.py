@@ -26,8 +26,11 @@ HostCopy = Callable[[int, int], Array]
 class ResidentRows:
     """One tensor, C-contiguous, rows first, by its address on a GPU. Immutable; slices and reshapes share the memory.
 
+    What is at `PINNED` addresses may be a client's file, which the client may cut short: only kernels may read there. The host
+    would die of SIGBUS, and the driver's copies are partly made by the host (`server.cuda.shared_memory`).
+
     Args:
-        address: CUdeviceptr of the first element, aligned to the dtype but for `NOWHERE`.
+        address: CUdeviceptr of the first element, aligned to the dtype but for `NOWHERE`; for kernels only.
         device: number of the GPU whose memory it is, or `PINNED`, or `NOWHERE`.
         dtype: of the elements; no objects.
         shape: of the tensor, at least one dimension.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ _missing = importlib.util.find_spec("pycuda") is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing, reason="needs an NVIDIA GPU and PyCUDA")]
 
 SIZE = 3 << 20
+PLACED = (0, 1, 2, 4, 8, 4095, 12_280, 16_384)
 CONTENT = (np.arange(SIZE) % 251).astype(np.uint8)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,26 +62,47 @@ def finished(memory: ClientMemory) -> None:
     assert done.wait(30)
 
 
-def copied_by_gpu(address: int, size_bytes: int) -> Array:
-    """What the GPU finds there, by way of its own memory."""
-    from server.cuda.driver import Stream, current, loaded
-    from server.cuda.libcuda import library, succeeded
-    from server.cuda.memory import DeviceBuffer
+class Fetch:
+    """Reads memory as the server does: by a kernel, into the GPU's own memory, and from there."""
 
-    out = np.empty(size_bytes, np.uint8)
-    with current(0):
-        buffer, stream = DeviceBuffer(size_bytes), Stream()
-        target, source = ctypes.c_ulonglong(buffer.address), ctypes.c_ulonglong(address)
-        handle = ctypes.c_void_p(stream.handle)
-        succeeded(library().cuMemcpyAsync(target, source, ctypes.c_size_t(size_bytes), handle), "copying")
-        stream.synchronize()
-        loaded().memcpy_dtoh(out, buffer.address)
-        buffer.free()
-        del stream
-    return out
+    def __init__(self) -> None:
+        from server.cuda.driver import Stream, current
+        from server.cuda.kernels.rows import RowGather
+        from server.cuda.memory import DeviceBuffer, PinnedBuffer
+
+        self._kernel = RowGather(0)
+        with current(0):
+            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), Stream()
+            self._table.reserve(8)
+
+    def __call__(self, address: int, size_bytes: int) -> Array:
+        from server.cuda.driver import current, loaded
+
+        out = np.empty(size_bytes, np.uint8)
+        with current(0):
+            self._table.view((1,), np.dtype(np.uint64))[0] = address
+            self._kernel.launch(self._stream, self._table.address, size_bytes, 1, 1, self._buffer.address, 8)
+            self._stream.synchronize()
+            loaded().memcpy_dtoh(out, self._buffer.address)
+        return out
+
+    def close(self) -> None:
+        from server.cuda.driver import current
+
+        with current(0):
+            del self._stream
+            self._buffer.free()
+            self._table.free()
+        self._kernel.close()
 
 
-def test_the_gpu_reads_a_pinned_array() -> None:
+@pytest.fixture
+def fetch() -> Iterator[Fetch]:
+    with closing(Fetch()) as made:
+        yield made
+
+
+def test_the_gpu_reads_a_pinned_array(fetch: Fetch) -> None:
     from server.cuda.pinned import pinned_empty, pinned_rows
 
     array = pinned_empty((16, 1000), np.float32)
@@ -89,7 +112,7 @@ def test_the_gpu_reads_a_pinned_array() -> None:
     del array
     gc.collect()
     assert rows.device == PINNED
-    seen = copied_by_gpu(rows.address, rows.nbytes).view(np.float32).reshape(rows.shape)
+    seen = fetch(rows.address, rows.nbytes).view(np.float32).reshape(rows.shape)
     np.testing.assert_array_equal(seen, expected)
     np.testing.assert_array_equal(np.asarray(rows), expected)
 
@@ -103,16 +126,19 @@ def test_memory_that_is_not_pinned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("start", "size"), [(0, SIZE), (4096, 100), (4097, 1_000_000), (SIZE - 3, 3)])
-def test_the_gpu_reads_a_file_in_shared_memory(path: Path, start: int, size: int) -> None:
+def test_the_gpu_reads_a_file_in_shared_memory(path: Path, fetch: Fetch, start: int, size: int) -> None:
     memory = ClientMemory(1 << 30)
     found = pinned(memory, path, start, size)
     assert found is not None
-    np.testing.assert_array_equal(copied_by_gpu(found.address, size), CONTENT[start : start + size])
+    np.testing.assert_array_equal(fetch(found.address, size), CONTENT[start : start + size])
+    for offset in (1, 2, 4, 8, 16):
+        part = fetch(found.address + min(offset, size - 1), 1 + size // 2 - min(offset, size // 2))
+        np.testing.assert_array_equal(part, CONTENT[start + min(offset, size - 1) :][: len(part)])
     # What the client writes later is seen without asking.
     with path.open("r+b") as file:
         file.seek(start)
         file.write(b"\xff\xfe\xfd")
-    assert copied_by_gpu(found.address, 3).tolist() == [255, 254, 253]
+    assert fetch(found.address, 3).tolist() == [255, 254, 253]
     del found
     finished(memory)
     again = pinned(memory, path, start, size)
@@ -121,42 +147,84 @@ def test_the_gpu_reads_a_file_in_shared_memory(path: Path, start: int, size: int
     finished(memory)
 
 
-def test_two_regions_of_one_file_are_pinned_side_by_side(path: Path) -> None:
+def test_two_regions_of_one_file_are_pinned_side_by_side(path: Path, fetch: Fetch) -> None:
     memory = ClientMemory(1 << 30)
     both = [pinned(memory, path, 0, SIZE), pinned(memory, path, 100, 5000)]
     for found, start in zip(both, (0, 100), strict=True):
         assert found is not None
-        np.testing.assert_array_equal(copied_by_gpu(found.address, 5000), CONTENT[start : start + 5000])
+        np.testing.assert_array_equal(fetch(found.address, 5000), CONTENT[start : start + 5000])
     both.clear()
     found = None
     finished(memory)
 
 
+PLACES = [(offset, size) for size in (1, 3, 4, 16, 17, 64, 4096, 1 << 16, (1 << 16) + 1, 1 << 20) for offset in PLACED]
+
+
+def found_as_pinned(found: Array, start: int, left: int) -> None:
+    """Bytes from `start` of a file that was cut down to `left` bytes are what they were when it was pinned.
+
+    But for the rest of the page that the file ends in now: the kernel wipes that.
+    """
+    at = start + np.arange(len(found))
+    wiped = (at >= left) & (at < -(-left // mmap.PAGESIZE) * mmap.PAGESIZE)
+    np.testing.assert_array_equal(found, np.where(wiped, 0, CONTENT[start : start + len(found)]))
+
+
+def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
+    memory = ClientMemory(1 << 30)
+    region = pinned(memory, path, 0, SIZE)
+    assert region is not None
+    os.truncate(path, left)
+    with closing(Fetch()) as fetch:
+        found_as_pinned(fetch(region.address, SIZE), 0, left)
+        for offset, size in PLACES:
+            found_as_pinned(fetch(region.address + offset, size), offset, left)
+        found_as_pinned(fetch(region.address + SIZE - 101, 101), SIZE - 101, left)
+    del region
+    finished(memory)
+    # All of it has been given back, and the GPU is as well as ever.
+    path.write_bytes(CONTENT.tobytes())
+    region = pinned(memory, path, 4096, 100_000)
+    assert region is not None
+    with closing(Fetch()) as fetch:
+        np.testing.assert_array_equal(fetch(region.address, 100_000), CONTENT[4096:104_096])
+    del region
+    finished(memory)
+
+
+def cut_down_before_it_is_pinned(path: Path, left: int) -> None:
+    from server.cuda.driver import DeviceError
+    from server.cuda.pinned import PinnedMapping
+
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), SIZE, mmap.MAP_SHARED)
+    os.truncate(path, left)
+    with pytest.raises(DeviceError, match="pinning"):
+        PinnedMapping(mapping, 0, lambda job: job())
+    assert mapping.closed
+    memory = ClientMemory(1 << 30)
+    assert pinned(memory, path, 0, SIZE) is None
+
+
 # In a process of its own: what it is about is that this one lives, and its GPU with it.
-_TRUNCATED = """
-import os, sys
+_ALONE = """
+import sys
 from pathlib import Path
-import numpy as np
 sys.path.insert(0, ".")
-from server.cuda.shared_memory import ClientMemory
-from tests.gpu.test_pinned_memory import CONTENT, SIZE, copied_by_gpu, pinned
-path = Path(sys.argv[1])
-found = pinned(ClientMemory(1 << 30), path, 0, SIZE)
-assert found is not None
-os.truncate(path, int(sys.argv[2]))
-# Small copies may go another way than large ones.
-for size in (1, 64, 4096, 1 << 16, SIZE):
-    assert np.array_equal(copied_by_gpu(found.address, size), CONTENT[:size]), size
-assert np.array_equal(copied_by_gpu(found.address + SIZE - 100, 100), CONTENT[-100:])
+from tests.gpu import test_pinned_memory as test
+getattr(test, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 print("lives")
 """
 
 
 @pytest.mark.parametrize("left", [0, 4096 * 3 + 1])
-def test_a_client_that_truncates_its_memory_hurts_nobody(path: Path, left: int) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", _TRUNCATED, str(path), str(left)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("when", [cut_down_while_it_is_pinned, cut_down_before_it_is_pinned])
+def test_a_client_that_truncates_its_memory_hurts_nobody(
+    path: Path, when: Callable[[Path, int], None], left: int
+) -> None:
+    words = [sys.executable, "-X", "faulthandler", "-c", _ALONE, when.__name__, str(path), str(left)]
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert (process.returncode, process.stdout) == (0, "lives\n"), process.stderr
 
 
