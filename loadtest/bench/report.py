@@ -74,7 +74,7 @@ def to_json(report: Report) -> str:
 def to_markdown(report: Report) -> str:
     """The block that stands between the markers of a page."""
     lines = [f"Written by `{report.command}` on {report.date}.", ""]
-    lines += _markdown_table(("machine", ""), report.machine.items())
+    lines += markdown_table(("machine", ""), report.machine.items())
     compared = [
         (f"`{result.name}`", *_comparison_row(comparison))
         for result in report.results
@@ -82,14 +82,14 @@ def to_markdown(report: Report) -> str:
     ]
     if compared:
         lines += ["", "### Ratios and targets", ""]
-        lines += _markdown_table(("case", *COMPARISON_COLUMNS), compared)
+        lines += markdown_table(("case", *COMPARISON_COLUMNS), compared)
     lines += ["", "### Figures"]
     for result in report.results:
         lines += ["", f"**`{result.name}`**: {result.title}", ""]
         if result.failure:
             lines.append(f"Failed: {result.failure.splitlines()[0]}")
             continue
-        lines += _markdown_table(FIGURE_COLUMNS, map(_figure_row, result.figures))
+        lines += markdown_table(FIGURE_COLUMNS, map(_figure_row, result.figures))
         if result.notes:
             lines += ["", *(f"- {note}" for note in result.notes)]
     return "\n".join(lines)
@@ -146,6 +146,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table as Markdown, line by line."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]

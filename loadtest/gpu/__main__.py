@@ -18,12 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadtest.gpu import place
-from loadtest.gpu.cases import PARTS, PREPARE, TWO_GPUS, Part
-from loadtest.gpu.findings import PartFindings, missed
+from loadtest.gpu.cases import PARTS, TWO_GPUS
+from loadtest.gpu.findings import missed
 from loadtest.gpu.output import Output
-from loadtest.gpu.regions import remove_left
+from loadtest.gpu.run import Run, steps_of
 from loadtest.gpu.setup import Setup
-from loadtest.gpu.watch import watch
 from loadtest.gpu.wire import DEFAULT_WAY, WAYS
 
 # Batches under way that keep an engine busy whatever waits on the host: three of the largest, and as much again in the queue.
@@ -38,81 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    output = Output(options.output, shlex.join(["python", "-m", "loadtest.gpu", *words]))
+    output = Output(options.output, shlex.join(["python", "-m", "loadtest.gpu", *words]), add=options.add)
     found = place.gpus()
     output.machine |= place.describe(found)
     for label, text in output.machine.items():
         output.say(f"{label}: {text}")
     setup = _setup(options, tuple(range(len(found))) or (0,))
     limit_s = options.limit_s or (_QUICK_LIMIT_S if options.quick else _LIMIT_S)
-    Run(output, setup, time.monotonic() + limit_s).all(options.only, _precisions(options))
+    steps = steps_of(options.only, _precisions(options), len(setup.gpus))
+    Run(output, setup, time.monotonic() + limit_s).all(steps)
     if any(part.failure for part in output.parts):
         return 2
     return int(missed(output.parts) and not options.quick)
-
-
-class Run:
-    """The parts, one after the other, as long as there is time.
-
-    Args:
-        output: where everything goes.
-        setup: of all parts; the precision is theirs.
-        deadline_s: on the monotonic clock, when the run must be over.
-    """
-
-    def __init__(self, output: Output, setup: Setup, deadline_s: float) -> None:
-        self._output = output
-        self._setup = setup
-        self._deadline_s = deadline_s
-
-    def all(self, only: Sequence[str], precisions: Sequence[str]) -> None:
-        """Every part for the first precision, then for the next: should the time run out, one precision is complete."""
-        chosen = [part for part in PARTS if not only or part.letter in only]
-        chosen += [TWO_GPUS] if TWO_GPUS.letter in only else []
-        for precision in precisions:
-            self._setup = replace(self._setup, precision=precision)
-            if self._one(PREPARE).failure:
-                continue
-            for part in chosen:
-                findings = self._one(part)
-                if part.letter == "c":
-                    self._take_best_way(findings)
-
-    def _one(self, part: Part) -> PartFindings:
-        """One part in its process; what goes wrong is its finding."""
-        output, setup = self._output, self._setup
-        findings = PartFindings(f"{part.letter} {setup.precision}", part.title)
-        output.parts.append(findings)
-        left_s = self._deadline_s - time.monotonic()
-        begun_s = time.monotonic()
-        if left_s < part.least_s:
-            findings.failure = "no time was left: give it more by --limit-s, or measure less by --only"
-        else:
-            output.say(f"{findings.name}: {part.title}")
-            command = [sys.executable, "-u", "-m", "loadtest.gpu.part_process", part.module, "--setup", setup.to_json()]
-
-            def on_message(kind: str, content: object) -> None:
-                findings.take(kind, content)
-                if kind == "sample":
-                    output.figure(findings, findings.samples[-1])
-                elif kind == "machine" and isinstance(content, dict):
-                    output.machine |= content
-                elif kind == "note":
-                    output.say(f"{findings.name} | {content}")
-
-            reason = watch(command, min(part.limit_s, left_s), output.log, on_message)
-            findings.failure = findings.failure or reason
-            remove_left()
-            if setup.on_gpu:
-                output.say(f"{findings.name} | the GPUs now: {'; '.join(place.states())}")
-        findings.seconds = round(time.monotonic() - begun_s, 1)
-        output.part_ended(findings)
-        return findings
-
-    def _take_best_way(self, findings: PartFindings) -> None:
-        rates = {name: rate for name, rate in findings.medians("images/s").items() if name in {w.name for w in WAYS}}
-        if rates:
-            self._setup = replace(self._setup, best_way=max(rates, key=rates.__getitem__))
 
 
 def _setup(options: argparse.Namespace, gpus: tuple[int, ...]) -> Setup:
@@ -142,13 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, default=Path("loadtest/results/gpu"), metavar="DIR", help="(%(default)s)")
-    letters = [part.letter for part in (*PARTS, TWO_GPUS)]
+    add("--add", action="store_true", help="keep what other runs left in DIR, but for the parts that this one measures")
+    letters = ",".join(part.letter for part in (*PARTS, TWO_GPUS))
     add(
         "--only",
-        type=_letters,
+        type=_parts,
         default=[],
-        metavar="X,Y",
-        help=f"of {','.join(letters)}; {TWO_GPUS.letter} only if named",
+        metavar="X,Y:P",
+        help=f"of {letters}, perhaps for one precision (b:int8); {TWO_GPUS.letter} only if named",
     )
     add("--quick", action="store_true", help="one short round, to see that all works; asks for no target")
     add("--seconds", type=_positive, metavar="S", help="of one sample (0.8; 0.4 with --quick)")
@@ -186,12 +123,12 @@ def _precisions(options: argparse.Namespace) -> list[str]:
     return ["fp16"] if options.quick else ["fp16", "int8"]
 
 
-def _letters(text: str) -> list[str]:
-    words = [word for word in text.split(",") if word]
-    unknown = set(words) - {part.letter for part in (*PARTS, TWO_GPUS)}
+def _parts(text: str) -> list[tuple[str, str]]:
+    found = [(letter, precision) for letter, _, precision in (word.partition(":") for word in text.split(",") if word)]
+    unknown = {letter for letter, _ in found} - {part.letter for part in (*PARTS, TWO_GPUS)}
     if unknown:
         raise argparse.ArgumentTypeError(f"there is no part {', '.join(sorted(unknown))}")
-    return words
+    return found
 
 
 def _positive(text: str) -> float:

@@ -62,6 +62,8 @@ class Client:
             Exception: it could not be done.
         """
         key = order["key"]
+        if key in self._opened and order["do"] != "shut":
+            self._opened[key].lines.renew()
         match order["do"]:
             case "open":
                 self._opened[key] = _open(order)

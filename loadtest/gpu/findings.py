@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class PartFindings:
         notes: what a reader has to know.
         failure: why there is nothing more, "" if it came to its end.
         seconds: that it took.
+        command: of the run that it belongs to.
+        date: of that run.
     """
 
     name: str
@@ -32,6 +34,18 @@ class PartFindings:
     notes: list[str] = field(default_factory=list)
     failure: str = ""
     seconds: float = 0.0
+    command: str = ""
+    date: str = ""
+
+    @classmethod
+    def from_plain(cls, told: Mapping[str, Any]) -> PartFindings:
+        """What `asdict` has made of one."""
+        lists = ("samples", "compares")
+        part = cls(**{name: value for name, value in told.items() if name not in lists})
+        for kind, name in (("sample", "samples"), ("compare", "compares")):
+            for content in told[name]:
+                part.take(kind, content)
+        return part
 
     def take(self, kind: str, content: Any) -> None:
         """One message of the part; those about the machine are not for it."""
@@ -61,11 +75,16 @@ class PartFindings:
         for sample in self.samples:
             values.setdefault((sample.what, sample.unit), []).append(sample.value)
         figures = tuple(Figure(what, unit, Spread.of(found)) for (what, unit), found in values.items())
-        comparisons = tuple(filter(None, map(self._compared, self.compares)))
+        comparisons = tuple(comparison for _, comparison in self.compared())
         notes = [*self.notes, *([f"FAILED: {self.failure}"] if self.failure else [])]
         return CaseResult(
             self.name, self.title, figures, comparisons, tuple(notes), self.failure if not figures else ""
         )
+
+    def compared(self) -> list[tuple[Compare, Comparison]]:
+        """What has come of each of the compares; those whose contenders share no round are left out."""
+        found = ((compare, self._compared(compare)) for compare in self.compares)
+        return [(compare, comparison) for compare, comparison in found if comparison is not None]
 
     def _compared(self, compare: Compare) -> Comparison | None:
         """None where no round has both."""

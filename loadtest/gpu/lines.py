@@ -49,6 +49,9 @@ class Lines(Protocol):
     def ask(self, slot: int) -> str:
         """Send and wait; what was wrong or ""."""
 
+    def renew(self) -> None:
+        """Before a sample, with nothing under way: connections that the server may have given up are opened anew."""
+
     def close(self) -> None:
         """Close the connections."""
 
@@ -67,13 +70,9 @@ class HttpLines:
         self._buffers = [bytearray() for _ in requests]
         self._left: list[memoryview | None] = [None] * self.slots
         self._selector = selectors.DefaultSelector()
+        self._port = port
         self._sockets: list[socket.socket] = []
-        for slot in range(self.slots):
-            sock = socket.create_connection((HOST, port), timeout=_SILENCE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setblocking(False)
-            self._sockets.append(sock)
-            self._selector.register(sock, selectors.EVENT_READ, slot)
+        self._connect()
 
     def begin(self, slot: int) -> None:
         """Send as much as the socket takes; `poll` sends the rest."""
@@ -105,11 +104,29 @@ class HttpLines:
         finally:
             sock.setblocking(False)
 
+    def renew(self) -> None:
+        """All of them: a server closes connections that idle, and other contenders' samples lie between two of ours."""
+        for sock in self._sockets:
+            self._selector.unregister(sock)
+            sock.close()
+        self._sockets.clear()
+        self._connect()
+
     def close(self) -> None:
         """See `Lines`."""
         self._selector.close()
         for sock in self._sockets:
             sock.close()
+
+    def _connect(self) -> None:
+        for slot in range(self.slots):
+            sock = socket.create_connection((HOST, self._port), timeout=_SILENCE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            self._sockets.append(sock)
+            self._selector.register(sock, selectors.EVENT_READ, slot)
+            self._buffers[slot].clear()
+            self._left[slot] = None
 
     def _send(self, slot: int, data: memoryview) -> None:
         sock, waited = self._sockets[slot], self._left[slot] is not None
@@ -195,6 +212,9 @@ class GrpcLines:
         except grpc.RpcError as error:
             return _told(error)
         return ""
+
+    def renew(self) -> None:
+        """Nothing to do: channels connect again by themselves."""
 
     def close(self) -> None:
         """See `Lines`."""

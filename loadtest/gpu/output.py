@@ -10,10 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from loadtest.bench.report import Report, number, to_json, to_markdown
+from loadtest.bench.report import Report, number, to_json
 from loadtest.gpu.chart import sweep_chart
 from loadtest.gpu.findings import PartFindings
 from loadtest.gpu.messages import Sample
+from loadtest.gpu.tables import to_markdown
 
 
 class Output:
@@ -22,23 +23,34 @@ class Output:
     Args:
         folder: created if missing.
         command: as it was typed.
+        add: keep the parts that are in the folder, but for those that this run measures again.
 
     Attributes:
         log: of the run; the parts' processes write into it too.
         machine: label to text.
-        parts: in the order in which they ran.
+        parts: in the order in which they ran, those of earlier runs first.
     """
 
-    def __init__(self, folder: Path, command: str) -> None:
+    def __init__(self, folder: Path, command: str, *, add: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._command = command
         self._date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         self._begun_s = time.monotonic()
         self.log: IO[bytes] = (folder / "log.txt").open("ab", buffering=0)
-        self.log.truncate(0)
         self.machine: dict[str, str] = {}
         self.parts: list[PartFindings] = []
+        if not add:
+            self.log.truncate(0)
+        elif (folder / "results.json").exists():
+            whole = json.loads((folder / "results.json").read_text())
+            self.machine |= whole["machine"]
+            self.parts += map(PartFindings.from_plain, whole["parts"])
+
+    def begin(self, part: PartFindings) -> None:
+        """A part begins: it takes the place of what an earlier run had found of it."""
+        part.command, part.date = self._command, self._date
+        self.parts = [other for other in self.parts if other.name != part.name] + [part]
 
     def say(self, text: str) -> None:
         """A line on the terminal and in the log."""
@@ -62,7 +74,7 @@ class Output:
             self.say(f"{part.name} = {compared.label}: {number(spread.median)} {compared.unit} {span}{target}")
         self.say(f"{part.name} {'FAILED: ' + part.failure if part.failure else 'done'}, {part.seconds:.1f} s")
         self.write_data()
-        self._replace("report.md", to_markdown(self._report()) + "\n")
+        self._replace("report.md", to_markdown(self.parts, self.machine))
         drawn = sweep_chart(self.parts, f"resnet50, {self.machine.get('GPU 0', 'no GPU').split(',')[0]}")
         if drawn:
             self._replace("sweep.svg", drawn)
@@ -70,8 +82,7 @@ class Output:
     def write_data(self) -> None:
         """Everything so far as JSON."""
         whole = json.loads(to_json(self._report()))
-        whole["samples"] = {part.name: [asdict(sample) for sample in part.samples] for part in self.parts}
-        whole["seconds"] = {part.name: part.seconds for part in self.parts}
+        whole["parts"] = [asdict(part) for part in self.parts]
         self._replace("results.json", json.dumps(whole, indent=1) + "\n")
 
     def _report(self) -> Report:

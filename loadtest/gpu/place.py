@@ -11,6 +11,7 @@ PACKAGES = ("tensorrt", "pycuda", "onnxruntime", "numpy", "uvloop", "httptools",
 _QUERY = "name,driver_version,memory.total,clocks.max.sm"
 _STATE = "clocks.sm,clocks.mem,temperature.gpu,power.draw,memory.used"
 _PATIENCE_S = 20.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def gpus() -> list[str]:
@@ -23,8 +24,16 @@ def states() -> list[str]:
     return _asked(_STATE)
 
 
+def seeing(gpu: int) -> dict[str, str]:
+    """The environment of a process that is to see one GPU only, of those that this one sees."""
+    seen = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    return {_VISIBLE: seen[gpu] if seen else str(gpu)}
+
+
 def _asked(query: str) -> list[str]:
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    if os.environ.get(_VISIBLE):
+        command += ["-i", os.environ[_VISIBLE]]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE_S)
     except (OSError, subprocess.SubprocessError):

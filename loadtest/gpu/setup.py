@@ -27,6 +27,7 @@ class Setup:
         clients: client processes.
         best_way: over which `sweep` goes, see `wire.WAYS`.
         gpus: the numbers of those that are there.
+        precisions: of the engines to prepare.
         quick: only to see that all works: fewer contenders.
     """
 
@@ -41,6 +42,7 @@ class Setup:
     clients: int
     best_way: str
     gpus: tuple[int, ...] = (0,)
+    precisions: tuple[str, ...] = ()
     quick: bool = False
 
     @property
@@ -93,4 +95,4 @@ class Setup:
     def from_json(cls, text: str) -> Setup:
         """What `to_json` wrote."""
         told = json.loads(text)
-        return cls(**{**told, "gpus": tuple(told["gpus"])})
+        return cls(**{**told, "gpus": tuple(told["gpus"]), "precisions": tuple(told["precisions"])})

@@ -8,7 +8,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
@@ -22,7 +22,13 @@ _CHUNK = 1 << 16
 OnMessage = Callable[[str, Any], None]
 
 
-def watch(words: Sequence[str], limit_s: float, log: IO[bytes], on_message: OnMessage) -> str:
+def watch(
+    words: Sequence[str],
+    limit_s: float,
+    log: IO[bytes],
+    on_message: OnMessage,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run a command until it ends, or kill it and all its children.
 
     Args:
@@ -30,6 +36,7 @@ def watch(words: Sequence[str], limit_s: float, log: IO[bytes], on_message: OnMe
         limit_s: how long it may take.
         log: takes its output and that of its children.
         on_message: called with kind and content of everything that it tells.
+        environment: of the command, beside this process's.
 
     Returns:
         Why it did not end as it should, "" if it did.
@@ -39,6 +46,7 @@ def watch(words: Sequence[str], limit_s: float, log: IO[bytes], on_message: OnMe
         process = subprocess.Popen(
             [*words, "--report-fd", str(write)],
             cwd=ROOT,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -125,15 +125,24 @@ def saturate(crowd: Crowd, key: str, served: Running, model: str, seconds: float
 
 
 def sample_way(
-    setup: Setup, reporter: Reporter, crowd: Crowd, key: str, name: str, served: Running, model: str, number: int
+    setup: Setup,
+    reporter: Reporter,
+    crowd: Crowd,
+    key: str,
+    name: str,
+    served: Running,
+    model: str,
+    number: int,
+    *,
+    rows: int = REQUEST_ROWS,
 ) -> float:
-    """One closed-loop sample, told under a name; images a second.
+    """One closed-loop sample of requests of so many rows, told under a name; images a second.
 
     Raises:
         CrowdFailed: as for `saturate`.
     """
     watched = saturate(crowd, key, served, model, setup.seconds)
-    rate = watched.taken.per_s * REQUEST_ROWS
+    rate = watched.taken.per_s * rows
     detail = {
         "p50_ms": round(watched.taken.percentile_ms(50), 2),
         "p99_ms": round(watched.taken.percentile_ms(99), 2),

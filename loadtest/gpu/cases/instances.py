@@ -51,4 +51,4 @@ def _both(
     saturate(setup, reporter, served, handle, name, requests, number)
     lone = served.measure(handle, requests, 1, _LONE_SHARE * setup.seconds)
     p99_us = round(lone.percentile_us(99), 1)
-    reporter.sample(f"{name}, one caller", "p50 us", lone.percentile_us(50), number, p99_us=p99_us)
+    reporter.sample(name, "p50 us of one caller", lone.percentile_us(50), number, p99_us=p99_us)

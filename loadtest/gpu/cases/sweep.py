@@ -37,6 +37,7 @@ def run(setup: Setup, reporter: Reporter) -> None:
             rate = capacity * share / 100
             taken = crowd.open_loop(key, rate, _LONGER * setup.seconds)
             offered, name = round(rate * REQUEST_ROWS, 1), f"{share} % of capacity"
+            reporter.sample(name, "images/s offered", offered)
             lost = {"failed": taken.wrong, "never_begun": taken.unanswered, "begun_late": taken.late}
             reporter.sample(name, "images/s", taken.per_s * REQUEST_ROWS, 0, share=share, offered=offered, **lost)
             if taken.told:

@@ -19,8 +19,7 @@ import pytest
 
 from loadtest.bench.results import at_least
 from loadtest.gpu import client
-from loadtest.gpu.chart import sweep_chart
-from loadtest.gpu.client import closed_loop, open_loop
+from loadtest.gpu.client import Client, _Opened, closed_loop, open_loop
 from loadtest.gpu.crowd import Crowd, CrowdFailed, _joined, _replies
 from loadtest.gpu.findings import PartFindings
 from loadtest.gpu.lines import Answer, HttpLines
@@ -240,6 +239,9 @@ class SlowLines:
     def ask(self, slot: int) -> str:
         raise AssertionError("loops do not ask")
 
+    def renew(self) -> None:
+        raise AssertionError("loops do not connect")
+
     def close(self) -> None:
         self._queue.clear()
 
@@ -313,6 +315,20 @@ def answer_twice(listener: socket.socket, size: int, received: list[int]) -> Non
             connection.sendall(b"Length: 5\r\n\r\nhello")
 
 
+def test_a_connection_that_idled_too_long_is_opened_anew() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        lines = HttpLines(listener.getsockname()[1], [HttpRequest("/x", b"", {})])
+        listener.accept()[0].close()  # the server gives up on a client that says nothing
+        obeying = Client()
+        obeying._opened["k"] = _Opened(lines, None, 1)
+        server = threading.Thread(target=answer_twice, args=(listener, 0, []), daemon=True)
+        server.start()
+        with pytest.raises(ValueError, match="503"):  # the second answer; the first one came
+            obeying.obey({"do": "lone", "key": "k", "warm_s": 0.0, "seconds": 10.0})
+        server.join(10)
+        obeying.obey({"do": "shut", "key": "k"})
+
+
 def test_a_client_that_cannot_connect_says_so(tmp_path: Path) -> None:
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
@@ -328,18 +344,6 @@ def test_a_late_reply_is_not_taken_for_the_next_one() -> None:
         with pytest.raises(CrowdFailed, match="1 clients said nothing"):
             _replies([silent], 1, 0.1)
         silent.kill()
-
-
-def test_the_sweep_is_drawn() -> None:
-    part = PartFindings("f int8", "")
-    for share in (50, 110):
-        for unit, value in (("images/s", 100.0 * share), ("p50 ms", 2.0), ("p99 ms", 9.0)):
-            part.take(*sample(f"{share} %", value, unit=unit, share=share))
-    drawn = sweep_chart([PartFindings("a int8", ""), part], "a GPU")
-    assert drawn.count("<svg") == 1
-    assert "int8" in drawn
-    assert "answered in time" in drawn
-    assert sweep_chart([PartFindings("f fp16", "")], "a GPU") == ""
 
 
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="this machine has a GPU")
@@ -372,11 +376,12 @@ def test_sweep_instances_and_two_gpus_are_measured_without_a_gpu(tmp_path: Path)
     assert finished.returncode == 0, finished.stdout
     files = sorted(file.name for file in tmp_path.iterdir() if file.is_file())
     assert files == ["log.txt", "report.md", "results.json", "sweep.svg"]
-    samples = json.loads((tmp_path / "results.json").read_text())["samples"]
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    samples = {part["name"]: part["samples"] for part in parts}
     offered = [sample["detail"]["share"] for sample in samples["f fp32"] if sample["unit"] == "p99 ms"]
     assert offered == [50, 80, 95, 110]
     assert {sample["what"].split(",")[0] for sample in samples["two-gpus fp32"]} == {"one GPU", "two GPUs"}
-    assert sum(sample["unit"] == "p50 us" for sample in samples["e fp32"]) == 3
+    assert sum(sample["unit"] == "p50 us of one caller" for sample in samples["e fp32"]) == 3
 
 
 def bench(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

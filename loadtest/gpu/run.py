@@ -1,0 +1,159 @@
+"""The parts of a run, one after the other, and how long each may take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from loadtest.gpu import place
+from loadtest.gpu.cases import PARTS, PREPARE, TWO_GPUS, Part
+from loadtest.gpu.cases.prepare import engine_name
+from loadtest.gpu.findings import PartFindings
+from loadtest.gpu.output import Output
+from loadtest.gpu.regions import remove_left
+from loadtest.gpu.setup import Setup
+from loadtest.gpu.watch import watch
+from loadtest.gpu.wire import WAYS
+
+_BY_LETTER = {part.letter: part for part in (*PARTS, TWO_GPUS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One part for one precision; engines are prepared for several at once where there are GPUs enough."""
+
+    part: Part
+    precisions: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """As logs and reports have it, e.g. "b fp16"."""
+        return " ".join((self.part.letter, *self.precisions))
+
+    def usual_s(self, gpus: int) -> float:
+        """How long it takes if nothing is wrong."""
+        if self.part is PREPARE:
+            return self.part.usual_s * ceil(len(self.precisions) / gpus)
+        return self.part.usual(self.precisions[0])
+
+
+def steps_of(only: Sequence[tuple[str, str]], precisions: Sequence[str], gpus: int) -> list[Step]:
+    """What to do, in order.
+
+    Args:
+        only: letters of parts, each with a precision or ""; empty: all but two-gpus. If any has a precision, their order is kept;
+            else the first precision is complete before the next one begins, should the time run out.
+        precisions: of the parts that name none.
+        gpus: engines that can be built at the same time.
+    """
+    if any(precision for _, precision in only):
+        wanted = [(_BY_LETTER[letter], own) for letter, told in only for own in ([told] if told else precisions)]
+    else:
+        letters = {letter for letter, _ in only} or {part.letter for part in PARTS}
+        chosen = [part for part in _BY_LETTER.values() if part.letter in letters]
+        wanted = [(part, precision) for precision in precisions for part in chosen]
+    needed = list(dict.fromkeys(precision for _, precision in wanted))
+    steps = [Step(part, (precision,)) for part, precision in wanted]
+    if len(needed) <= gpus:
+        return [Step(PREPARE, tuple(needed)), *steps]
+    for precision in needed:
+        at = next(n for n, step in enumerate(steps) if step.precisions == (precision,))
+        steps.insert(at, Step(PREPARE, (precision,)))
+    return steps
+
+
+class Run:
+    """The parts, as long as there is time.
+
+    A part that takes longer than usual takes what nobody needs, and never the usual time of those after it.
+
+    Args:
+        output: where everything goes.
+        setup: of all parts; the precision is theirs.
+        deadline_s: on the clock, when the run must be over.
+        run_part: as `watch`.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        setup: Setup,
+        deadline_s: float,
+        run_part: Callable[..., str] = watch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._output = output
+        self._setup = setup
+        self._deadline_s = deadline_s
+        self._run_part = run_part
+        self._clock = clock
+
+    def all(self, steps: Sequence[Step]) -> None:
+        """Do everything; a part whose engine is missing is left out."""
+        built = set[str]()
+        for number, step in enumerate(steps):
+            later_s = sum(other.usual_s(len(self._setup.gpus)) for other in steps[number + 1 :])
+            if step.part is PREPARE:
+                told = self._one(step, later_s).medians("s to build or find")
+                built |= {precision for precision in step.precisions if engine_name(precision) in told}
+            elif step.precisions[0] not in built:
+                self._output.say(f"{step.name} is left out: its engine could not be built")
+            else:
+                findings = self._one(step, later_s)
+                if step.part.letter == "c":
+                    self._take_best_way(findings)
+
+    def _one(self, step: Step, later_s: float) -> PartFindings:
+        """One part in its process; what goes wrong is its finding."""
+        output, part, begun_s = self._output, step.part, self._clock()
+        findings = PartFindings(step.name, part.title)
+        output.begin(findings)
+        left_s = self._deadline_s - begun_s
+        if left_s < part.least_s:
+            findings.failure = "no time was left: give it more by --limit-s, or measure less by --only"
+        else:
+            output.say(f"{findings.name}: {part.title}")
+            limit_s = min(part.limit_s, left_s, max(step.usual_s(len(self._setup.gpus)), left_s - later_s))
+            self._watched(step, findings, limit_s)
+            remove_left()
+            if self._setup.on_gpu:
+                output.say(f"{findings.name} | the GPUs now: {'; '.join(place.states())}")
+        findings.seconds = round(self._clock() - begun_s, 1)
+        output.part_ended(findings)
+        return findings
+
+    def _watched(self, step: Step, findings: PartFindings, limit_s: float) -> None:
+        output = self._output
+        setup = replace(self._setup, precision=step.precisions[0], precisions=step.precisions)
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "loadtest.gpu.part_process",
+            step.part.module,
+            "--setup",
+            setup.to_json(),
+        ]
+        several = step.part in (PREPARE, TWO_GPUS) or not setup.on_gpu
+
+        def on_message(kind: str, content: object) -> None:
+            findings.take(kind, content)
+            if kind == "sample":
+                output.figure(findings, findings.samples[-1])
+            elif kind == "machine" and isinstance(content, dict):
+                output.machine |= content
+            elif kind == "note":
+                output.say(f"{findings.name} | {content}")
+
+        environment = {} if several else place.seeing(0)
+        reason = self._run_part(command, limit_s, output.log, on_message, environment)
+        findings.failure = findings.failure or reason
+
+    def _take_best_way(self, findings: PartFindings) -> None:
+        rates = {name: rate for name, rate in findings.medians("images/s").items() if name in {w.name for w in WAYS}}
+        if rates:
+            self._setup = replace(self._setup, best_way=max(rates, key=rates.__getitem__))
