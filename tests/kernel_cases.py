@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from server.cuda.graphs import Graph
 from server.cuda.kernels import reference
 from server.cuda.kernels.launching import Classifier, Preprocessor
 from server.cuda.kernels.rows import RowGather
+from server.cuda.kernels.scaling import PictureScaler
+from server.cuda.kernels.stages import picture_kernel
 from server.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 from server.pipelines.recipe import ImageRecipe
 
@@ -19,6 +22,9 @@ IMAGENET: dict[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 5
 GRAY: dict[str, Any] = {"color": "gray", "mean": (33.3,), "std": (78.5,)}
 RECIPES = {
     "crop only": ImageRecipe(by="server", **IMAGENET),
+    "not divisible": ImageRecipe(by="server", crop=(37, 61), **IMAGENET),
+    "odd channels last": ImageRecipe(by="server", crop=(39, 21), layout="nhwc", **IMAGENET),
+    "odd gray": ImageRecipe(by="server", crop=(29, 27), **GRAY),
     "odd": ImageRecipe(by="server", crop=(37, 23), **IMAGENET),
     "one pixel": ImageRecipe(by="server", crop=(1, 1), layout="nhwc"),
     "channels last": ImageRecipe(by="server", crop=(31, 50), layout="nhwc", **IMAGENET),
@@ -84,15 +90,45 @@ def computed(
     return results
 
 
-def check_pictures(recipe: ImageRecipe, dtype: str, rows: int = 3, graph: bool = False) -> None:
+def check_pictures(recipe: ImageRecipe, dtype: str, rows: int = 3, graph: bool = False, general: bool = False) -> None:
+    """`general`: by the kernel that also resizes."""
     rng = np.random.default_rng(rows)
     pixels = rng.integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
     pixels[0] = 255  # the largest sums
     expected = reference.prepare(pixels, recipe, dtype)
-    kernel = Preprocessor(0, recipe, dtype)
+    kernel = Preprocessor(0, recipe, dtype) if general else picture_kernel(0, recipe, dtype)
     (got,) = computed(
         [pixels], [expected], lambda stream, source, to: kernel.launch(stream, source[0], rows, to[0]), graph
     )
+    kernel.close()
+    assert np.array_equal(got, expected), f"{recipe}: {np.abs(got - expected).max()}"
+
+
+def check_pictures_anywhere(recipe: ImageRecipe, dtype: str, rows: int = 3, offset: int = 0) -> None:
+    """Each picture in a place of its own, `offset` bytes behind one that is aligned; every other one is in pinned memory."""
+    rng = np.random.default_rng(rows)
+    size = math.prod(recipe.pixels)
+    step = -(-(size + offset) // 16) * 16
+    pool = rng.integers(0, 256, (rows, step), dtype=np.uint8)
+    order = rng.permutation(rows)
+    pixels = pool[order, offset : offset + size].reshape(rows, *recipe.pixels)
+    expected = reference.prepare(pixels, recipe, dtype)
+    kernel = PictureScaler(0, recipe, dtype)
+    with driver.current():
+        places, pinned = PinnedBuffer(), PinnedBuffer()
+        places.reserve(8 * rows)
+        pinned.reserve(pool.nbytes)
+        pinned.view(pool.shape, pool.dtype)[:] = pool
+        addresses = places.view((rows,), np.dtype(np.uint64))
+
+        def launch(stream: driver.Stream, source: list[int], to: list[int]) -> None:
+            bases = (source[0], pinned.address)
+            addresses[:] = [bases[at % 2] + int(number) * step + offset for at, number in enumerate(order)]
+            kernel.launch_each(stream, places.address, rows, to[0])
+
+        (got,) = computed([pool], [expected], launch)
+        places.free()
+        pinned.free()
     kernel.close()
     assert np.array_equal(got, expected), f"{recipe}: {np.abs(got - expected).max()}"
 

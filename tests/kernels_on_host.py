@@ -32,6 +32,14 @@ static thread_local Index threadIdx, blockIdx;
 static Index blockDim, gridDim;
 static std::unique_ptr<std::barrier<>> the_barrier;
 static void __syncthreads() { the_barrier->arrive_and_wait(); }
+template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
+    static T all[1024];
+    all[threadIdx.x] = mine;
+    __syncthreads();
+    const T found = all[threadIdx.x ^ mask];
+    __syncthreads();
+    return found;
+}
 static int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
 static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); return f; }
 static unsigned short to_half(float f) { _Float16 h = f; unsigned short u; std::memcpy(&u, &h, 2); return u; }

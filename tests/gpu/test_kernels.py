@@ -15,10 +15,21 @@ if __name__ == "__main__":
     sys.path.insert(0, ".")
 
 from server.cuda import driver
+from server.cuda.graphs import Graph
 from server.cuda.kernels.launching import Classifier, Preprocessor
 from server.cuda.kernels.rows import RowGather
+from server.cuda.kernels.scaling import PictureScaler
 from server.cuda.memory import DeviceBuffer, PinnedBuffer
-from tests.kernel_cases import CAMERA, RECIPES, check_gather, check_pictures, check_rank, check_soften
+from server.pipelines.recipe import ImageRecipe
+from tests.kernel_cases import (
+    CAMERA,
+    RECIPES,
+    check_gather,
+    check_pictures,
+    check_pictures_anywhere,
+    check_rank,
+    check_soften,
+)
 
 
 def test_pictures_in_full_precision() -> None:
@@ -29,6 +40,29 @@ def test_pictures_in_full_precision() -> None:
 def test_pictures_in_half_precision() -> None:
     for recipe in RECIPES.values():
         check_pictures(recipe, "float16")
+
+
+def test_pictures_that_lie_anywhere() -> None:
+    for dtype in ("float32", "float16"):
+        for name in ("crop only", "not divisible", "odd channels last", "odd gray", "one pixel"):
+            for offset in (0, 1, 4, 8):
+                check_pictures_anywhere(RECIPES[name], dtype, 5, offset)
+        check_pictures_anywhere(RECIPES["crop only"], dtype, 64)
+
+
+def test_copies_by_either_kernel_have_the_same_bits() -> None:
+    for dtype in ("float32", "float16"):
+        for name in ("crop only", "odd", "channels last", "gray"):
+            check_pictures(RECIPES[name], dtype, general=True)
+            check_pictures(RECIPES[name], dtype)
+
+
+def test_pixels_are_scaled_as_if_divided_whatever_the_scale() -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        mean, std = rng.uniform(0, 255, 3), rng.uniform(0.01, 300, 3)
+        recipe = ImageRecipe(by="server", crop=(16, 48), mean=tuple(map(float, mean)), std=tuple(map(float, std)))
+        check_pictures(recipe, "float32", rows=4)
 
 
 def test_a_large_batch_of_camera_pictures() -> None:
@@ -66,19 +100,35 @@ def test_scores_become_probabilities() -> None:
 
 
 def test_times() -> None:
-    """No bar: prints what the kernels take on this GPU, events around a hundred launches."""
+    """No bar: prints what the kernels take on this GPU."""
     with driver.current():
         stream, rows = driver.Stream(), 128
         large = DeviceBuffer(rows * 480 * 640 * 3)
-        tensor = DeviceBuffer(rows * 3 * 224 * 224 * 4)
+        tensor = DeviceBuffer(256 * 3 * 224 * 224 * 4)
+        kernel: Preprocessor | PictureScaler
         for name, recipe in (("224x224", RECIPES["crop only"]), ("480x640", CAMERA)):
             kernel = Preprocessor(0, recipe, "float16")
             us = _us(stream, lambda k=kernel: k.launch(stream, large.address, rows, tensor.address))  # type: ignore[misc]
             print(f"{name} uint8 to FP16, {rows} pictures: {us:.1f} us, {rows / us:.2f} million pictures/s")
             kernel.close()
+        for dtype in ("float16", "float32"):
+            for count in (1, 128, 256):
+                kernel = PictureScaler(0, RECIPES["crop only"], dtype)
+                us = _us(
+                    stream,
+                    lambda k=kernel, n=count: k.launch(stream, large.address, n, tensor.address),  # type: ignore[misc]
+                )
+                print(f"copy of {count} pictures of 224x224 to {dtype}: {us:.1f} us")
+                kernel.close()
         classifier = Classifier(0, 1000, "float32", True, 5)
-        us = _us(stream, lambda: classifier.launch(stream, tensor.address, rows, large.address, large.address + 4096))
-        print(f"softmax and top 5 of 1000, {rows} rows: {us:.1f} us")
+        for count in (1, rows):
+            us = _us(
+                stream,
+                lambda n=count: classifier.launch(  # type: ignore[misc]
+                    stream, tensor.address, n, large.address, large.address + 8192
+                ),
+            )
+            print(f"softmax and top 5 of 1000, {count} rows: {us:.1f} us")
         _gather_times(stream, large)
         large.free()
         tensor.free()
@@ -104,13 +154,23 @@ def _gather_times(stream: driver.Stream, target: DeviceBuffer) -> None:
 
 
 def _us(stream: driver.Stream, launch) -> float:  # type: ignore[no-untyped-def]
+    """Of one launch, of many in a graph: launched one by one, they would take as long as the host takes."""
     launch()
+    stream.synchronize()
+
+    def many() -> None:
+        for _ in range(50):
+            launch()
+
+    graph = Graph(stream, many)
     begin, end = driver.Event(), driver.Event()
+    graph.launch()
     begin.record(stream)
-    for _ in range(100):
-        launch()
+    graph.launch()
+    graph.launch()
     end.record(stream)
     stream.synchronize()
+    graph.close()
     return end.us_since(begin) / 100
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from server.core.tensor import Array
 from server.cuda import driver
 from server.cuda.driver import Stream
-from server.cuda.kernels.loading import THREADS, Kernels
+from server.cuda.kernels.loading import THREADS, Kernels, is_half
 from server.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 from server.pipelines.recipe import ImageRecipe
 from server.pipelines.resampling import PRECISION_BITS, Resampling
@@ -26,7 +26,7 @@ _ALIGNMENT_BYTES = 16
 class Preprocessor:
     """Pixels to the tensor a model takes: resize, crop, normalise, lay out and cast in one kernel.
 
-    The same bits as `reference.prepare`.
+    The same bits as `reference.prepare`. Where nothing is resized or cropped, `scaling.PictureScaler` is faster.
 
     Args:
         device: its ordinal.
@@ -51,7 +51,7 @@ class Preprocessor:
         options = {
             "CHANNELS": recipe.channels,
             "PLANAR": int(recipe.layout == "nchw"),
-            "HALF": _is_half(dtype),
+            "HALF": is_half(dtype),
             "PRECISION_BITS": PRECISION_BITS,
         }
         self._device = device
@@ -102,9 +102,9 @@ class Classifier:
     def __init__(self, device: int, classes: int, dtype: npt.DTypeLike, softmax: bool, top_k: int) -> None:
         if top_k > classes or not (top_k or softmax):
             raise ValueError(f"top_k {top_k} of {classes} classes, softmax {softmax}")
-        options = {"HALF": _is_half(dtype), "THREADS": THREADS}
-        self._kernels = Kernels(device, "classes.cu", options, {"soften": "PPi", "rank": "PPPiii"})
-        self._classes, self._top_k, self._softmax = classes, top_k, int(softmax)
+        options = {"HALF": is_half(dtype), "THREADS": THREADS, "CLASSES": classes}
+        self._kernels = Kernels(device, "classes.cu", options, {"soften": "PP", "rank": "PPPii"})
+        self._top_k, self._softmax = top_k, int(softmax)
 
     def launch(self, stream: Stream, scores: int, rows: int, best: int, numbers: int = 0) -> None:
         """Queue the work of a batch.
@@ -120,10 +120,10 @@ class Classifier:
             DeviceError: the driver refuses.
         """
         if self._top_k:
-            rest = (self._classes, self._top_k, self._softmax)
+            rest = (self._top_k, self._softmax)
             self._kernels.launch("rank", (rows, 1), THREADS, stream, scores, best, numbers, *rest)
         else:
-            self._kernels.launch("soften", (rows, 1), THREADS, stream, scores, best, self._classes)
+            self._kernels.launch("soften", (rows, 1), THREADS, stream, scores, best)
 
     def close(self) -> None:
         """Unload it; all work must be done."""
@@ -151,10 +151,3 @@ def _keep(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]
         finally:
             staged.free()
     return block, [block.address + start for start in starts]
-
-
-def _is_half(dtype: npt.DTypeLike) -> int:
-    kind = np.dtype(dtype)
-    if kind not in (np.float16, np.float32):
-        raise ValueError(f"kernels read and write float32 and float16, not {kind}")
-    return int(kind == np.float16)

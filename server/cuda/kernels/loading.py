@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from server.cuda import driver
 from server.cuda.driver import Stream, check, loaded
 from server.cuda.nvrtc import compile_cuda
@@ -59,3 +62,15 @@ class Kernels:
         with driver.current(self._device):
             self._kernels.clear()
             self._module = None
+
+
+def is_half(dtype: npt.DTypeLike) -> int:
+    """What HALF stands for.
+
+    Raises:
+        ValueError: kernels do not read or write this.
+    """
+    kind = np.dtype(dtype)
+    if kind not in (np.float16, np.float32):
+        raise ValueError(f"kernels read and write float32 and float16, not {kind}")
+    return int(kind == np.float16)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from server.cuda.driver import Stream
 from server.cuda.kernels.launching import Classifier, Preprocessor
+from server.cuda.kernels.scaling import PictureScaler
 from server.pipelines.recipe import ImageRecipe
 
 Sizes = tuple[int, ...]
@@ -46,7 +48,7 @@ class PictureStage:
             Unsupported: no GPU, or no compiler for it.
             DeviceError: the driver refuses.
         """
-        return _Pictures(Preprocessor(device, self.recipe, self.dtype))
+        return _Pictures(picture_kernel(device, self.recipe, self.dtype))
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,14 @@ class ClassStage:
         return _Classes(Classifier(device, self.classes, self.dtype, self.softmax, self.top_k))
 
 
+def picture_kernel(device: int, recipe: ImageRecipe, dtype: npt.DTypeLike) -> Preprocessor | PictureScaler:
+    """What is fastest for a recipe; raises as both do."""
+    kind = PictureScaler if PictureScaler.fits(recipe) else Preprocessor
+    return kind(device, recipe, dtype)
+
+
 class _Pictures:
-    def __init__(self, kernel: Preprocessor) -> None:
+    def __init__(self, kernel: Preprocessor | PictureScaler) -> None:
         self._kernel = kernel
 
     def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:

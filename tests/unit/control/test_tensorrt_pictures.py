@@ -67,7 +67,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda, tmp_path: Path) -> 
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     host = HostKernels(tmp_path, cuda)
-    monkeypatch.setattr(launching, "THREADS", 8)  # each is a thread of the host's
+    monkeypatch.setattr(launching, "THREADS", 32)  # a warp; each is a thread of the host's
     monkeypatch.setattr(loading, "compile_cuda", host.compile_cuda)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "module_from_buffer", host.module_from_buffer, raising=False)
 

@@ -119,8 +119,12 @@ def _has_nvrtc() -> bool:
 @pytest.mark.skipif(not _has_nvrtc(), reason="needs NVRTC, but no GPU: pip install nvidia-cuda-nvrtc-cu12")
 def test_the_kernels_compile() -> None:
     folder = Path(loading.__file__).parent
-    options = {"pictures.cu": ("-DCHANNELS=3", "-DPLANAR=1", "-DPRECISION_BITS=22"), "classes.cu": ("-DTHREADS=256",)}
-    for file in ("pictures.cu", "rows.cu", "classes.cu"):
+    options = {
+        "pictures.cu": ("-DCHANNELS=3", "-DPLANAR=1", "-DPRECISION_BITS=22"),
+        "copies.cu": ("-DCHANNELS=3", "-DPLANAR=1", "-DDIVIDES=0", "-DTHREADS=256"),
+        "classes.cu": ("-DTHREADS=256", "-DCLASSES=1000"),
+    }
+    for file in ("pictures.cu", "copies.cu", "rows.cu", "classes.cu"):
         source = (folder / "half.cuh").read_text() + (folder / file).read_text()
         for half in (0, 1):
             for capability in ((8, 0), (9, 0)):
