@@ -147,6 +147,7 @@ class Pipeline:
             run = self._next()
             if run is not None:
                 self._fly(run)
+                del run  # it may hold a client's memory, and the next may be long in coming
             elif self._flew or self._news():
                 continue
             elif self._open:

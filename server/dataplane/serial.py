@@ -50,6 +50,7 @@ class SerialRunner:
             if batch.entries:
                 self.execute(batch)
             self._held = []
+            del batch  # its arrays may be large, and the next may be long in coming
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error."""

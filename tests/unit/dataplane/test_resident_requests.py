@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -153,6 +154,33 @@ def test_the_memory_is_kept_until_the_flight_is_over_and_no_longer(
         await asyncio.to_thread(handle.close, 10)
         gc.collect()
         assert owner() is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "model", [FakeModel, lambda: FakePipeline(device=0), lambda: FakePipeline(device=0, prompt=True)]
+)
+def test_an_instance_that_waits_for_more_keeps_nothing(model: Any) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        handle = served(mailbox, model())
+        gc.collect()
+        gc.disable()
+        try:
+            for rows in (1, 1, 3, 3):
+                values = resident(np.full((rows, 2), 7, np.float32))
+                owner = weakref.ref(values.owner)  # type: ignore[arg-type]
+                waiting = handle.infer(request(values))
+                del values
+                await waiting
+                del waiting
+                end = time.monotonic() + 10
+                while owner() is not None:
+                    assert time.monotonic() < end, f"the memory of a request of {rows} rows is kept"
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+        await asyncio.to_thread(handle.close, 10)
 
     play(scenario)
 
