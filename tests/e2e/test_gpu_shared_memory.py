@@ -1,0 +1,91 @@
+"""A server whose clients keep inputs in shared memory, over real sockets; the GPU is a fake in the server's process.
+
+The cases are those for a real GPU, in tests/gpu. The fake reads like one: what a client has cut off is no signal to it. Whatever
+else in the server touched that memory would die of it here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from server.core.tensor import Array
+from tests import shared_memory_cases as cases
+from tests.fake_gpu_server import HANDLE_BYTES, SHARED
+from tests.fake_streams import LateCuda, install
+from tests.fake_tensorrt import fake_tensorrt
+from tests.serving import Server, start
+
+COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm")
+
+
+@contextmanager
+def export(content: bytes) -> Iterator[bytes]:
+    """Memory of the fake GPU is a file that its handle names."""
+    path = Path(SHARED, f"test-{uuid.uuid4().hex}")
+    path.write_bytes(content)
+    try:
+        yield path.name.encode().ljust(HANDLE_BYTES, b"\0")
+    finally:
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def right() -> tuple[Array, Array]:
+    return cases.inputs_and_answers()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = LateCuda()
+        install(patch, cuda)
+        patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+        return cases.make_repository(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
+    mine = Path(shutil.copytree(repository, tmp_path / "repository"))
+    started = start(mine, tmp_path / "log", *cases.OPTIONS, command=COMMAND)
+    try:
+        started.wait_until_ready()
+        yield started
+        assert "Traceback" not in started.text, started.text
+        started.stop()
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+def test_rows_in_a_system_region(server: Server, right: tuple[Array, Array]) -> None:
+    cases.check_system_region(server, right)
+
+
+def test_rows_that_are_not_aligned(server: Server, right: tuple[Array, Array]) -> None:
+    cases.check_unaligned_rows(server, right)
+
+
+def test_rows_in_a_cuda_region(server: Server, right: tuple[Array, Array]) -> None:
+    cases.check_cuda_region(server, right, export)
+
+
+def test_all_kinds_share_batches(server: Server, right: tuple[Array, Array]) -> None:
+    cases.check_all_kinds_together(server, right, export)
+
+
+def test_a_client_that_truncates_its_memory_hurts_only_its_own_answers(
+    server: Server, right: tuple[Array, Array]
+) -> None:
+    cases.check_truncated_memory(server, right)
+
+
+def test_regions_come_and_go_under_load(server: Server, right: tuple[Array, Array]) -> None:
+    cases.check_regions_come_and_go(server, right)
