@@ -214,7 +214,11 @@ class Dock:
 
     def captured_flight(self, lane: Lane) -> bool:
         """Make a lane fly whole; False if that cannot be captured."""
-        return not self._captured(partial(lane.capture_flight, self.computing, self._kernel))
+        capture = partial(lane.capture_flight, self.computing, self._kernel)
+        if not self._captured(capture):
+            return True
+        lane.direct = False
+        return not self._captured(capture)
 
     def launch(self, berth: Berth, lane: Lane, views: Views, residents: Sequence[Resident], alone: bool = True) -> None:
         """Queue a flight: copy in, compute, copy out.

@@ -7,16 +7,23 @@ documentation, "CUDA Graphs"). The contexts of an instance share their scratch m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from server.backends.tensorrt_berths import Berth
 from server.backends.tensorrt_plan import Plan, Shape, Shapes, choose_profile, refused
 from server.backends.tensorrt_rows import ALONE, gather
-from server.backends.tensorrt_stages import Ports
+from server.backends.tensorrt_stages import Launch, Ports
 from server.core.errors import ModelFailed
 from server.cuda.driver import Stream
 from server.cuda.graphs import Graph
 from server.cuda.kernels.rows import RowGather
+
+_NOTHING: Mapping[str, Launch] = {}
+# A flight of up to so many rows, if it is one graph, has as few steps as can be: resident rows are prepared where they lie, and
+# what the GPU makes of the outputs is written over the bus at once. With more rows copies are faster, and kernels that read over
+# the bus would keep multiprocessors waiting.
+_FEW_ROWS = 4
 
 
 class Lane:
@@ -33,6 +40,7 @@ class Lane:
         lone: its flights are one graph only while nothing else of the instance is in the air: then nothing could overlap.
         rows: in its batches; 1 if there is no batch dimension.
         shapes: of the plan's inputs, as last set.
+        direct: a flight of few rows that is one graph has no copies that can be spared; tells the next capture.
         inputs: shapes of what callers send, by name.
         outputs: of what they get.
     """
@@ -48,6 +56,7 @@ class Lane:
         self._gathered: Graph | None = None
         self._made: dict[str, Shape] = {}
         self.lone = False
+        self.direct = True
         self.rows = 1
         self.shapes: dict[str, Shape] = {}
         self.inputs: dict[str, Shape] = {}
@@ -98,7 +107,7 @@ class Lane:
             DeviceError: says the driver.
         """
         if self._graph is None:
-            self._graph = Graph(stream, lambda: self._compute(stream))
+            self._graph = Graph(stream, lambda: self._execute(stream))
 
     def capture_flight(self, stream: Stream, kernel: RowGather | None) -> None:
         """Make a graph of a whole flight, copies and all, and another for rows that are resident, unless they are there.
@@ -159,33 +168,71 @@ class Lane:
     def _fly(self, stream: Stream, kernel: RowGather | None) -> None:
         """What `capture_flight` records: all rows of the lane, padding and all."""
         berth = self._berth
+        direct = self.direct and self.rows <= _FEW_ROWS
+        fetched = dict[str, Launch]()
         if kernel is None:
             for name, memory in berth.inputs.items():
                 memory.send(memory.view(self.inputs[name]), stream)
         elif berth.rows is not None:
+            if direct:
+                fetched = self._fetches()
             sizes = {
                 name: (memory.size_of(self.inputs[name]) // self.rows, memory.address)
                 for name, memory in berth.inputs.items()
+                if name not in fetched
             }
             gather(kernel, stream, berth.rows, self.rows, sizes, ALONE)
-        self._compute(stream)
+        written = self._compute(stream, fetched, direct)
         for name, memory in berth.outputs.items():
-            memory.fetch(memory.view(self.outputs[name]), stream)
+            if name not in written:
+                memory.fetch(memory.view(self.outputs[name]), stream)
 
-    def _compute(self, stream: Stream) -> None:
+    def _execute(self, stream: Stream) -> None:
+        """What `capture` records."""
+        self._compute(stream)
+
+    def _fetches(self) -> dict[str, Launch]:
+        """By name of the input what prepares its rows where they lie."""
+        found = {}
+        for port in self._ports.inputs:
+            if port.joined is not None and port.joined.rows(self.shapes[port.tensor]) == self.rows:
+                fetch = port.joined.work.fetch
+                if fetch is not None:
+                    found[port.tensor] = fetch
+        return found
+
+    def _compute(self, stream: Stream, fetched: Mapping[str, Launch] = _NOTHING, direct: bool = False) -> set[str]:
+        """Queue what is between the copies.
+
+        Args:
+            stream: on which.
+            fetched: what prepares rows that are where the berth's table says, by input.
+            direct: write to pinned memory what is made of the plan's outputs.
+
+        Returns:
+            The outputs that are in pinned memory then.
+        """
         berth = self._berth
         for port in self._ports.inputs:
             if port.joined is not None:
                 rows = port.joined.rows(self.shapes[port.tensor])
-                source = berth.inputs[port.tensor].address
-                port.joined.work.launch(stream, source, rows, [berth.addresses[port.tensor]])
+                if port.tensor in fetched and berth.rows is not None:
+                    launch, source = fetched[port.tensor], berth.rows.address(port.tensor)
+                else:
+                    launch, source = port.joined.work.launch, berth.inputs[port.tensor].address
+                launch(stream, source, rows, [berth.addresses[port.tensor]])
         if not self._context.execute_async_v3(stream.handle):
             raise ModelFailed(f"{self._plan.name} was not launched: the server's log has TensorRT's reason")
+        written = set[str]()
         for port in self._ports.outputs:
             if port.joined is not None:
                 rows = port.joined.rows(self._made[port.tensor])
-                targets = [berth.outputs[name].address for name in port.outside]
+                memories = [berth.outputs[name] for name in port.outside]
+                targets = [memory.pinned_address if direct else memory.address for memory in memories]
                 port.joined.work.launch(stream, berth.addresses[port.tensor], rows, targets)
+                if direct:
+                    written |= port.outside.keys()
+        return written
 
 
 def output_shapes(plan: Plan, context: Any, profile: int, shapes: Shapes, stream: Stream) -> dict[str, Shape]:

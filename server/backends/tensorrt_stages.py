@@ -7,7 +7,7 @@ rows; the plan's own tensor never leaves the GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from server.core.errors import ModelFailed
 from server.cuda.driver import Stream
 
 Dtype = np.dtype[Any]
+Launch = Callable[[Stream, int, int, Sequence[int]], None]  # as `Work.launch`
 
 
 class Work(Protocol):
@@ -35,6 +36,10 @@ class Work(Protocol):
         Raises:
             DeviceError: the driver refuses.
         """
+
+    @property
+    def fetch(self) -> Launch | None:
+        """The same for rows anywhere: `source` is the address of uint64 (rows,), where each of them is. None: it cannot."""
 
     def close(self) -> None:
         """Give back what it holds; all work is done."""

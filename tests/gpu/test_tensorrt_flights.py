@@ -43,10 +43,9 @@ RECIPE = ImageRecipe(
     by="server", source=(40, 30), resize_short_side=20, crop=(16, 16), mean=(120.0, 110.0, 100.0), std=(60.0,)
 )
 FLOAT = np.dtype(np.float32)
-STAGES = (
-    PictureStage("x", RECIPE, FLOAT),
-    ClassStage("logits", FLOAT, (10,), 10, True, 3, "scores", "classes"),
-)
+PLAIN = ImageRecipe(by="server", crop=(16, 16), mean=(120.0, 110.0, 100.0), std=(60.0,))
+RANKED = ClassStage("logits", FLOAT, (10,), 10, True, 3, "scores", "classes")
+STAGES = (PictureStage("x", RECIPE, FLOAT), RANKED)
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +66,15 @@ def opened(path: Path, stages: tuple[Any, ...] = STAGES, **parameters: str) -> I
             yield execution
 
 
-def pictures(rows: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """uint8 (rows, *RECIPE.pixels)."""
-    return np.random.default_rng(seed).integers(0, 256, (rows, *RECIPE.pixels), dtype=np.uint8)
+def pictures(rows: int, seed: int = 0, recipe: ImageRecipe = RECIPE) -> np.ndarray[Any, Any]:
+    """uint8 (rows, *recipe.pixels)."""
+    return np.random.default_rng(seed).integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
 
 
-def check(found: dict[str, Any], sent: np.ndarray[Any, Any]) -> None:
+def check(found: dict[str, Any], sent: np.ndarray[Any, Any], recipe: ImageRecipe = RECIPE) -> None:
     """Hold the answers against ONNX Runtime's and the kernels' references."""
     assert list(found) == ["scores", "classes", "top", "positive"]
-    logits = answers(convolutions(), {"x": reference.prepare(sent, RECIPE, FLOAT)})["logits"]
+    logits = answers(convolutions(), {"x": reference.prepare(sent, recipe, FLOAT)})["logits"]
     scores, _ = reference.rank(logits, 3, True)
     assert found["classes"].dtype == np.int32
     assert found["scores"].shape == found["classes"].shape == (len(sent), 3)
@@ -162,10 +161,12 @@ def _no_copy(address: int, size_bytes: int) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str]) -> None:
-    with opened(plan, **way) as execution:
+@pytest.mark.parametrize("recipe", [RECIPE, PLAIN], ids=["resized", "plain"])
+def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str], recipe: ImageRecipe) -> None:
+    with opened(plan, (PictureStage("x", recipe, FLOAT), RANKED), **way) as execution:
         for number in range(24):
-            sent = pictures(1 + number * 7 % ROWS, number)
+            # Every other flight is of few rows: those may be prepared where they lie.
+            sent = pictures(1 + number // 2 % 5 if number % 2 else 1 + number * 7 % ROWS, number, recipe)
             with spread(sent, number) as residents:
                 flight = execution.begin({"x": sent}, len(sent))
                 assert flight.device == 0
@@ -176,7 +177,31 @@ def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str]) -> None:
                 flight.inputs["x"][~resident] = sent[~resident]
                 flight.residents.extend(residents)
                 execution.launch(flight)
-                check(execution.finish(flight), sent)
+                check(execution.finish(flight), sent, recipe)
+
+
+def test_few_rows_are_prepared_where_they_lie(plan: Path) -> None:
+    """The graphs can be captured; and no bar: prints what a lone flight takes with and without."""
+    with opened(plan, (PictureStage("x", PLAIN, FLOAT), RANKED), one_graph_rows="4") as execution:
+        lanes = list(execution._dock._lanes.values())
+        assert all(lane.direct for lane in lanes), "else it would have been captured the other way"
+        sent = pictures(4, 0, PLAIN)
+        pinned = pinned_empty(sent.shape, sent.dtype)
+        pinned[:] = sent
+        pool = pinned_rows(pinned)
+        for direct in (True, False):
+            for lane in lanes:
+                if lane.rows <= 4:
+                    with current():
+                        lane.drop_flight()
+                        lane.direct = direct
+                        assert execution._dock.captured_flight(lane)
+                    assert lane.direct == direct
+            for rows in (1, 4):
+                for resident in (False, True):
+                    times = [_one(execution, sent[:rows], pool[:rows] if resident else None) for _ in range(200)]
+                    us = np.median([sum(parts) for parts in times[50:]])
+                    print(f"direct {direct}, {rows} rows, resident {resident}: {us:.1f} us a flight")
 
 
 def test_several_flights_have_tables_of_their_own(plan: Path) -> None:

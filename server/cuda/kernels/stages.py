@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from server.cuda.kernels.scaling import PictureScaler
 from server.pipelines.recipe import ImageRecipe
 
 Sizes = tuple[int, ...]
+Launch = Callable[[Stream, int, int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,15 @@ class _Pictures:
     def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:
         self._kernel.launch(stream, source, rows, targets[0])
 
+    @property
+    def fetch(self) -> Launch | None:
+        # Who resizes reads pixels several times: they had better be on the GPU.
+        return self._fetch if isinstance(self._kernel, PictureScaler) else None
+
+    def _fetch(self, stream: Stream, addresses: int, rows: int, targets: Sequence[int]) -> None:
+        assert isinstance(self._kernel, PictureScaler), "only this one fetches"
+        self._kernel.launch_each(stream, addresses, rows, targets[0])
+
     def close(self) -> None:
         self._kernel.close()
 
@@ -111,6 +121,10 @@ class _Classes:
 
     def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:
         self._kernel.launch(stream, source, rows, *targets)
+
+    @property
+    def fetch(self) -> None:
+        return None
 
     def close(self) -> None:
         self._kernel.close()

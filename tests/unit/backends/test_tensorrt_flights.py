@@ -27,7 +27,9 @@ from server.backends.tensorrt_plan import Range, buckets
 from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
 from server.core.resident import PINNED
 from server.cuda.driver import DeviceError
-from server.cuda.kernels import loading
+from server.cuda.kernels import launching, loading, reference, scaling
+from server.cuda.kernels.stages import ClassStage, PictureStage
+from server.pipelines.recipe import ImageRecipe
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import fake_tensorrt
 from tests.kernels_on_host import HostKernels
@@ -75,12 +77,12 @@ def told(one_graph_rows: str = "auto", most: int = 8, **parameters: str) -> dict
     return {MAX_BATCH_SIZE: str(most), "one_graph_rows": one_graph_rows, **parameters}
 
 
-def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int) -> tuple[Any, list[HostOwner]]:
+def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.nan) -> tuple[Any, list[HostOwner]]:
     """A flight some of whose rows are resident, in ones and in pairs; not launched yet."""
     rng = np.random.default_rng(seed)
     flight = execution.begin({"x": x[:1]}, len(x))
     assert flight.device == 0
-    flight.inputs["x"][:] = np.nan
+    flight.inputs["x"][:] = blank
     owners = []
     at = 0
     while at < len(x):
@@ -257,6 +259,63 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
     assert len(asked) == 3, "the second instance is told what the first has found"
+
+
+PICTURES = ImageRecipe(by="server", crop=(5, 7), mean=(120.0, 110.0, 100.0), std=(60.0, 50.0, 40.0))
+FLOAT = np.dtype(np.float32)
+
+
+def flat() -> onnx.ModelProto:
+    """y = x, [n, 105] of [n, 3, 5, 7]; z = 2 * y."""
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 5, 7])
+    y, z = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", 105]) for name in "yz")
+    nodes = [
+        helper.make_node("Flatten", ["x"], ["y"], name="flat"),
+        helper.make_node("Add", ["y", "y"], ["z"], name="add"),
+    ]
+    return helper.make_model(
+        helper.make_graph(nodes, "flat", [x], [y, z]), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
+    )
+
+
+@pytest.mark.usefixtures("trt", "kernels")
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize("one_graph_rows", ["0", "8"])
+def test_few_pictures_are_prepared_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_graph_rows: str, refused: bool
+) -> None:
+    for module in (launching, scaling):
+        monkeypatch.setattr(module, "THREADS", 32)
+    fetched: list[int] = []
+    real = scaling.PictureScaler.launch_each
+
+    def launch_each(kernel: Any, stream: Any, addresses: int, count: int, to: int) -> None:
+        if refused:
+            raise DeviceError("this cannot be captured")
+        fetched.append(count)
+        real(kernel, stream, addresses, count, to)
+
+    monkeypatch.setattr(scaling.PictureScaler, "launch_each", launch_each)
+    order = Order("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
+    stages = [PictureStage("x", PICTURES, FLOAT), ClassStage("y", FLOAT, (105,), 105, False, 3, "best", "numbers")]
+    with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, told(one_graph_rows))) as model:
+        assert model.join(stages) == ""
+        with closing(model.execution(0)) as execution:
+            few = [] if refused or one_graph_rows == "0" else [1, 2, 4]
+            assert sorted(set(fetched)) == few, "captured for all berths, and never launched outside of a graph"
+            fetched.clear()
+            for number, count in enumerate((1, 2, 3, 4, 5, 8, 1)):
+                sent = np.random.default_rng(number).integers(0, 256, (count, 5, 7, 3), dtype=np.uint8)
+                flight, owners = mixed(execution, sent, number, 0xA5)
+                execution.launch(flight)
+                found = execution.finish(flight)
+                assert not any(owner.copies for owner in owners), NO_OWNER
+                tensor = reference.prepare(sent, PICTURES, FLOAT).reshape(count, -1)
+                best, numbers = reference.rank(tensor, 3, False)
+                np.testing.assert_array_equal(found["numbers"], numbers)
+                np.testing.assert_array_equal(found["best"], best)
+                np.testing.assert_array_equal(found["z"], 2 * tensor)
+            assert not fetched
 
 
 @pytest.mark.usefixtures("trt", "kernels")
