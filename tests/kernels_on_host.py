@@ -97,7 +97,20 @@ class HostKernels:
         if not library.exists():
             file = self._folder / f"{digest}.cpp"
             file.write_text("".join(text))
-            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options, "-o", library, file]
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                "-pthread",
+                *options,
+                "-o",
+                library,
+                file,
+            ]
             subprocess.run(list(map(str, command)), check=True, timeout=100)
         return str(library).encode()
 

@@ -1,0 +1,74 @@
+"""What follows from the times that are measured of a plan, and how they are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.backends import tensorrt_tuning
+from server.backends.tensorrt_plan import Range, buckets
+from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
+
+
+def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for took_us, flights, middle in (
+        ([5.0, 9.0, 1.0, 7.0, 2.0, 3.0, 4.0, 8.0, 6.0], 9, 5.0),
+        ([9_000.0, 1.0], 2, 9_000.0),
+    ):
+        now_us, made = [0.0], list[int]()
+
+        def fly(took_us: list[float] = took_us, made: list[int] = made, now_us: list[float] = now_us) -> None:
+            now_us[0] += 1e6 if not made else took_us[len(made) - 1]
+            made.append(1)
+
+        monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda now_us=now_us: round(now_us[0] * 1000))
+        assert latency_us(fly) == pytest.approx(middle)
+        assert len(made) == 1 + flights
+
+
+def test_what_is_worth_a_bucket() -> None:
+    timings = {rows: Timing(us, us) for rows, us in ((1, 99.0), (2, 100.0), (4, 100.0), (8, 106.0), (16, 200.0))}
+    assert worthwhile(timings) == (1, 4, 8, 16)
+    assert worthwhile({4: Timing(1, 1)}) == (4,)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, unique=True), st.randoms(use_true_random=False))
+def test_every_batch_has_a_place(found: list[int], random: Any) -> None:
+    timings = {rows: Timing(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
+    kept = worthwhile(timings)
+    exact = exact_rows(kept, timings)
+    choice = Choice(kept, frozenset(), timings, exact)
+    assert kept[-1] == max(found)
+    assert not exact & set(kept)
+    for count in range(1, max(found) + 1):
+        run = choice.padded(count)
+        assert run == count if count in exact else run in kept and run >= count
+
+
+def test_rows_between_buckets_are_interpolated() -> None:
+    timings = {4: Timing(100, 120), 8: Timing(200, 220)}
+    # Plain: 5 rows 145, 6 rows 170, 7 rows 195; padded to 8: 200, less what it must be worth.
+    assert exact_rows((4, 8), timings) == {5, 6}
+
+
+def test_finer_buckets_are_within_the_profiles() -> None:
+    whole = [{"x": Range((1, 3), (8, 3), (100, 3))}]
+    assert buckets(whole, 100, fine=True) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 100)
+    assert buckets(whole, 9, fine=True) == (1, 2, 4, 8, 9)
+    assert buckets(whole, 100) == (1, 2, 4, 8, 16, 32, 64, 100)
+
+
+@pytest.mark.parametrize(("batch_us", "calls"), [(10.0, 1 + 1 + 4 * 8), (9_000.0, 1 + 1 + 2), (50_000.0, 1 + 1 + 1)])
+def test_slow_batches_are_measured_less_often(monkeypatch: pytest.MonkeyPatch, batch_us: float, calls: int) -> None:
+    now_us, made = [0.0], []
+
+    def queue() -> None:
+        made.append(1)
+        now_us[0] += batch_us
+
+    monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(now_us[0] * 1000))
+    assert measured_us(queue, lambda: None) == batch_us
+    assert len(made) == calls
