@@ -12,11 +12,12 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from server.backends.tensorrt_tuning import Choice
 from server.core.errors import Unsupported
 from server.cuda import device as gpus
 
@@ -60,10 +61,13 @@ class TensorRt:
     Attributes:
         trt: the module `tensorrt`.
         version: e.g. "10.6.0".
+        choices: how plans are best run, by all that it depends on, for the life of the process. Single operations on it only:
+            instances open in threads of their own.
     """
 
     def __init__(self, trt: Any) -> None:
         self.trt = trt
+        self.choices: dict[Hashable, Choice] = {}
         self.version = ".".join(str(trt.__version__).split(".")[:3])
         self._errors = threading.local()
         # TensorRT keeps the first logger of a process, so there is one for all models.

@@ -5,6 +5,7 @@ Importing this needs neither TensorRT nor a GPU; making a `TensorRtBackend` does
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -126,12 +127,13 @@ class TensorRtModel:
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _told: instances open in threads of their own
         self._told = False
+        digest = hashlib.sha256(content).digest()
         try:
             for device in sorted({placement.device for placement in placements}):
                 allocator = Allocator(device, account)
                 weights = allocator.reservation(Kind.WEIGHTS)
                 with booked(weights, len(content)):
-                    self._plans[device] = _deserialised(name, content, allocator)
+                    self._plans[device] = _deserialised(name, content, digest, allocator)
                 self._weights.append(weights)
             self._open_gathers()
         except BaseException:
@@ -234,12 +236,12 @@ class TensorRtModel:
             logger.warning("%s runs without CUDA graphs, it cannot be captured: %s", self._name, reason)
 
 
-def _deserialised(name: str, content: bytes, allocator: Allocator) -> Plan:
+def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator) -> Plan:
     device = allocator.gpu
     try:
         here = installed(device)
         with current(device):
-            return Plan(load(), content, name, here, allocator)
+            return Plan(load(), content, digest, name, here, allocator)
     except ConfigError:
         raise
     except HeadraceError as error:

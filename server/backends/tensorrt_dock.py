@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -172,6 +172,13 @@ class Dock:
         for berth in self.berths if choice.exact else ():
             self.shared_lane(berth)
         self.synchronize()
+
+    @property
+    def way(self) -> Hashable:
+        """All that the choice depends on beside the plan and the GPU."""
+        ports = (*self._ports.inputs, *self._ports.outputs)
+        stages = tuple([port.joined.stage for port in ports if port.joined is not None])
+        return self._placement, stages, self._kernel is not None
 
     def ready(self, berth: Berth, shapes: Shapes) -> Lane | None:
         """The lane that there is for shapes of the plan's inputs in a berth; needs no GPU to be current."""

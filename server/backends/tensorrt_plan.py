@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from server.cuda.memory import Allocator
 
 # Below, a batch takes about as long with one row more.
 _FINE_FROM = 8
+# Of more plans a process forgets what it has found out first.
+_CHOICES_KEPT = 256
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -62,6 +64,7 @@ class Plan:
     Args:
         api: TensorRT.
         content: of the plan's file.
+        digest: of the content.
         name: of the file, for messages.
         here: the machine.
         allocator: for what its instances need on this GPU.
@@ -80,9 +83,12 @@ class Plan:
         ConfigError: it was built for another machine, is broken, or has tensors that cannot be served.
     """
 
-    def __init__(self, api: TensorRt, content: bytes, name: str, here: Installed, allocator: Allocator) -> None:
+    def __init__(
+        self, api: TensorRt, content: bytes, digest: bytes, name: str, here: Installed, allocator: Allocator
+    ) -> None:
         self._trt = api.trt
         self._api = api
+        self._digest = digest
         self.name = name
         self.allocator = allocator
         # TensorRT makes no promise for contexts that are made by several threads at once.
@@ -122,6 +128,21 @@ class Plan:
         if self.scratch_bytes:
             context.set_device_memory(scratch, self.scratch_bytes)
         return context
+
+    def recall(self, how: Hashable) -> Choice | None:
+        """What was found earlier in this process for the same content on this GPU, run the same way.
+
+        Args:
+            how: it is run.
+        """
+        return self._api.choices.get((self._digest, self.allocator.gpu, how))
+
+    def remember(self, how: Hashable, choice: Choice) -> None:
+        """Let those who load the same content later `recall` what has been found."""
+        choices = self._api.choices
+        choices[self._digest, self.allocator.gpu, how] = choice
+        while len(choices) > _CHOICES_KEPT:
+            del choices[next(iter(choices))]
 
     def _full(self, message: str, cure: str) -> NoRoom:
         return NoRoom(self.name, message, cure, self.allocator.gpu)

@@ -27,6 +27,9 @@ logger = logging.getLogger("headrace.tensorrt")
 def tuned(dock: Dock, plan: Plan, placement: Placement) -> Choice:
     """How batches of a plan are best run, measured once for all instances on a GPU, which wait for it.
 
+    What was measured is remembered for the life of the process: a model that comes back, and another one of the same plan, are
+    run the same way and take the same memory, whatever else the GPU does meanwhile.
+
     Args:
         dock: open, with the device current.
         plan: of the instance; its batches have no other free dimension than their rows.
@@ -37,8 +40,17 @@ def tuned(dock: Dock, plan: Plan, placement: Placement) -> Choice:
     """
     with plan.tuning:
         if plan.choice is None:
-            plan.choice = Tuner(dock, plan, placement).choose() if placement.graphs else dock.choice
+            plan.choice = _found(dock, plan, placement) if placement.graphs else dock.choice
         return plan.choice
+
+
+def _found(dock: Dock, plan: Plan, placement: Placement) -> Choice:
+    choice = plan.recall(dock.way)
+    if choice is None:
+        choice = Tuner(dock, plan, placement).choose()
+        if dock.graphs:
+            plan.remember(dock.way, choice)
+    return choice
 
 
 class Tuner:

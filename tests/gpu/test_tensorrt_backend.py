@@ -29,11 +29,11 @@ from server.core.completion import Mailbox
 from server.core.errors import ConfigError, ModelFailed
 from server.core.request import InferRequest
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from server.cuda.driver import current, loaded
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import HandlePolicy, ModelHandle
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
+from tests.gpu.own_memory import own_bytes
 from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
 from tests.serving import ROOT, serving
 
@@ -154,21 +154,17 @@ def test_instances_at_the_same_time(plan: Path) -> None:
 
 
 def test_memory_is_taken_once_and_given_back(plan: Path) -> None:
-    def free_bytes() -> int:
-        with current():
-            return int(loaded().mem_get_info()[0])
-
     with opened(plan):
         pass  # whatever a process takes once is taken now
-    before = free_bytes()
+    before = own_bytes()
     for _ in range(3):
         with opened(plan) as execution:
             execution.run({"x": pictures(ROWS)})
-            taken = free_bytes()
+            taken = own_bytes()
             for number in range(200):
                 execution.run({"x": pictures(1 + number % ROWS)})
-            assert free_bytes() == taken
-    assert before - free_bytes() <= 32 << 20, (before, free_bytes())
+            assert own_bytes() == taken
+    assert own_bytes() - before <= 32 << 20, (before, own_bytes())
 
 
 def test_profiles_by_bucket(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 
+from server.backends import tensorrt_tuner
 from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from server.backends.tensorrt_lanes import Lane
 from server.core.ledger import HOST, Kind, Ledger, NoRoom
+from server.cuda.driver import DeviceError
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import fake_tensorrt
 from tests.tensorrt_case import build
@@ -71,3 +75,77 @@ def test_without_room_the_model_is_refused_and_leaves_nothing(tmp_path: Path, ki
     with pytest.raises(NoRoom, match=f"more of GPU 0 for {kind}"):
         load()
     assert ledger.holdings() == []
+
+
+def test_a_plan_that_comes_back_takes_what_it_took_whatever_the_gpu_does_meanwhile(
+    cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    plans = [plan, plan, (other / "same.plan").resolve()]
+    plans[2].write_bytes(plan.read_bytes())
+    taken, choices = [], []
+    noise = itertools.count()
+
+    def measured(*_: object) -> float:
+        """Whatever is asked, each time it takes another time."""
+        return 1.0 + 7919 * next(noise) % 97
+
+    for name in ("measured_us", "latency_us"):
+        monkeypatch.setattr(tensorrt_tuner, name, measured)
+    for file in plans:
+        ledger = Ledger()
+        with (
+            closing(TensorRtBackend().load(file, 1, {MAX_BATCH_SIZE: "8"}, ledger.account("m", "1"))) as model,
+            closing(model.execution(0)) as execution,
+        ):
+            dock = execution._dock
+            booked = {(h.gpu, h.kind): h.size_bytes for h in ledger.holdings()}
+            taken.append((len(dock._lanes), len(dock._shared), len(cuda.graphs), len(cuda.live), booked))
+            choices.append(dock.choice)
+    assert taken[1:] == taken[:1] * 2
+    assert choices[1:] == choices[:1] * 2
+
+
+@pytest.mark.parametrize("change", [{MAX_BATCH_SIZE: "4"}, {"wait": "spin"}, {"one_graph_rows": "2"}, {GPUS: "1"}])
+def test_what_is_run_another_way_is_measured_anew(
+    cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, str]
+) -> None:
+    cuda.devices = 2
+    plan = build(tmp_path)
+    tuned: list[int] = []
+    choose = tensorrt_tuner.Tuner.choose
+    monkeypatch.setattr(tensorrt_tuner.Tuner, "choose", lambda tuner: tuned.append(1) or choose(tuner))
+
+    def load(parameters: dict[str, str]) -> int:
+        tuned.clear()
+        with (
+            closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "8", **parameters})) as model,
+            closing(model.execution(0)),
+        ):
+            return len(tuned)
+
+    assert [load({}), load(change), load({}), load(change)] == [1, 1, 0, 0]
+
+
+def test_what_graphs_that_could_not_be_had_have_left_open_is_measured_anew(
+    cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = build(tmp_path)
+
+    def graphs() -> int:
+        with (
+            closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: "8"})) as model,
+            closing(model.execution(0)),
+        ):
+            return len(cuda.graphs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "capture", _refuse)
+        assert graphs() == 0
+    assert graphs() > 0
+
+
+def _refuse(*_: object) -> None:
+    raise DeviceError("this cannot be captured")
