@@ -124,7 +124,8 @@ def _choose(graph: Graph, numbers: Format, keep: frozenset[str], quantized: Quan
             continue
         if found.follows:
             read = [node.input[i] for i in found.inputs if not graph.is_constant(node.input[i])]
-            if not read or not cast_tensors.issuperset(read):
+            # What quantises weights needs the type of what dequantises them.
+            if not cast_tensors.issuperset(read) or not (read or node.op_type == "QuantizeLinear"):
                 continue
         chosen[key] = _Chosen(node, found)
         cast_tensors |= {node.output[i] for i in found.outputs}

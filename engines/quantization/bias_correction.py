@@ -19,6 +19,7 @@ import onnx
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
 from engines.progress import Report
+from engines.quantization import fp8
 from engines.quantization.samples import Samples
 
 Doubles = npt.NDArray[np.float64]
@@ -83,13 +84,17 @@ def _means(
 
 
 def _stored_weight(graph: Graph, tensor: str) -> Doubles | None:
-    """What a layer computes with: a constant behind a DequantizeLinear, as numbers."""
+    """What a layer computes with: a constant behind a DequantizeLinear, in 8 bits or, before it is quantised, in FP32."""
     node = graph.producer(tensor)
     if node is None or node.op_type != "DequantizeLinear":
         return None
-    values, scale = graph.constant(node.input[0]), graph.constant(node.input[1])
+    quantizing = graph.producer(node.input[0])
+    values = graph.constant(node.input[0] if quantizing is None else quantizing.input[0])
+    scale = graph.constant(node.input[1])
     if values is None or scale is None:
         return None
+    if quantizing is not None:
+        values = fp8.numbers(values, np.float32(scale))
     numbers, factor = values.astype(np.float64), scale.astype(np.float64)
     if factor.ndim:
         shape = [1] * numbers.ndim

@@ -105,8 +105,14 @@ class _Scheme(Protocol):
     def larger(self, scale: Floats) -> Floats:
         """A scale that is a little larger."""
 
-    def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
-        """Weights in 8 bits; `least`: scales that must not be undercut, [channels]."""
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+        """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
+
+        Args:
+            values: FP32.
+            one: the node.
+            least: scales that must not be undercut, [channels].
+        """
 
 
 class _SymmetricInt8:
@@ -121,8 +127,8 @@ class _SymmetricInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, axis, least, 127)
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, least, 127)
 
 
 class _UnsignedInt8:
@@ -144,8 +150,8 @@ class _UnsignedInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, axis, least, self._largest_weight)
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, least, self._largest_weight)
 
 
 class _Fp8:
@@ -159,9 +165,12 @@ class _Fp8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(fp8.next_scale(np.float32(scale)))
 
-    def weight(self, values: Floats, axis: int | None, least: Floats | None) -> tuple[TensorProto, _Scale]:
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+        # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
         scale = fp8.scale_of(float(np.abs(values).max(initial=0)))
-        return fp8.encode(values, scale), self._with_zero(scale)
+        # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
+        whole = values if one.operator == "Conv" else fp8.encode(values, scale)
+        return whole, self._with_zero(scale)
 
     def _with_zero(self, scale: np.float32) -> _Scale:
         return _Scale(_float32(scale), fp8.encode(np.zeros((), np.float32), np.float32(1)))
@@ -266,7 +275,7 @@ class _Writer:
         step = self._scales[tensor].scale
         # A weight's scale must be so large that the bias, in steps of both scales, is an int32; half of that is left for sums.
         least = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
-        quantized, found = scheme.weight(values, one.axis, least)
+        quantized, found = scheme.weight(values, one, least)
         key = (name, one.axis, found.scale.tobytes())
         if key not in self._weights:
             self._weights[key] = self._dequantized(name, quantized, found, one.axis, scheme.weight_type)
@@ -280,16 +289,20 @@ class _Writer:
     def _dequantized(
         self, name: str, quantized: Array | TensorProto, scale: _Scale, axis: int | None, element_type: int
     ) -> str:
+        """What comes out of the DequantizeLinear behind constants; those in FP32 get a QuantizeLinear in front of it."""
         graph = self._graph
         shape = graph.shape(name)
-        constants = [
-            graph.add_constant(f"{name}_quantized", quantized),
+        scales = [
             graph.add_constant(f"{name}_scale", scale.scale),
             graph.add_constant(f"{name}_zero_point", _copied(scale.zero_point)),
         ]
         by_channel = axis if scale.scale.ndim else None
-        output = graph.add_node("DequantizeLinear", constants, f"{name}_dequantized", axis=by_channel)
-        graph.set_type(constants[0], element_type, shape)
+        if isinstance(quantized, np.ndarray) and quantized.dtype == np.float32:
+            stored = graph.add_node("QuantizeLinear", [name, *scales], f"{name}_quantized", axis=by_channel)
+        else:
+            stored = graph.add_constant(f"{name}_quantized", quantized)
+        graph.set_type(stored, element_type, shape)
+        output = graph.add_node("DequantizeLinear", [stored, *scales], f"{name}_dequantized", axis=by_channel)
         graph.set_type(output, TensorProto.FLOAT, shape)
         return output
 

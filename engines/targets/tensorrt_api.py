@@ -20,11 +20,9 @@ from server.core.errors import HeadraceError
 logger = logging.getLogger("headrace.tensorrt")
 
 _OLDEST = 10
-# The first version that is given convolutions in FP8. 10.6 runs ours in FP16 on an H200, with Q and DQ as kernels of their own
-# around them. For such convolutions NVIDIA advised the newest version of the day, 10.8 (github.com/NVIDIA/Model-Optimizer, issue
-# 16, February 2025). It may be later than need be: FP8 kernels for models that NVIDIA's tool quantised are reported from 10.2 on
-# (github.com/NVIDIA/TensorRT, issue 3987); how those differ from ours is not known.
-FP8_CONVOLUTIONS = (10, 8)
+# The first version that is given convolutions in FP8: with 10.2 they are reported on Hopper, with 10.3 on Ada
+# (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Seen by us with 10.6 on an H200.
+FP8_CONVOLUTIONS = (10, 2)
 _ERRORS_KEPT = 20
 # A warning that may be why no kernel is left in the end.
 _SHORTAGE = "memory is insufficient"

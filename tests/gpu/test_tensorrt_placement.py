@@ -143,7 +143,8 @@ def run_quantized(
     folder: Path, source: onnx.ModelProto, precision: str = "int8", keep: Collection[str] = ()
 ) -> list[Layer]:
     """Quantise all but `keep`, build, hold the answers and the precision of every quantised layer; gives all layers."""
-    target = TensorRtTarget(optimization_level=1)
+    # Convolutions in FP8 were seen at the default level only.
+    target = TensorRtTarget(optimization_level=1 if precision == "int8" else None)
     model = simplify(source)
     graph = Graph(copy_model(model))
     placed = place(graph, "tensorrt", precision, keep)

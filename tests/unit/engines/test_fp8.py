@@ -8,11 +8,15 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from engines.casting import cast
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
+from engines.progress import silent
 from engines.quantization import fp8
+from engines.quantization.bias_correction import correct_biases
 from engines.quantization.placement import place, tensors_to_calibrate
 from engines.quantization.qdq import quantize
+from engines.quantization.samples import Samples
 from engines.simplify import simplify
 from tests.unit.engines import networks
 
@@ -39,6 +43,15 @@ def test_scale_brings_the_largest_value_to_the_largest_number() -> None:
     np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(int), [448, -224])
 
 
+def stored_type(graph: Graph, dequantizing: onnx.NodeProto | None) -> int:
+    """Element type of the constant that is dequantised, or quantised first."""
+    assert dequantizing is not None
+    quantizing = graph.producer(dequantizing.input[0])
+    name = dequantizing.input[0] if quantizing is None else quantizing.input[0]
+    assert graph.is_constant(name)
+    return graph.element_type(name)
+
+
 @pytest.mark.parametrize("name", ["residual", "squeeze_excite", "transformer", "squeezenet"])
 def test_models_in_fp8_are_valid_and_close(name: str) -> None:
     own = getattr(networks, name, None)
@@ -54,9 +67,45 @@ def test_models_in_fp8_are_valid_and_close(name: str) -> None:
             makers = [graph.producer(tensor) for tensor in node.input[:2]]
             operators = [maker is not None and maker.op_type == "DequantizeLinear" for maker in makers]
             assert operators == [node.name in chosen] * 2
+            if node.name in chosen and chosen[node.name].weight is not None:
+                stored = TensorProto.FLOAT if node.op_type == "Conv" else TensorProto.FLOAT8E4M3FN
+                assert stored_type(graph, makers[1]) == stored
         if node.op_type == "QuantizeLinear":
             assert graph.element_type(node.input[2]) == TensorProto.FLOAT8E4M3FN
     assert chosen
     x, seen = networks.inputs_of(model), networks.logits(model)
     expected = OnnxRunner(model, [seen]).run(x)[seen]
     assert networks.cosine(expected, OnnxRunner(quantized, [seen], optimize=False).run(x)[seen]) > 0.97
+
+
+def one_convolution() -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    """As it is, and quantised."""
+    model = simplify(networks.network("y = Conv(x, w)", networks.weights(w=(16, 16, 1, 1)), ("N", 16, 4, 4)))
+    return model, quantize(model, dict.fromkeys(tensors_to_calibrate(model), (-4.0, 4.0)), "tensorrt", "fp8")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_weights_of_convolutions_and_their_scales_have_one_type_before_they_are_quantised(precision: str) -> None:
+    """TensorRT refuses FP32 weights with FP16 scales, and runs convolutions whose weights are stored in FP8 in FP16."""
+    _, written = one_convolution()
+    graph = Graph(copy_model(written if precision == "fp32" else cast(written, "fp16", quantized="scales")))
+    convolution = next(node for node in graph.nodes if node.op_type == "Conv")
+    element_type = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
+    dequantizing = graph.producer(convolution.input[1])
+    assert dequantizing is not None
+    quantizing = graph.producer(dequantizing.input[0])
+    assert quantizing is not None
+    assert (quantizing.op_type, dequantizing.op_type) == ("QuantizeLinear", "DequantizeLinear")
+    assert quantizing.input[1:] == dequantizing.input[1:]
+    kinds = [graph.element_type(tensor) for tensor in (*quantizing.input[:2], convolution.input[1])]
+    assert kinds == [element_type] * 3
+
+
+def test_biases_make_up_for_weights_that_the_target_is_to_round() -> None:
+    model, quantized = one_convolution()
+    ones = np.ones((2, 16, 4, 4), np.float32)
+    corrected = correct_biases(model, quantized, ["node_y"], Samples.of({"x": ones}), silent)
+    error = OnnxRunner(quantized, ["w_dequantized"]).run({"x": ones})["w_dequantized"] - Graph(model).constant("w")
+    bias = Graph(corrected).constant("node_y.bias")
+    np.testing.assert_allclose(bias, -error.sum(axis=(1, 2, 3)), rtol=1e-4, atol=1e-6)
+    assert np.abs(error).max() > 0

@@ -14,6 +14,7 @@ from engines.errors import BuildError
 from engines.progress import silent
 from engines.spec import spec_of
 from engines.store import Store
+from engines.targets import tensorrt_api
 from engines.targets.tensorrt_target import TensorRtTarget
 from tests.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, residual
@@ -94,7 +95,12 @@ def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path
     assert not list((tmp_path / "store").glob("*/stamp.json"))
 
 
-def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(trt: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs_them", [True, False])
+def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(
+    runs_them: bool, trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not runs_them:
+        monkeypatch.setattr(tensorrt_api, "FP8_CONVOLUTIONS", (99, 0))
     asked = []
 
     def refuses(model: onnx.ModelProto) -> str:
@@ -106,5 +112,5 @@ def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(trt: Any, tm
     in_fp8 = [
         name for name in ("node_a1", "node_a2", "node_down", "node_c1", "node_c2") if dequantized(asked[-1], name)
     ]
-    assert len(in_fp8) == (0 if trt.__version__ == "10.6.0" else 5)
+    assert len(in_fp8) == (5 if runs_them else 0)
     assert dequantized(asked[-1], "node_y")

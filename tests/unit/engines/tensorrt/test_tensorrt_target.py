@@ -60,13 +60,13 @@ def test_precisions_are_refused_by_what_the_gpu_has(trt: Any, cuda: FakeCuda) ->
 
 
 @pytest.mark.parametrize(
-    ("version", "has"), [("10.6.0", False), ("10.8.0.43", True), ("10.13.2.6", True), ("11.0.0", True)]
+    ("version", "has"), [("10.1.0", False), ("10.2.0.19", True), ("10.13.2.6", True), ("11.0.0", True)]
 )
-def test_convolutions_are_fp8_from_10_8_on(
+def test_convolutions_are_fp8_from_10_2_on(
     version: str, has: bool, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda, version))
-    told = "" if has else "convolutions in FP8 are for TensorRT 10.8 and newer, this is 10.6.0"
+    told = "" if has else "convolutions in FP8 are for TensorRT 10.2 and newer, this is 10.1.0"
     assert TensorRtTarget().refuses_fp8_convolutions() == told
 
 
