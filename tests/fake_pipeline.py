@@ -39,7 +39,8 @@ class FakePipeline:
         depth: flights that may be open.
         device: of the GPU that it pretends to run on, which reads resident rows when it comes to the batch; None: it takes none.
         manual: a flight lands only when `land` says so.
-        prompt: another thread may begin and launch in the instance's place.
+        prompt: another thread may begin and launch in the instance's place, and finish in the finisher's.
+        finishers: which threads finished.
         log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" as they happen; numbers count the `begin`s.
         batches: the values of the flights finished or run, first column.
         most_open: the most flights that were open at once.
@@ -52,6 +53,7 @@ class FakePipeline:
     device: int | None = None
     manual: bool = False
     prompt: bool = False
+    finishers: list[threading.Thread] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     batches: list[list[float]] = field(default_factory=list)
     most_open: int = 0
@@ -64,6 +66,7 @@ class FakePipeline:
         self._open: set[int] = set()
         self._in_the_air: list[int] = []
         self._threads: dict[str, int] = {}
+        self._finishing = threading.Lock()
         self.hanging: str | None = None
         self._released = threading.Event()
         self.violations: list[str] = []
@@ -134,6 +137,14 @@ class FakePipeline:
         self.note(f"launch {batch.number}")
 
     def finish(self, flight: Flight) -> dict[str, Array]:
+        self.finishers.append(threading.current_thread())
+        self._expect(self._finishing.acquire(blocking=False), "two finish at the same time")
+        try:
+            return self._finish(flight)
+        finally:
+            self._finishing.release()
+
+    def _finish(self, flight: Flight) -> dict[str, Array]:
         self._on("finisher")
         batch = self._batch(flight)
         self._expect(batch.launched, "finished before it was launched")
@@ -157,6 +168,7 @@ class FakePipeline:
         self.note(f"discard {batch.number}")
 
     def close(self) -> None:
+        self._expect(not self._finishing.locked(), "closed while somebody finishes")
         self.note("close")
 
     # Within
@@ -168,8 +180,9 @@ class FakePipeline:
             self._changed.notify_all()
 
     def _on(self, role: str) -> None:
-        if self.prompt and role == "instance":
-            self._expect(threading.get_ident() != self._threads.get("finisher"), "not on the instance's thread")
+        if self.prompt:
+            finishes = threading.current_thread().name.endswith("finisher")
+            self._expect(role == "finisher" or not finishes, "not on the instance's thread")
             return
         ident = self._threads.setdefault(role, threading.get_ident())
         other = [thread for name, thread in self._threads.items() if name != role]

@@ -197,6 +197,21 @@ class Callers:
 
 
 @dataclass(frozen=True, slots=True)
+class Crowd:
+    """Who asks whom.
+
+    Attributes:
+        callers: that ask at the same time.
+        blocking: the only caller asks by `infer_blocking`, on a thread of its own.
+        instances: of the model.
+    """
+
+    callers: int = 1
+    blocking: bool = False
+    instances: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """What one measurement found.
 
@@ -216,7 +231,7 @@ class Load:
     p99_us: float
 
 
-def _handle(model: Sleeper, max_rows: int, row_bytes: int) -> ModelHandle:
+def _handle(model: Sleeper, max_rows: int, row_bytes: int, instances: int) -> ModelHandle:
     spec = ModelSpec(
         name="sleeper",
         version="1",
@@ -228,17 +243,43 @@ def _handle(model: Sleeper, max_rows: int, row_bytes: int) -> ModelHandle:
         },
         max_batch_size=max_rows,
     )
-    policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=1 << 20))
+    policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=1 << 20), instances)
     return ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), Recorder())
 
 
-async def measure(device: Device, outstanding: int, options: argparse.Namespace) -> Load:
+class Blocked(Callers):
+    """One caller on a thread of its own, which waits for each answer."""
+
+    def ask(self) -> None:
+        """Start asking; until `stopping`."""
+        self.waiting = 1
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._ask_on, daemon=True).start()
+
+    def _ask_on(self) -> None:
+        try:
+            while not self.stopping:
+                now_ns = monotonic_ns()
+                request = InferRequest(
+                    inputs={"x": self._row}, rows=1, shape_key=None, received_ns=now_ns, size_bytes=self.row_bytes
+                )
+                answer = self.handle.infer_blocking(request)
+                if answer.outputs["classes"].shape != (1, 5):
+                    raise RuntimeError("a wrong answer")
+                self.answered += 1
+                self.latencies_ns.append(monotonic_ns() - now_ns)
+        finally:
+            self._loop.call_soon_threadsafe(self.gone.set)
+
+
+async def measure(device: Device, crowd: Crowd, options: argparse.Namespace) -> Load:
     """Ask with so many callers."""
     model, max_rows = Sleeper(device), options.rows
-    handle = _handle(model, max_rows, options.row_bytes)
+    handle = _handle(model, max_rows, options.row_bytes, crowd.instances)
     await asyncio.to_thread(handle.start)
-    callers = Callers(handle, options.row_bytes, int(options.front_us * NS_PER_US))
-    for _ in range(outstanding):
+    make = Blocked if crowd.blocking else Callers
+    callers = make(handle, options.row_bytes, int(options.front_us * NS_PER_US))
+    for _ in range(crowd.callers):
         callers.ask()
     await asyncio.sleep(_WARM_UP_S)
     callers.latencies_ns.clear()
@@ -300,29 +341,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _full(rate_per_s: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Many callers, a device that does so many rows a second in full batches."""
     device = Device(batch_ns=options.rows * NS_PER_S // rate_per_s, row_ns=0)
-    return _summary([_run(device, 6 * options.rows, options) for _ in range(options.rounds)])
+    return _summary([_run(device, Crowd(6 * options.rows), options) for _ in range(options.rounds)])
 
 
-def _single(device_us: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def _single(device_us: int, crowd: Crowd, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """One caller, a device that takes so long."""
     device = Device(batch_ns=device_us * NS_PER_US, row_ns=0)
     loads, added = [], []
     for _ in range(options.rounds):
-        loads.append(_run(device, 1, options))
+        loads.append(_run(device, crowd, options))
         added.append(loads[-1].p50_us - bare_p50_us(device.batch_ns, options.seconds / 4))
     return {**_summary(loads), "added_p50_us": asdict(Spread.of(added))}
 
 
-def _run(device: Device, outstanding: int, options: argparse.Namespace) -> Load:
+def _run(device: Device, crowd: Crowd, options: argparse.Namespace) -> Load:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(measure(device, outstanding, options))
+        return runner.run(measure(device, crowd, options))
 
 
 CASES: dict[str, Callable[[argparse.Namespace], dict[str, dict[str, float]]]] = {
     "full-43000": partial(_full, 43_000),
     "full-68000": partial(_full, 68_000),
     "full-200000": partial(_full, 200_000),
-    "single-500": partial(_single, 500),
+    "single-500": partial(_single, 500, Crowd()),
+    "single-500-2-instances": partial(_single, 500, Crowd(instances=2)),
+    "blocking-500": partial(_single, 500, Crowd(blocking=True)),
+    "blocking-500-2-instances": partial(_single, 500, Crowd(blocking=True, instances=2)),
 }
 
 

@@ -90,7 +90,8 @@ class PipelinedExecution(Execution, Protocol):
     Attributes:
         depth: flights that may be open, that is between `begin` and the end of `finish` (or `discard`); at least 2.
         prompt: may be left out, which means False. True: `begin`, `launch` and `discard` do nothing but queue work and copy small
-            things, whatever they are given; then another thread may call them in the instance's place, while that sleeps.
+            things, whatever they are given; then another thread may call them in the instance's place, while that sleeps, and
+            `finish` in the finisher's, while that has nothing to wait for.
     """
 
     depth: int

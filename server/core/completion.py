@@ -56,7 +56,7 @@ class Mailbox:
 
 
 class Completion:
-    """The contract; see `LoopCompletion` and `PartCompletion` for the two kinds.
+    """The contract; see `LoopCompletion`, `ThreadCompletion` and `PartCompletion` for the kinds.
 
     Attributes:
         after: called once after the completion was settled, by whoever settled it; must not raise.
@@ -83,7 +83,7 @@ class Completion:
 
     def notify(self) -> None:
         """Tell the waiter, after a successful `claim`."""
-        raise AssertionError("a Completion is either a LoopCompletion or a PartCompletion")
+        raise AssertionError("a Completion is one of the kinds below, or a PartCompletion")
 
     def settle(self, outcome: Outcome) -> bool:
         """Claim and notify; False if it had been settled before."""
@@ -160,6 +160,25 @@ class LoopCompletion(Completion):
             if self._woken:
                 self._resolve(future)
         return future.__await__()
+
+
+class ThreadCompletion(Completion):
+    """A completion for which one thread waits, itself."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = threading.Lock()
+        self._told.acquire()
+
+    def notify(self) -> None:
+        """Wake the waiter."""
+        self._told.release()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Return once it is settled and told, or after `timeout_s` (-1: never); True if it was, which is said once."""
+        return self._told.acquire(timeout=timeout_s)
 
 
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:

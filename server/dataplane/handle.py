@@ -1,7 +1,8 @@
 """One loaded version of a model as the rest of the server sees it: `ModelHandle`.
 
 The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to another
-process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop; the rest by the control thread.
+process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop, `infer_blocking` and `release` on any
+other thread of a program that holds a lease; the rest by the control thread.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ from dataclasses import dataclass, field
 
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
-from server.core.completion import Completion, LoopCompletion, Mailbox, settle_all
-from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, TooLarge, Unavailable
-from server.core.request import InferRequest
+from server.core.completion import LoopCompletion, Mailbox, ThreadCompletion, settle_all
+from server.core.errors import Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
+from server.dataplane.admission import Admission
 from server.dataplane.answers import Answers
-from server.dataplane.batch import cut
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
-from server.dataplane.join import Joint, PartCompletion
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
@@ -32,6 +32,7 @@ from server.observability.recorder import Recorder
 
 # uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
 _MAX_DELAY_NS = 86_400 * NS_PER_S
+_LATE = "the request's deadline had passed before it was queued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,18 @@ class ModelHandle:
         self._on_wanted = on_wanted
         self._clock = clock
         self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
-        self._sequencer = Sequencer() if policy.preserve_ordering else None
-        deliver = settle_all if self._sequencer is None else self._sequencer.deliver
-        self._leave = self._scheduler.discard
-        self._max_rows = policy.batch.max_rows
+        sequencer = Sequencer() if policy.preserve_ordering else None
+        deliver = settle_all if sequencer is None else sequencer.deliver
+        self._admission = Admission(
+            spec,
+            policy.batch.max_rows,
+            policy.split_oversized,
+            policy.limits.max_count,
+            policy.levels,
+            policy.default_level,
+            self._scheduler.discard,
+            sequencer,
+        )
         self._answers = Answers(recorder, deliver, self._scheduler.report)
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted
         self._leases = 0
@@ -169,18 +178,9 @@ class ModelHandle:
         """
         now_ns = self._clock()
         if request.deadline_ns and request.deadline_ns <= now_ns:
-            raise DeadlineExceeded("the request's deadline had passed before it was queued")
+            raise DeadlineExceeded(_LATE)
         completion = LoopCompletion(self._mailbox)
-        level = self._level(request)
-        if request.rows <= self._max_rows:
-            entry = Entry(request, completion, level, now_ns)
-            entry.leave = self._leave
-            completion.after = entry.on_settled
-            entries = [entry]
-        else:
-            entries = self._parts(request, completion, level, now_ns)
-        if self._sequencer is not None:
-            self._sequence([entry.completion for entry in entries])
+        entries = self._admission.entries(request, completion, now_ns)
         try:
             self._scheduler.enqueue(entries)
         except Unavailable as error:
@@ -192,6 +192,37 @@ class ModelHandle:
         if request.deadline_ns or self.policy.queue_timeout_ns:
             self._set_alarms(request, completion, entries, now_ns)
         return completion
+
+    def infer_blocking(self, request: InferRequest) -> InferResponse:
+        """Run a request and wait for its answer, on any thread that has nothing else to do (the event loop has).
+
+        Where nothing else waits, an instance sleeps and its execution is `prompt`, the calling thread runs the request itself
+        from beginning to end: no other is woken for it. Everything else waits in the queue, as with `infer`; so does a request
+        with a deadline, since nobody could call this thread back from a device.
+
+        Raises:
+            HeadraceError: as `infer` raises, or as the request was answered.
+        """
+        now_ns = self._clock()
+        if request.deadline_ns and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded(_LATE)
+        completion = ThreadCompletion()
+        entries = self._admission.entries(request, completion, now_ns)
+        self.used_ns = now_ns
+        try:
+            self._scheduler.run(entries, stays=not request.deadline_ns and len(entries) == 1)
+            if self._crew.parked:  # after the queueing, as in `infer`
+                self._want()
+            self._wait(request, completion, entries, now_ns)
+        except BaseException as error:  # refused, or the caller is called off: nobody waits for an answer any more
+            refused = error if isinstance(error, Unavailable) else Cancelled("the caller has gone")
+            settle_all([(entry.completion, refused) for entry in entries])
+            raise
+        outcome = completion.outcome
+        assert outcome is not None, "whoever is told has an outcome"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         """Count a request that was answered with an error."""
@@ -328,71 +359,37 @@ class ModelHandle:
             name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
         )
 
-    def _level(self, request: InferRequest) -> int:
-        # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.
-        levels = self.policy.levels
-        if levels == 1:
-            return 0
-        return min(request.priority or self.policy.default_level, levels) - 1
-
-    def _parts(self, request: InferRequest, whole: LoopCompletion, level: int, now_ns: int) -> list[Entry]:
-        max_rows = self.policy.batch.max_rows
-        if not self.policy.split_oversized or self.spec.max_batch_size == 0:
-            raise BadRequest(
-                f"the request has {request.rows} rows, model '{self.spec.name}' takes at most {max_rows} "
-                "(it is configured with oversize: reject)"
-            )
-        if request.rows > max_rows * self.policy.limits.max_count:
-            raise TooLarge(
-                f"the request has {request.rows} rows, which is more than the whole queue of model '{self.spec.name}' holds"
-            )
-        pieces = cut(request.inputs, request.rows, max_rows)
-        joint = Joint(whole, len(pieces))
-        entries: list[Entry] = []
-        for index, inputs in enumerate(pieces):
-            part = InferRequest(
-                inputs=inputs,
-                rows=min(max_rows, request.rows - index * max_rows),
-                shape_key=request.shape_key,
-                received_ns=request.received_ns,
-                size_bytes=request.size_bytes // len(pieces),
-            )
-            entry = Entry(part, PartCompletion(joint, index), level, now_ns)
-            entry.leave = self._leave
-            entry.leads = index == len(pieces) - 1
-            entries.append(entry)
-
-        def leave_all() -> None:
-            for entry in entries:
-                entry.on_settled()
-
-        whole.after = leave_all
-        return entries
-
-    def _sequence(self, completions: list[Completion]) -> None:
-        sequencer = self._sequencer
-        if sequencer is None:
-            return
-        for completion in completions:
-            before = completion.after
-
-            def after(before: Callable[[], None] | None = before) -> None:
-                if before is not None:
-                    before()
-                sequencer.release()
-
-            completion.after = after
-        sequencer.admit(completions)
-
     def _set_alarms(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
         policy = self.policy
         if request.deadline_ns:
-            late = DeadlineExceeded(
-                f"the request's deadline passed after {(request.deadline_ns - request.received_ns) // NS_PER_US} us"
-            )
+            late = _exceeded(request)
             completion.call_after(min(request.deadline_ns - now_ns, _MAX_DELAY_NS), completion.settle, late)
             if policy.timeout_override:
                 return
         if policy.queue_timeout_ns:
             for entry in entries:
                 completion.call_after(policy.queue_timeout_ns, self._scheduler.expire, entry, policy.demote_on_timeout)
+
+    def _wait(self, request: InferRequest, completion: ThreadCompletion, entries: list[Entry], now_ns: int) -> None:
+        """The same alarms for a thread that waits, which sees to them itself."""
+        policy, deadline_ns = self.policy, request.deadline_ns
+        if policy.queue_timeout_ns and not (deadline_ns and policy.timeout_override):
+            expiry_ns = now_ns + policy.queue_timeout_ns
+            if not deadline_ns or expiry_ns < deadline_ns:
+                if completion.wait(self._left_s(expiry_ns)):
+                    return
+                for entry in entries:
+                    self._scheduler.expire(entry, policy.demote_on_timeout)
+        if deadline_ns and completion.wait(self._left_s(deadline_ns)):
+            return
+        if deadline_ns:
+            completion.settle(_exceeded(request))
+        completion.wait()
+
+    def _left_s(self, time_ns: int) -> float:
+        return min(max(time_ns - self._clock(), 0), _MAX_DELAY_NS) / NS_PER_S
+
+
+def _exceeded(request: InferRequest) -> DeadlineExceeded:
+    after_us = (request.deadline_ns - request.received_ns) // NS_PER_US
+    return DeadlineExceeded(f"the request's deadline passed after {after_us} us")

@@ -3,12 +3,15 @@
 Two threads: the instance's own pulls, begins, fills and launches; its finisher waits for each flight in the order of launch,
 splits and settles. They talk through two queues: `_launched` one way, `_landed` back. A batch that fails as a whole comes back
 that way, and its members take the road again one by one, ahead of what waits, while later flights go on.
+
+A caller that waits anyway may do both threads' work for its own flight while they sleep (`run`): no thread is woken for it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -63,8 +66,9 @@ class Pipeline:
     Batches go through the execution's `run`, with nothing else under way, if they lack an optional input. Of a model without a
     batch dimension a batch is one request.
 
-    Ownership: `_open`, `_again`, `_pace` and `_last_ns` belong to one thread each, as said below. `_held` has no lock: each
-    change and the copy that `give_up` takes is one step of the interpreter.
+    Ownership: `_open`, `_again`, `_pace` and `_last_ns` belong to one thread each, as said below, or to whoever takes its place.
+    `_turn` is held by a caller from before its flight is launched until it has landed. `_held` has no lock: each change and the
+    copy that `give_up` takes is one step of the interpreter.
 
     Args:
         name: of the instance.
@@ -113,6 +117,7 @@ class Pipeline:
         self._open = 0  # flights that were launched and have not come back through _landed
         self._again: deque[_Run] = deque()  # members to run singly
         self._last_ns = 0  # the finisher's: when the flight before was done
+        self._turn = threading.Lock()
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
         self._finisher = threading.Thread(target=self._finish_all, name=name + " finisher", daemon=True)
@@ -129,6 +134,7 @@ class Pipeline:
             self._filler.close()
             self._launched.put(None)
             self._finisher.join()
+            self._await_turn()
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that was pulled and is not settled with an error."""
@@ -146,7 +152,8 @@ class Pipeline:
                 continue
             run = self._next()
             if run is not None:
-                self._fly(run)
+                if self._fly(run):
+                    self._launched.put(run)
                 del run  # it may hold a client's memory, and the next may be long in coming
             elif self._flew or self._news():
                 continue
@@ -201,7 +208,8 @@ class Pipeline:
         self._held.add(run)
         return run
 
-    def _fly(self, run: _Run) -> None:
+    def _fly(self, run: _Run) -> bool:
+        """Launch a batch, or do with it what else is to be done; True if it is in the air and must be finished."""
         entries = run.entries = [entry for entry in run.entries if not entry.completion.done]
         if not entries:
             self._held.discard(run)
@@ -217,14 +225,14 @@ class Pipeline:
                 raise
             except Exception as error:  # whatever else a backend raises belongs to this batch alone
                 self._again.extend(self._failed(run, error))
-                return
+                return False
             if launched:
                 self._open += 1
                 if self._pace is not None:
                     self._pace.launched(sum([entry.rows for entry in entries]), run.taken_ns, run.assembled_ns)
-                self._launched.put(run)
-            else:
-                self._held.discard(run)
+                return True
+            self._held.discard(run)
+        return False
 
     def _launch(self, run: _Run) -> bool:
         """Begin, fill and launch; False if all callers have left meanwhile."""
@@ -245,24 +253,49 @@ class Pipeline:
 
     # In the place of the instance's thread, while that sleeps in `next_batch`; see `server.dataplane.scheduler.Shortcut`
 
-    def takes(self, entry: Entry) -> bool:
-        """True if nothing is under way, and the entry is small and needs nothing but a flight."""
+    def takes(self, entry: Entry, stays: bool) -> bool:
+        """True if nothing is under way, and the entry needs nothing but a flight, and is small or its caller stays with it."""
         try:
             while not self._landed.empty():
                 self._land()
         except RuntimeError as error:
             self._fell = error
         busy = self._open or self._again or self._fell is not None
-        return not busy and len(entry.inputs) == self._inputs and entry.size_bytes <= _SHORT_BYTES
+        return not busy and len(entry.inputs) == self._inputs and (stays or entry.size_bytes <= _SHORT_BYTES)
 
     def take(self, batch: Batch) -> None:
         """Launch it from here: the thread need not wake up for it."""
+        run = self._take_off(batch)
+        if run is not None:
+            self._launched.put(run)
+
+    def run(self, batch: Batch, go_on: Callable[[], None]) -> None:
+        """Launch it from here and see to its landing too: neither thread need wake up for it."""
+        with self._turn:  # it is free while nothing is under way
+            try:
+                run = self._take_off(batch)
+            finally:
+                go_on()
+            if run is None:
+                return
+            try:
+                self._complete(run)
+            except BaseException as error:  # as on the finisher's own thread
+                self._fail(error)
+                if isinstance(error, KeyboardInterrupt):  # it is the caller's own
+                    raise
+
+    def _take_off(self, batch: Batch) -> _Run | None:
+        """The batch, if it is in the air now."""
+        run = self._hold(batch)
         try:
-            self._fly(self._hold(batch))
+            aloft = self._fly(run)
             self._flew = True
+            return run if aloft else None
         except BaseException as error:  # as on the instance's own thread: it dies of it, and is woken to do so
             self._fell = error
             self._on_death(error)
+            return None
 
     def calls(self) -> bool:
         """True if the thread has something to do."""
@@ -273,17 +306,28 @@ class Pipeline:
     def _finish_all(self) -> None:
         try:
             while (run := self._launched.get()) is not None:
-                landing = self._finish(run)
+                self._await_turn()
+                self._complete(run)
                 del run  # its arrays may be large, and the next may be long in coming
-                self._landed.put(landing)
-                if landing.again:
-                    self._scheduler.interrupt(self._sleeper)
         except BaseException as error:  # a dying thread says so, whatever it dies of
-            try:
-                self._on_death(error)
-            finally:
-                self._landed.put(error)
-                self._scheduler.interrupt(self._sleeper)
+            self._fail(error)
+
+    # There, or in its place on the thread of a caller that waits for its own flight
+
+    def _complete(self, run: _Run) -> None:
+        """Finish a flight and tell the instance's thread."""
+        landing = self._finish(run)
+        self._landed.put(landing)
+        if landing.again:
+            self._scheduler.interrupt(self._sleeper)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing will be finished any more."""
+        try:
+            self._on_death(error)
+        finally:
+            self._landed.put(error)
+            self._scheduler.interrupt(self._sleeper)
 
     def _finish(self, run: _Run) -> _Landing:
         """Wait for a flight and settle its members."""
@@ -306,6 +350,11 @@ class Pipeline:
         return _Landing(computed_ns, [])
 
     # On either
+
+    def _await_turn(self) -> None:
+        """Return once no caller sees to a flight of its own, which was launched before all others."""
+        with self._turn:
+            pass
 
     def _failed(self, run: _Run, error: Exception) -> list[_Run]:
         singly = self._answers.failed(run.entries, run.reason, error)

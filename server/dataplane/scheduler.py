@@ -10,14 +10,15 @@ settled under it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.errors import Overloaded, QueueTimeout, Unavailable
 from server.dataplane.batching import IDLE, BatchPolicy, CloseReason, Idle, Take, WaitUntil, decide
 from server.dataplane.queue import Entry, Lane, Queue
+from server.dataplane.shortcut import Claim, Shortcut
 
 _FOREVER = -1.0
 
@@ -35,20 +36,6 @@ class Batch:
     entries: list[Entry]
     reason: CloseReason
     taken_ns: int
-
-
-class Shortcut(Protocol):
-    """What an instance lets whoever queues a request do in its place while its own thread sleeps: a wake-up less."""
-
-    def takes(self, entry: Entry) -> bool:
-        """Under the scheduler's lock: True if `take` may be called now with a batch of this entry."""
-
-    def take(self, batch: Batch) -> None:
-        """Begin to run the batch; must not wait, nor raise."""
-
-    def calls(self) -> bool:
-        """Under the scheduler's lock, after `take`: True if the thread must wake up now. If it sleeps on, whatever wakes it
-        later has `next_batch` answer None, since the instance is not what it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +83,7 @@ class Scheduler:
         self._timed_sleepers = 0
         self._shortcuts: dict[threading.Lock, Shortcut] = {}  # of sleepers without an alarm
         self._changed: set[threading.Lock] = set()  # sleepers whose shortcut was taken
+        self._recent: threading.Lock | None = None  # the last of them
         self._closed = False
         self._paused = False
         self._failure: Exception | None = None
@@ -111,25 +99,44 @@ class Scheduler:
             Overloaded: the queue is full.
             Unavailable: the model is being unloaded, or all its instances have died.
         """
-        size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
         with self._lock:
-            if self._closed:
-                raise self._failure or Unavailable("the model is being unloaded")
-            queue, limits = self._queue, self.limits
-            if queue.count + len(entries) > limits.max_count or (
-                queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
-            ):
-                raise Overloaded(
-                    f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
-                    f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
-                    self._drain_time_s(),
-                )
-            for entry in entries:
-                queue.push(entry)
+            self._push(entries)
             if self._waking:
                 return
             self._waking = True
         self._defer(self._wake)
+
+    def run(self, entries: list[Entry], stays: bool) -> None:
+        """As `enqueue`, from any thread, and without waiting for others that may come.
+
+        Args:
+            entries: of one request.
+            stays: the calling thread has nothing else to do. If there is just one entry, and an instance's shortcut takes it,
+                this thread runs it, and it has been settled on return (or handed to whoever keeps answers in order).
+        """
+        with self._lock:
+            self._push(entries)
+            claim = self._claim(stays=True) if stays else None
+        if claim is None:
+            self._wake()
+        else:
+            claim.shortcut.run(claim.batch, partial(self._go_on, claim))
+
+    def _push(self, entries: list[Entry]) -> None:
+        if self._closed:
+            raise self._failure or Unavailable("the model is being unloaded")
+        size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
+        queue, limits = self._queue, self.limits
+        if queue.count + len(entries) > limits.max_count or (
+            queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
+        ):
+            raise Overloaded(
+                f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
+                f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
+                self._drain_time_s(),
+            )
+        for entry in entries:
+            queue.push(entry)
 
     def _wake(self) -> None:
         """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
@@ -137,29 +144,47 @@ class Scheduler:
             self._waking = False
             if not self._sleepers or not self._worth_waking():
                 return
-            sleeper = self._sleepers.pop()
-            shortcut = self._shortcuts.get(sleeper)
-            batch = self._short_batch(shortcut)
-            if batch is not None:
-                self._changed.add(sleeper)
-        if batch is not None and shortcut is not None:
-            shortcut.take(batch)
-            with self._lock:
-                # Whoever had to wake it meanwhile did not find it asleep.
-                if not (self._closed or self._paused or self._queue.count or shortcut.calls()):
-                    self._sleepers.insert(0, sleeper)  # busy: those that are not are woken first
-                    return
-        sleeper.release()
+            claim = self._claim(stays=False)
+            sleeper = None if claim else self._sleepers.pop()
+        if claim is not None:
+            claim.shortcut.take(claim.batch)
+            self._go_on(claim)
+        elif sleeper is not None:
+            sleeper.release()
 
-    def _short_batch(self, shortcut: Shortcut | None) -> Batch | None:
-        """The only request that waits, if it may run at once by the shortcut."""
-        if shortcut is None or self._paused:
+    def _claim(self, stays: bool) -> Claim | None:
+        """The only request that waits, taken out, if it may be run at once by a shortcut."""
+        entry = None if self._paused else self._queue.only
+        if entry is None:
             return None
-        entry = self._queue.only
-        if entry is None or not shortcut.takes(entry):
-            return None
-        answer = self._poll(self._clock())
-        return answer if isinstance(answer, Batch) else None
+        for sleeper in self._lenders():
+            shortcut = self._shortcuts.get(sleeper)
+            if shortcut is None or not shortcut.takes(entry, stays):
+                continue
+            answer = self._poll(self._clock())
+            if not isinstance(answer, Batch):
+                return None
+            self._sleepers.remove(sleeper)
+            self._changed.add(sleeper)
+            self._recent = sleeper
+            return Claim(sleeper, shortcut, answer)
+        return None
+
+    def _lenders(self) -> Iterable[threading.Lock]:
+        """Those who sleep, first the one whose shortcut was taken last: a single caller finds its threads and memory warm."""
+        recent, sleepers = self._recent, self._sleepers
+        if recent is None or recent not in sleepers:
+            return reversed(sleepers)
+        return (recent, *reversed(sleepers)) if len(sleepers) > 1 else sleepers
+
+    def _go_on(self, claim: Claim) -> None:
+        """Let the thread sleep on, or wake it up."""
+        with self._lock:
+            # Whoever had to wake it meanwhile did not find it asleep.
+            if not (self._closed or self._paused or self._queue.count or claim.shortcut.calls()):
+                self._sleepers.insert(0, claim.sleeper)  # busy: those that are not are woken first
+                return
+        claim.sleeper.release()
 
     def discard(self, entry: Entry) -> None:
         """Forget an entry whose caller has gone or whose deadline has passed; a no-op once it is being run."""

@@ -264,6 +264,13 @@ def test_through_the_scheduler(plan: Path) -> None:
             found = await asyncio.gather(*[_answer(handle, x) for x in batches])
             for x, outputs in list(zip(batches, found, strict=True))[::10]:
                 check(outputs, x)
+            # And from threads that wait, beside the loop's callers.
+            waiting = [asyncio.to_thread(lambda x=x: handle.infer_blocking(request(x)).outputs) for x in batches]
+            mixed = await asyncio.gather(*waiting, *[_answer(handle, x) for x in batches])
+            for x, outputs in list(zip([*batches, *batches], mixed, strict=True))[::10]:
+                check(outputs, x)
+            for x in batches[:10]:
+                check(handle.infer_blocking(request(x)).outputs, x)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

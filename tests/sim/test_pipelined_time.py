@@ -98,7 +98,8 @@ class World:
         rows = sum(entry.rows for entry in run.entries)
         self.sizes.append(rows)
         pipeline._held.add(run)
-        pipeline._fly(run)
+        assert pipeline._fly(run)
+        pipeline._launched.put(run)
         self.filling_until_ns[index], self.spent_ns = self.clock(), 0
         self.at(self.filling_until_ns[index], lambda: None)  # the thread is free again: look at the queue
         self.at(device.done_ns[-1], lambda: self._land(pipeline))

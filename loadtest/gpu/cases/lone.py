@@ -18,7 +18,8 @@ from loadtest.protocol import Array
 from server.dataplane.handle import ModelHandle
 
 RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
-ASKED_US = {PINNED: 100.0, "http system": 400.0}
+BLOCKING = "in process, pinned, blocking call"
+ASKED_US = {PINNED: 100.0, BLOCKING: 100.0, "http system": 400.0}
 _OVER_WIRE = ("http system", "http cuda", "http body", "grpc fast system", "grpc fast cuda")
 
 
@@ -34,6 +35,8 @@ def run(setup: Setup, reporter: Reporter) -> None:
         for name, in_pinned_memory in ((PINNED, True), (ORDINARY, False)):
             requests = requests_of(setup, pixels, 1, in_pinned_memory=in_pinned_memory)
             contenders[name] = partial(_in_process, setup, reporter, served, handle, name, requests)
+            if in_pinned_memory:
+                contenders[BLOCKING] = partial(_blocking, setup, reporter, served, handle, requests)
         contenders |= _over_wire(setup, reporter, stack, model)
         for name in list(contenders)[1:]:
             target = at_most(ASKED_US[name]) if name in ASKED_US and setup.judged else None
@@ -57,6 +60,13 @@ def _in_process(
 ) -> None:
     found = served.measure(handle, requests, 1, setup.seconds)
     reporter.sample(name, "p50 us", found.percentile_us(50), number, p99_us=round(found.percentile_us(99), 1))
+
+
+def _blocking(
+    setup: Setup, reporter: Reporter, served: InProcess, handle: ModelHandle, requests: list[Array], number: int
+) -> None:
+    found = served.measure_blocking(handle, requests, setup.seconds)
+    reporter.sample(BLOCKING, "p50 us", found.percentile_us(50), number, p99_us=round(found.percentile_us(99), 1))
 
 
 def _call(setup: Setup, reporter: Reporter, crowd: Crowd, key: str, number: int) -> None:

@@ -1,0 +1,119 @@
+"""What a request becomes in the queue: an entry, or one for each part of a request that is larger than a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from server.core.completion import Completion
+from server.core.errors import BadRequest, TooLarge
+from server.core.request import InferRequest
+from server.core.tensor import ModelSpec
+from server.dataplane.batch import cut
+from server.dataplane.join import Joint, PartCompletion
+from server.dataplane.queue import Entry
+from server.dataplane.sequencer import Sequencer
+
+
+class Admission:
+    """Makes entries, and has them answered in order where that is wanted; from any thread.
+
+    Args:
+        spec: what callers may send.
+        max_rows: rows in the largest batch.
+        split: cut a request larger than a batch into parts, or refuse it.
+        most_parts: entries that the queue holds.
+        levels: number of priority levels, 1 if there are none.
+        default_level: 1-based level of a request that names none.
+        leave: gives an entry's place in the queue back.
+        sequencer: keeps the answers in order; None: they need not be.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_rows: int,
+        split: bool,
+        most_parts: int,
+        levels: int,
+        default_level: int,
+        leave: Callable[[Entry], None],
+        sequencer: Sequencer | None,
+    ) -> None:
+        self._spec = spec
+        self._max_rows = max_rows
+        self._split = split
+        self._most_parts = most_parts
+        self._levels = levels
+        self._default_level = default_level
+        self._leave = leave
+        self._sequencer = sequencer
+
+    def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
+        """The entries of a request, whose answer goes to `completion`.
+
+        Raises:
+            BadRequest: more rows than a batch holds, and the model does not split.
+            TooLarge: more rows than the queue holds.
+        """
+        level = 0 if self._levels == 1 else self._level(request)
+        if request.rows <= self._max_rows:
+            entry = Entry(request, completion, level, now_ns)
+            entry.leave = self._leave
+            completion.after = entry.on_settled
+            entries = [entry]
+        else:
+            entries = self._parts(request, completion, level, now_ns)
+        if self._sequencer is not None:
+            _sequence(self._sequencer, [entry.completion for entry in entries])
+        return entries
+
+    def _level(self, request: InferRequest) -> int:
+        # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.
+        return min(request.priority or self._default_level, self._levels) - 1
+
+    def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
+        max_rows = self._max_rows
+        if not self._split or self._spec.max_batch_size == 0:
+            raise BadRequest(
+                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} "
+                "(it is configured with oversize: reject)"
+            )
+        if request.rows > max_rows * self._most_parts:
+            raise TooLarge(
+                f"the request has {request.rows} rows, which is more than the whole queue of model '{self._spec.name}' holds"
+            )
+        pieces = cut(request.inputs, request.rows, max_rows)
+        joint = Joint(whole, len(pieces))
+        entries: list[Entry] = []
+        for index, inputs in enumerate(pieces):
+            part = InferRequest(
+                inputs=inputs,
+                rows=min(max_rows, request.rows - index * max_rows),
+                shape_key=request.shape_key,
+                received_ns=request.received_ns,
+                size_bytes=request.size_bytes // len(pieces),
+            )
+            entry = Entry(part, PartCompletion(joint, index), level, now_ns)
+            entry.leave = self._leave
+            entry.leads = index == len(pieces) - 1
+            entries.append(entry)
+
+        def leave_all() -> None:
+            for entry in entries:
+                entry.on_settled()
+
+        whole.after = leave_all
+        return entries
+
+
+def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
+    for completion in completions:
+        before = completion.after
+
+        def after(before: Callable[[], None] | None = before) -> None:
+            if before is not None:
+                before()
+            sequencer.release()
+
+        completion.after = after
+    sequencer.admit(completions)
