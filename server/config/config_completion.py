@@ -27,11 +27,14 @@ from server.core.picture_config import completed_problems, own_inputs, own_outpu
 # Triton's default for models whose configuration it completes.
 DEFAULT_MAX_BATCH_SIZE = 4
 
+# Two instances keep a GPU busy where one leaves it idle between two launches: see docs/gpu.md, "How many instances".
+_ON_EACH_GPU = 2
+
 _Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
 
 
 def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
-    """Fills in what follows from names alone: name, backend, platform, file, one group of instances.
+    """Fills in what follows from names alone: name, backend, platform, file.
 
     Args:
         config: checked, so backend and platform are known ones and agree.
@@ -48,12 +51,21 @@ def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
         "platform": backend.platform,
         "default_model_filename": config.default_model_filename or backend.default_model_filename,
     }
-    groups = config.instance_group or (InstanceGroup(),)
-    update["instance_group"] = tuple(
-        group if group.name else group.model_copy(update={"name": f"{folder_name}_{index}"})
+    return config.model_copy(update=update)
+
+
+def complete_instances(config: ModelConfig) -> ModelConfig:
+    """Fills in which instances run, where the file names none, and the names of their groups.
+
+    Args:
+        config: complete but for that.
+    """
+    groups = config.instance_group or (_instances(config),)
+    named = tuple(
+        group if group.name else group.model_copy(update={"name": f"{config.name}_{index}"})
         for index, group in enumerate(groups)
     )
-    return config.model_copy(update=update)
+    return config.model_copy(update={"instance_group": named})
 
 
 def complete_from_model(
@@ -101,6 +113,13 @@ def complete_from_model(
         return None, fatal + problems_of(error), remarks
     fatal = fatal or contradictions(completed, signature)
     return (None if fatal else completed), fatal, remarks
+
+
+def _instances(config: ModelConfig) -> InstanceGroup:
+    if config.backend != "tensorrt":
+        return InstanceGroup()
+    many = config.max_batch_size > 0 and config.isolation == "none"
+    return InstanceGroup(kind="KIND_GPU", count=_ON_EACH_GPU if many else 1)
 
 
 def _batch_size(config: ModelConfig, signature: OnnxSignature) -> int:

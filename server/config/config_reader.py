@@ -15,7 +15,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from server.config.config_binding import bind, problems_of
-from server.config.config_completion import complete_from_model, complete_identity, contradictions, incomplete
+from server.config.config_completion import (
+    complete_from_model,
+    complete_identity,
+    complete_instances,
+    contradictions,
+    incomplete,
+)
 from server.config.document import MAX_CONFIG_BYTES, Document, refuse
 from server.config.model_files import (
     check_model_file,
@@ -153,7 +159,7 @@ class _FolderReader:
         served = self._served(config, versions)
         self._check_filenames(config)
         self._stop_if_fatal()
-        config = self._complete(config, served)
+        config = complete_instances(self._complete(config, served))
         self._tell(warmup_problems(config, self._path, self._repository))
         self._tell(sample_remarks(config, self._path), fatal=False)
         labels = self._read_labels(config)

@@ -229,7 +229,7 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
             merge=merge,
         ),
         limits=limits,
-        instances=sum(group.count for group in config.instance_group) or 1,
+        instances=_instances(config),
         split_oversized=config.oversize == "split",
         preserve_ordering=batching.preserve_ordering,
         levels=max(batching.priority_levels, 1),
@@ -239,6 +239,12 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
         timeout_override=queue.allow_timeout_override,
         fill_threads=max(1, min(_MOST_FILL_THREADS, _cores() // 2)),
     )
+
+
+def _instances(config: ModelConfig) -> int:
+    """How many run on the CPU: groups for GPUs say nothing of that where the CPU serves in their place."""
+    off_gpu = [group for group in config.instance_group if config.backend != "tensorrt" or group.kind != "KIND_GPU"]
+    return sum(group.count for group in off_gpu) or 1
 
 
 def _cores() -> int:

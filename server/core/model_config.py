@@ -168,7 +168,8 @@ class ModelConfig(ConfigPart):
         default=None, description="Requests that wait together run together; `{}` turns it on with the defaults."
     )
     instance_group: tuple[InstanceGroup, ...] = Field(
-        default=(), description="Copies of the model; one group of one if absent."
+        default=(),
+        description="Copies of the model. If absent one; two on each GPU with `backend: tensorrt`, batches and no isolation.",
     )
     default_model_filename: Text = Field(
         default="", description="The model's file in a version's folder; `model.onnx` if absent."

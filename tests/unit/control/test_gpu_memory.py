@@ -300,7 +300,7 @@ def test_metrics_tell_who_holds_what(repository: Path) -> None:
 
     run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
     page = pages[0]
-    assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 4096.0' in page
+    assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 8192.0' in page
     assert 'headrace_gpu_memory_bytes{gpu="host",kind="buffers",model="c",version="1"}' in page
     assert f'headrace_gpu_memory_limit_bytes{{gpu="0"}} {float(2 * size)}' in page
     assert 'headrace_evictions_total{model="b",version="1"} 1.0' in page

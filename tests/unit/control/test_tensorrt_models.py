@@ -95,9 +95,9 @@ def test_the_engine_stamped_for_this_machine_goes_before(trt: Any, tmp_path: Pat
     repository = tmp_path / "repository"
     put(repository, 1, config=TENSORRT)
     publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=machine())
-    assert serves(repository, 3) == ("", 1)
+    assert serves(repository, 3) == ("", 2)
     (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
-    assert serves(repository, 3) == ("", 1)
+    assert serves(repository, 3) == ("", 2)
 
 
 def test_every_gpu_gets_the_instances(trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
@@ -106,6 +106,8 @@ def test_every_gpu_gets_the_instances(trt: Any, cuda: LateCuda, tmp_path: Path) 
     put(repository, 1, config=TENSORRT + "instance_group: [{kind: gpu, count: 2}, {kind: gpu, gpus: [1]}]\n")
     (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
     assert serves(repository, 2) == ("", 7)
+    (repository / "m" / "config.yaml").write_text(TENSORRT)
+    assert serves(repository, 2) == ("", 6)
 
 
 @pytest.mark.parametrize(

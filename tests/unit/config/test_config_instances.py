@@ -1,0 +1,58 @@
+"""Which instances run, where the configuration says so and where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from onnx import TensorProto
+
+from server.config.config_reader import read_model_folder
+from server.config.triton_json import to_triton_json
+from server.control.loader import handle_policy
+from server.core.model_config import ModelConfig
+from tests.unit.config.onnx_models import identity_model, write_model
+
+SIXTEEN = {"x": (TensorProto.FLOAT, ["b", 16])}
+GPU = "backend: tensorrt\n"
+
+
+def read(repository: Path, config: str) -> ModelConfig:
+    write_model(repository / "m", identity_model(SIXTEEN, {"y": SIXTEEN["x"]}), config=config)
+    (repository / "m" / "1" / "model.plan").touch()
+    return read_model_folder(repository / "m", repository).config
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "count"),
+    [
+        ("backend: onnxruntime\n", "KIND_AUTO", 1),
+        (GPU, "KIND_GPU", 2),
+        (GPU + "max_batch_size: 8\n", "KIND_GPU", 2),
+        (GPU + "max_batch_size: 0\n", "KIND_GPU", 1),
+        (GPU + "isolation: process\n", "KIND_GPU", 1),
+        (GPU + "instance_group: [{}]\n", "KIND_AUTO", 1),
+        (GPU + "instance_group: [{gpus: [0]}]\n", "KIND_AUTO", 1),
+        (GPU + "instance_group: [{kind: gpu, count: 3}]\n", "KIND_GPU", 3),
+    ],
+)
+def test_what_a_configuration_says_is_heeded_and_what_it_leaves_out_suits_the_backend(
+    tmp_path: Path, config: str, kind: str, count: int
+) -> None:
+    found = read(tmp_path, config)
+    assert [(group.name, group.kind, group.count) for group in found.instance_group] == [("m_0", kind, count)]
+    (shown,) = to_triton_json(found)["instance_group"]  # type: ignore[misc]
+    assert (shown["kind"], shown["count"]) == (kind, count)
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (GPU, 1),
+        (GPU + "instance_group: [{kind: gpu, count: 3}]\n", 1),
+        (GPU + "instance_group: [{kind: gpu, count: 3}, {count: 2}]\n", 2),
+        ("backend: onnxruntime\ninstance_group: [{kind: gpu, count: 3}]\n", 3),
+    ],
+)
+def test_where_the_cpu_serves_in_place_of_gpus_their_number_is_not_its(tmp_path: Path, config: str, count: int) -> None:
+    assert handle_policy(read(tmp_path, config)).instances == count
