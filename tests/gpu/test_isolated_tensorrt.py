@@ -52,6 +52,7 @@ def right(found: dict[str, Any], x: np.ndarray[Any, Any]) -> bool:
 
 
 def free_bytes() -> int:
+    """Of the GPU, which must be the test's alone: what processes leave that have ended is nobody's."""
     with current(0):
         return int(loaded().mem_get_info()[0])
 
