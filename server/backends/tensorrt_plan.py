@@ -141,8 +141,8 @@ class Plan:
         """Let those who load the same content later `recall` what has been found."""
         choices = self._api.choices
         choices[self._digest, self.allocator.gpu, how] = choice
-        while len(choices) > _CHOICES_KEPT:
-            del choices[next(iter(choices))]
+        for oldest in list(choices)[:-_CHOICES_KEPT]:
+            choices.pop(oldest, None)  # another instance's thread may have
 
     def _full(self, message: str, cure: str) -> NoRoom:
         return NoRoom(self.name, message, cure, self.allocator.gpu)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from server.backends import tensorrt_tuner
+from server.backends import tensorrt_plan, tensorrt_tuner
+from server.backends.tensorrt_api import load
 from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
 from server.backends.tensorrt_lanes import Lane
 from server.core.ledger import HOST, Kind, Ledger, NoRoom
@@ -149,3 +150,18 @@ def test_what_graphs_that_could_not_be_had_have_left_open_is_measured_anew(
 
 def _refuse(*_: object) -> None:
     raise DeviceError("this cannot be captured")
+
+
+def test_no_more_is_remembered_than_a_bounded_number(
+    cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_plan, "_CHOICES_KEPT", 2)
+    plan = build(tmp_path)
+    for most in "12345":
+        with (
+            closing(TensorRtBackend().load(plan, 1, {MAX_BATCH_SIZE: most})) as model,
+            closing(model.execution(0)),
+        ):
+            pass
+    kept = list(load().choices)
+    assert [how[0].max_rows for _, _, how in kept] == [4, 5]  # type: ignore[index, misc]
