@@ -20,8 +20,11 @@ def alive(process: int) -> bool:
 
 
 def words(process: int) -> list[str]:
-    """Its command line."""
-    return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")[:-1]
+    """Its command line; nothing of a process that has gone meanwhile."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def isolated_children(parent: int) -> list[int]:
