@@ -105,6 +105,7 @@ class HeadraceServer:
             self._instance_back,
             residency=self._residency,
             gpu_memory_fraction=settings.gpu_memory_fraction,
+            profile_s=settings.profile_s,
         )
         control = ControlPolicy(
             mode=settings.model_control,

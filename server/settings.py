@@ -38,6 +38,7 @@ class Settings:
         log_format: text or json.
         max_body_bytes: of one request.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
+        profile_s: how long each model is measured before it serves, 0 for not at all.
         drain_timeout_s: how long shutdown waits for requests in flight.
         keep_alive_timeout_s: how long an HTTP connection stays open between requests.
         metrics: keep latency histograms and serve /metrics.
@@ -64,6 +65,7 @@ class Settings:
     log_format: str = "text"
     max_body_bytes: int = 128 << 20
     gpu_memory_fraction: float = 0.9
+    profile_s: float = 0.25
     drain_timeout_s: float = 30.0
     # Proxies keep idle connections to what is behind them for 60 s (most of them); whoever closes first must not be the server,
     # or a request that is under way to it is lost.
@@ -150,6 +152,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         log_format=args.log_format,
         max_body_bytes=args.max_body_bytes,
         gpu_memory_fraction=args.gpu_memory_fraction,
+        profile_s=args.profile_s,
         drain_timeout_s=args.drain_timeout_s,
         keep_alive_timeout_s=args.keep_alive_timeout_s,
         metrics=args.metrics,
@@ -174,6 +177,7 @@ def without_effect(settings: Settings) -> list[str]:
 
 def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
     for option, seconds, text in (
+        ("profile-s", 0.25, "measure each model before it serves (%(default)s; 0: do not)"),
         ("drain-timeout-s", 30.0, "wait for requests at shutdown (%(default)s)"),
         ("keep-alive-timeout-s", 75.0, "keep an HTTP connection between requests (%(default)s)"),
     ):

@@ -11,9 +11,10 @@ from pathlib import Path
 from server.backends.base import Backend, Execution, LoadedModel
 from server.config.config_reader import ModelFolder
 from server.control.artefacts import Plan, check_engine, engine_parameters, plan
+from server.control.measuring import Measuring
 from server.control.residency import Residency
-from server.control.warmup import WarmUp, make_warmups
-from server.core.clock import NS_PER_US
+from server.control.warmup import WarmUp, Warmup, make_warmups
+from server.core.clock import NS_PER_S, NS_PER_US
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
 from server.core.ledger import Account, NoRoom
@@ -62,6 +63,7 @@ class Loader:
         backend: finds a backend by name.
         residency: of what is loaded into the memory of GPUs.
         gpu_memory_fraction: of each GPU's memory, what all versions together may take.
+        profile_s: how long each version is measured before it serves; 0: not at all.
     """
 
     mailbox: Mailbox
@@ -71,6 +73,7 @@ class Loader:
     backend: Callable[[str], Backend] = open_backend
     residency: Residency = field(default_factory=Residency)
     gpu_memory_fraction: float = 0.9
+    profile_s: float = 0.0
 
     def plan(self, folder: ModelFolder, version: int) -> Plan:
         """Choose what runs a version, and which of its files.
@@ -114,7 +117,7 @@ class Loader:
             on_wanted=self.residency.wanted,
             on_back=lambda living: self.on_back(config.name, str(version), living),
         )
-        handle.start(WarmUp(config.name, warmups) if warmups else None)
+        handle.start(self._warm_up(config, warmups, model, handle))
 
         def reopen() -> Account:
             if _look(chosen.file) != seen:
@@ -122,11 +125,15 @@ class Loader:
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             again = make_warmups(config, folder.path)
             model = self._open(folder, version, chosen)
-            handle.unpark(model, WarmUp(config.name, again) if again else None)
+            handle.unpark(model, self._warm_up(config, again, model, handle))
             return model.account
 
         self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
+
+    def _warm_up(self, config: ModelConfig, warmups: list[Warmup], model: _BookedModel, handle: ModelHandle) -> WarmUp:
+        limit_ns = int(self.profile_s * NS_PER_S)
+        return WarmUp(config.name, warmups, Measuring(config, model, model.instances, handle.profile, limit_ns))
 
     def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
         """The model in memory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,11 +46,15 @@ class WarmUp:
     Args:
         model: for the log.
         warmups: what to run.
+        then: called with the execution afterwards.
     """
 
-    def __init__(self, model: str, warmups: list[Warmup]) -> None:
+    def __init__(
+        self, model: str, warmups: list[Warmup], then: Callable[[Execution], None] = lambda _execution: None
+    ) -> None:
         self._model = model
         self._warmups = warmups
+        self._then = then
 
     def __call__(self, execution: Execution) -> None:
         """Run all warm-ups; what the execution raises goes on to the caller, and with it the loading fails."""
@@ -57,6 +62,7 @@ class WarmUp:
             logger.debug("model %s warms up with %s", self._model, warmup.name)
             for _ in range(warmup.count):
                 execution.run(dict(warmup.inputs))
+        self._then(execution)
 
 
 def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
@@ -72,6 +78,11 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
         inputs = {name: _data(feed, known[name], rows, folder) for name, feed in warmup.inputs.items()}
         warmups.append(Warmup(warmup.name or str(index), inputs, warmup.count))
     return warmups
+
+
+def one_row(tensor: ModelInput) -> Array:
+    """Made-up values for an input without free dimensions: (1, *dims)."""
+    return _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims))
 
 
 def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Array:

@@ -11,6 +11,7 @@ from server.core.errors import HeadraceError, ModelFailed
 from server.core.request import BatchTimes, InferResponse
 from server.core.tensor import Array
 from server.dataplane.batching import CloseReason
+from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
 from server.observability.recorder import Recorder
 
@@ -26,12 +27,16 @@ class Answers:
         recorder: counts.
         deliver: settles answers; gives the number that still had a taker, if it knows.
         report: told how long an instance was busy with a batch, nanoseconds.
+
+    Attributes:
+        profile: learns how long batches compute.
     """
 
     def __init__(self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None]) -> None:
         self._recorder = recorder
         self._deliver = deliver
         self._report = report
+        self.profile = Profile()
 
     def settle(
         self,
@@ -73,6 +78,8 @@ class Answers:
             [times.split_ns - entry.received_ns for entry in leading],
         )
         self._report(busy_ns)
+        # Behind another batch in the air it computed no longer than it kept the instance from the next.
+        self.profile.observe(batch_rows, min(times.computed_ns - times.assembled_ns, busy_ns))
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
         """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.

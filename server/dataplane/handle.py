@@ -83,6 +83,7 @@ class ModelHandle:
 
     Attributes:
         used_ns: when the last request came, monotonic; 0 if none has.
+        profile: how long batches compute.
     """
 
     def __init__(
@@ -118,10 +119,9 @@ class ModelHandle:
             sequencer,
         )
         self._answers = Answers(recorder, deliver, self._scheduler.report)
+        self.profile = self._answers.profile
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted
-        self._leases = 0
-        self._wanted = False
-        self._closing = False
+        self._leases, self._wanted, self._closing = 0, False, False
         self._idle = threading.Event()
         self._idle.set()
         name = f"{spec.name}/{spec.version}"

@@ -64,6 +64,14 @@ class ControlPlane:
         """Exact counts and times since the model was loaded, of all models if `model` is ""."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
 
+    def profile(self, model: str, version: str) -> dict[str, object]:
+        """How long batches of a version compute; raises NotFound or Unavailable."""
+        handle = self.services.models.lease(model, version)
+        try:
+            return {"name": model, "version": handle.spec.version, "profile": list(handle.profile.table())}
+        finally:
+            handle.release()
+
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason; only those that serve if `ready`."""
         rows = self.services.models.index()

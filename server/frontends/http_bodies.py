@@ -221,6 +221,29 @@ class Statistics(Struct, forbid_unknown_fields=True):
     model_stats: list[VersionStatistics]
 
 
+class ProfileRow(Struct, forbid_unknown_fields=True):
+    """Batches of one size."""
+
+    rows: Annotated[int, Meta(ge=1)]
+    median_us: Annotated[float, Meta(ge=0, description="of the last times")]
+    p95_us: Annotated[float, Meta(ge=0, description="what 95 of 100 of them kept to")]
+    observations: Annotated[
+        int, Meta(ge=0, description="batches that were run for requests since the model was loaded")
+    ]
+    source: Annotated[
+        Literal["load", "requests"],
+        Meta(description="`load`: measured before the model served; `requests`: while it serves"),
+    ]
+
+
+class Profile(Struct, forbid_unknown_fields=True):
+    """Compute times of one version of a model, those of sizes that were run."""
+
+    name: str
+    version: str
+    profile: list[ProfileRow]
+
+
 class IndexRow(Struct, forbid_unknown_fields=True):
     """A version in the repository; `version` is empty where none could be told."""
 

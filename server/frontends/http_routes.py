@@ -180,6 +180,14 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             lambda call: control.statistics(call.model, call.version),
             bodies.Statistics,
         ),
+        Route(
+            "GET",
+            "/profile",
+            "profile",
+            "How long the model computes on batches of each size",
+            lambda call: control.profile(call.model, call.version),
+            bodies.Profile,
+        ),
     )
     for route in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):

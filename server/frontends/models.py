@@ -13,10 +13,21 @@ from server.core.resident import ResidentRows
 from server.core.tensor import Array, ModelSpec
 
 
+class Profile(Protocol):
+    """How long batches of a version compute; see `server.dataplane.profile.Profile`."""
+
+    def table(self) -> Sequence[Mapping[str, object]]:
+        """rows, median_us, p95_us, observations, source of each number of rows known."""
+
+
 class Handle(Protocol):
     """A leased model version; see `server.dataplane.handle.ModelHandle`."""
 
     spec: ModelSpec
+
+    @property
+    def profile(self) -> Profile:
+        """How long its batches compute."""
 
     def admit(self) -> None:
         """Refuse early."""

@@ -21,6 +21,7 @@ _TAGS = {
     "model": "Open Inference Protocol V2, with Triton's model configuration",
     "repository": "Triton's model repository extension",
     "statistics": "Triton's statistics extension",
+    "profile": "Headrace's own",
     "system shared memory": "Triton's extension; needs --allow-client-shm",
     "cuda shared memory": "Triton's extension; needs --allow-client-shm and a GPU",
     "trace": "Triton's trace extension",

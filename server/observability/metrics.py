@@ -35,11 +35,22 @@ _PHASE_DOCS = {
 }
 
 
+class Profile(Protocol):
+    """See `server.dataplane.profile.Profile`."""
+
+    def summary(self) -> Iterable[tuple[int, int, int]]:
+        """Rows, expected nanoseconds, and what 95 of 100 batches keep to; a bounded number of sizes."""
+
+
 class Source(Protocol):
     """A loaded model version; see `server.dataplane.handle.ModelHandle`."""
 
     recorder: Recorder
     spec: ModelSpec
+
+    @property
+    def profile(self) -> Profile:
+        """How long its batches compute."""
 
     @property
     def depth(self) -> int:
@@ -134,6 +145,7 @@ class ModelCollector(Collector):
         yield _batch_sizes(totals)
         yield from _gauges([(labels, source) for labels, source, _ in rows])
         yield from _processes([(labels, source) for labels, source, _ in rows])
+        yield _profiles([(labels, source) for labels, source, _ in rows])
         yield _engines([(labels, source) for labels, source, _ in rows])
         yield from _triton_counters(totals)
 
@@ -260,6 +272,19 @@ def _processes(rows: list[tuple[list[str], Source]]) -> Iterator[Metric]:
             up.add_metric(labels, standing.up)
             restarts.add_metric(labels, standing.restarts)
     yield from (up, restarts)
+
+
+def _profiles(rows: list[tuple[list[str], Source]]) -> Metric:
+    family = GaugeMetricFamily(
+        "headrace_profile_microseconds",
+        "How long the backend is expected to run a batch of so many rows.",
+        labels=(*_LABELS, "rows", "quantile"),
+    )
+    for labels, source in rows:
+        for size, median_ns, p95_ns in source.profile.summary():
+            family.add_metric([*labels, str(size), "0.5"], median_ns / NS_PER_US)
+            family.add_metric([*labels, str(size), "0.95"], p95_ns / NS_PER_US)
+    return family
 
 
 def _engines(rows: list[tuple[list[str], Source]]) -> Metric:

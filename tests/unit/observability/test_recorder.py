@@ -102,10 +102,16 @@ def test_statistics_have_triton_s_shape() -> None:
 ENGINE = {"engine.file": "model.0123456789ab.onnx", "engine.precision": "int8", "engine.below_accuracy_bar": True}
 
 
+class _Profile:
+    def summary(self) -> list[tuple[int, int, int]]:
+        return [(1, 2_000, 3_500), (8, 9_000, 12_000)]
+
+
 class _Source:
     depth, in_flight, alive, restarts = 4, 5, 2, 3
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     standing = Standing(False, "", 6)
+    profile = _Profile()
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -135,6 +141,13 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_queue_depth", None].value == 4
     assert samples["headrace_in_flight", None].value == 5
     assert samples["headrace_instances", None].value == 2
+    profile = {
+        (sample.labels["rows"], sample.labels["quantile"]): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+        if sample.name == "headrace_profile_microseconds"
+    }
+    assert profile == {("1", "0.5"): 2, ("1", "0.95"): 3.5, ("8", "0.5"): 9, ("8", "0.95"): 12}
     (engine,) = [sample for (name, _), sample in samples.items() if name == "headrace_engine_info"]
     told = {"precision": "int8", "file": "model.0123456789ab.onnx", "below_accuracy_bar": "true"}
     assert engine.labels == {"model": "m", "version": "1", **told}

@@ -1,0 +1,244 @@
+"""How long a version computes on a batch, by its rows: measured when it is loaded, corrected by every batch that it runs.
+
+For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
+statistics, because what disturbs a measurement (a collection of garbage, another process, a page fault) makes single times
+many times longer: close to half of a window may be so without moving its median out of the range of the others (P. J. Huber,
+E. M. Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork
+(A. Gujarati and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
+
+A window alone is slow after a lasting change: its median follows once half of it is new. So a run rule, as control charts have
+it (Western Electric, Statistical Quality Control Handbook, 1956), looks for one: eight times in a row beyond the same quartile
+happen by chance once in 4^8 = 65,536. Then what was before is forgotten. If the run is of several numbers of rows, it is the
+machine that has changed, and the numbers of rows that were not seen meanwhile are scaled with the others.
+
+Between numbers of rows the estimate is linear; above the largest it grows in proportion, below the smallest it is that one's:
+rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
+what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from server.core.clock import NS_PER_US
+
+WINDOW = 64  # times a number of rows: three of them may be outliers without being the 95th percentile
+RUN = 8
+_PROMISED = 0.95
+_SORT = 4  # a window is sorted anew once one in so many of its times is new
+_REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
+
+
+class Known(NamedTuple):
+    """What is known of one number of rows.
+
+    Attributes:
+        rows: in the batch.
+        median_ns, p95_ns: of the window.
+        observations: batches of it that were run for callers.
+    """
+
+    rows: int
+    median_ns: int
+    p95_ns: int
+    observations: int
+
+
+class _Curve(NamedTuple):
+    """What estimates are read from; never changed. All ascending, of one length."""
+
+    rows: list[int]
+    medians_ns: list[float]
+    p95s_ns: list[float]
+
+
+class _Window:
+    """The last times of one number of rows, and what follows from them as of the last `sort`."""
+
+    __slots__ = ("fresh", "high_ns", "low_ns", "median_ns", "observations", "p95_ns", "run", "times_ns")
+
+    def __init__(self, times_ns: Iterable[int], observations: int = 0) -> None:
+        self.observations = observations
+        self.keep(times_ns)
+
+    def keep(self, times_ns: Iterable[int]) -> None:
+        """Forget all but these."""
+        self.times_ns = deque(times_ns, WINDOW)
+        self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
+        self.sort()
+
+    def sort(self) -> None:
+        """Bring what follows up to date."""
+        ordered = sorted(self.times_ns)
+        count = len(ordered)
+        if not self.run:  # else they stay what they were before it, or it would change what it is held against
+            self.low_ns = ordered[count // 4]
+            self.high_ns = ordered[count - 1 - count // 4]
+        self.median_ns = (ordered[(count - 1) // 2] + ordered[count // 2]) // 2
+        self.p95_ns = ordered[int(_PROMISED * count)]
+        self.fresh = 0
+
+    def turn(self) -> None:
+        """Forget what was before the run, and those of the run that belong there: it may have begun by chance."""
+        times_ns = self.last(RUN)
+        now_ns = sorted(times_ns)[RUN // 2]
+        self.keep([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
+
+    def last(self, count: int) -> list[int]:
+        """The newest last."""
+        return list(self.times_ns)[-count:]
+
+
+class Profile:
+    """Compute times of one version; any thread may call any method.
+
+    Ownership: `_lock` guards everything but `_curve`, which is replaced under it and read without.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._windows: dict[int, _Window] = {}
+        # Rows, and ratio to the median, of the last times beyond the same quartiles.
+        self._run: list[tuple[int, float]] = []
+        self._above = False  # which quartiles
+        self._sorted = 0  # windows, since the curve was drawn
+        self._curve: _Curve | None = _Curve([], [], [])  # None: to be drawn anew
+
+    def seed(self, measured_ns: Mapping[int, Sequence[int]]) -> None:
+        """Times that were measured before any caller's batch; numbers of rows of which something is known stay as they are.
+
+        Args:
+            measured_ns: by rows one time or more.
+        """
+        with self._lock:
+            for rows, times_ns in measured_ns.items():
+                if times_ns and rows not in self._windows:
+                    self._windows[rows] = _Window(times_ns)
+            self._curve = None
+
+    def observe(self, rows: int, time_ns: int) -> None:
+        """A batch of `rows` was computed in `time_ns`."""
+        with self._lock:
+            window = self._windows.get(rows)
+            if window is None:
+                self._windows[rows] = _Window([time_ns], 1)
+                self._curve = None
+                return
+            if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
+                window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
+                window.sort()
+            window.times_ns.append(time_ns)
+            window.observations += 1
+            window.fresh += 1
+            if window.low_ns <= time_ns <= window.high_ns:
+                window.run = 0
+                if self._run:
+                    self._run = []
+            else:
+                self._beyond(window, rows, time_ns)
+            if window.fresh * _SORT >= len(window.times_ns):
+                window.sort()
+                self._sorted += 1
+                if self._sorted * _REDRAW >= len(self._windows):  # drawing costs as much as there are windows
+                    self._curve = None
+
+    def estimate_ns(self, rows: int) -> int:
+        """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known."""
+        curve = self._curve or self._drawn()
+        return _read(curve.rows, curve.medians_ns, rows)
+
+    def promise_ns(self, rows: int) -> int:
+        """What 95 of 100 batches of `rows` keep to: to promise with; 0 if nothing is known. Never less than the estimate."""
+        curve = self._curve or self._drawn()
+        return _read(curve.rows, curve.p95s_ns, rows)
+
+    def known(self) -> list[Known]:
+        """What was measured, by rows, ascending; without what `estimate_ns` does to it."""
+        with self._lock:
+            for window in self._windows.values():
+                if window.fresh:
+                    window.sort()
+            return [
+                Known(rows, window.median_ns, window.p95_ns, window.observations)
+                for rows, window in sorted(self._windows.items())
+            ]
+
+    def table(self) -> list[dict[str, object]]:
+        """`known` in JSON."""
+        return [
+            {
+                "rows": known.rows,
+                "median_us": known.median_ns / NS_PER_US,
+                "p95_us": known.p95_ns / NS_PER_US,
+                "observations": known.observations,
+                "source": "requests" if known.observations else "load",
+            }
+            for known in self.known()
+        ]
+
+    def summary(self) -> list[tuple[int, int, int]]:
+        """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
+        most = max((known.rows for known in self.known()), default=0)
+        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))} - {0})
+        return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
+
+    def _beyond(self, window: _Window, rows: int, time_ns: int) -> None:
+        """A time beyond a quartile: is it the last of a run?"""
+        above = time_ns > window.high_ns
+        if above != self._above:
+            self._above, self._run = above, []
+        window.run += 1 if above else -1
+        self._run.append((rows, time_ns / max(window.median_ns, 1)))
+        if abs(window.run) >= RUN:
+            window.turn()
+            self._run, self._curve = [], None
+        elif len(self._run) >= RUN:
+            self._rescale()
+
+    def _rescale(self) -> None:
+        """Several numbers of rows take longer, or less long, than they did: so will the others."""
+        seen = [rows for rows, _ in self._run]
+        ratio = sorted(ratio for _, ratio in self._run)[len(self._run) // 2]
+        for rows, window in self._windows.items():
+            count = seen.count(rows)
+            # Of those that were not seen a few are kept for the shape: what comes will soon outweigh them.
+            window.keep(window.last(count) if count else [int(time_ns * ratio) for time_ns in window.last(RUN)])
+        self._run, self._curve = [], None
+
+    def _drawn(self) -> _Curve:
+        with self._lock:
+            windows = sorted(self._windows.items())
+            weights = [len(window.times_ns) for _, window in windows]
+            medians_ns = _rising([window.median_ns for _, window in windows], weights)
+            p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
+            promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
+            self._sorted = 0
+            self._curve = curve = _Curve([rows for rows, _ in windows], medians_ns, promises_ns)
+            return curve
+
+
+def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
+    """The rising numbers nearest to `values` by weighted squares."""
+    pools: list[tuple[float, int, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, count = float(value), weight, 1
+        while pools and pools[-1][0] > mean:
+            before, heavy, many = pools.pop()
+            mean = (before * heavy + mean * total) / (heavy + total)
+            total, count = total + heavy, count + many
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def _read(known: list[int], values: list[float], rows: int) -> int:
+    place = bisect_left(known, rows)
+    if place == len(known):
+        return int(values[-1] * rows / known[-1]) if known else 0
+    if known[place] == rows or place == 0:
+        return int(values[place])
+    low, high = known[place - 1], known[place]
+    return int(values[place - 1] + (values[place] - values[place - 1]) * (rows - low) / (high - low))

@@ -1,0 +1,87 @@
+"""The latency profile over HTTP: there before the first request, corrected by requests, in the metrics, not in the statistics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests import models
+from tests.serving import Server, serving
+
+CONFIG = "max_batch_size: 6\ndynamic_batching { }\n"
+
+
+def profile(server: Server, model: str, path: str = "") -> Any:
+    status, headers, content = server.request("GET", f"/v2/models/{model}{path}/profile")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    return json.loads(content)
+
+
+def infer(server: Server, model: str, rows: int) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        array = np.zeros((rows, 16), np.float32)
+        client.infer(model, [triton.InferInput("X", list(array.shape), "FP32").set_data_from_numpy(array)])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    models.add_model(tmp_path / "repository", "affine", models.affine(), config=CONFIG)
+    return tmp_path
+
+
+def test_a_model_is_measured_before_it_serves_and_by_what_it_runs(folder: Path) -> None:
+    with serving(folder / "repository", folder) as server:
+        at_first = profile(server, "affine")
+        assert (at_first["name"], at_first["version"]) == ("affine", "1")
+        assert [row["rows"] for row in at_first["profile"]] == [1, 2, 4, 6]
+        for row in at_first["profile"]:
+            assert 0 < row["median_us"] <= row["p95_us"] < 10e6
+            assert (row["observations"], row["source"]) == (0, "load")
+        with triton.InferenceServerClient(server.address) as client:
+            (stats,) = client.get_inference_statistics("affine")["model_stats"]
+            assert (stats["execution_count"], stats["inference_count"]) == (0, 0)
+        for rows in (1, 3, 3):
+            infer(server, "affine", rows)
+        seen = {row["rows"]: (row["observations"], row["source"]) for row in profile(server, "affine")["profile"]}
+        assert seen == {1: (1, "requests"), 2: (0, "load"), 3: (2, "requests"), 4: (0, "load"), 6: (0, "load")}
+        _, _, page = server.request("GET", "/metrics")
+        family = next(
+            found
+            for found in text_string_to_metric_families(page.decode())
+            if found.name == "headrace_profile_microseconds"
+        )
+        told = {(sample.labels["rows"], sample.labels["quantile"]): sample.value for sample in family.samples}
+        assert set(told) == {(rows, quantile) for rows in "1246" for quantile in ("0.5", "0.95")}
+        assert all(sample.labels["model"] == "affine" for sample in family.samples)
+        assert all(0 < told[rows, "0.5"] <= told[rows, "0.95"] for rows in "1246")
+
+
+def test_it_can_be_switched_off(folder: Path) -> None:
+    with serving(folder / "repository", folder, "--profile-s", "0") as server:
+        assert profile(server, "affine")["profile"] == []
+        infer(server, "affine", 2)
+        (row,) = profile(server, "affine")["profile"]
+        assert (row["rows"], row["observations"], row["source"]) == (2, 1, "requests")
+
+
+def test_every_version_has_its_own(server: Server) -> None:
+    assert profile(server, "versioned")["version"] == "20"
+    assert profile(server, "versioned", "/versions/3")["version"] == "3"
+    assert profile(server, "versioned", "/versions/3")["profile"]
+
+
+def test_what_cannot_be_made_up_is_not_measured(server: Server) -> None:
+    assert not [row for row in profile(server, "identity_bytes")["profile"] if row["source"] == "load"]
+
+
+@pytest.mark.parametrize("path", ["/v2/models/nobody/profile", "/v2/models/versioned/versions/4/profile"])
+def test_what_is_not_there_has_none(server: Server, path: str) -> None:
+    status, _, content = server.request("GET", path)
+    assert status == 404
+    assert "not found" in json.loads(content)["error"]

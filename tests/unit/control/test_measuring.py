@@ -1,0 +1,190 @@
+"""What is run of a model before it serves, for its profile: which sizes, for how long, and of which models nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import onnx
+import pytest
+
+from server.backends.base import ExecutionLost
+from server.config.config_reader import read_model_folder
+from server.control.measuring import Measuring, backend_table, sizes
+from server.core.clock import NS_PER_MS, NS_PER_S
+from server.core.model_config import ModelConfig
+from server.core.tensor import Array
+from server.dataplane.profile import Profile
+from tests.models import add_model, identity, sum_difference, unbatched
+
+
+class Model:
+    """Takes 1 ms, and as much for each row, on a clock of its own; `before` is called with the rows of each run."""
+
+    def __init__(self, before: Callable[[int], None] = lambda _rows: None) -> None:
+        self.before = before
+        self.now_ns = 0
+        self.rows: list[int] = []
+        self.inputs: list[dict[str, Array]] = []
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def execution(self, index: int) -> Model:
+        return self
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        rows = len(next(iter(inputs.values())))
+        self.rows.append(rows)
+        self.inputs.append(inputs)
+        self.before(rows)
+        self.now_ns += (1 + rows) * NS_PER_MS
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def read(folder: Path, model: onnx.ModelProto, config: str = "max_batch_size: 8\n") -> ModelConfig:
+    return read_model_folder(add_model(folder, "m", model, config=config), folder).config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    return read(tmp_path, sum_difference())
+
+
+def measured(config: ModelConfig, model: Model, limit_ns: int = NS_PER_S, instances: int = 1) -> Profile:
+    profile = Profile()
+    measuring = Measuring(config, model, instances, profile, limit_ns, model.clock)
+    for _ in range(instances):
+        measuring(model)
+    return profile
+
+
+def test_every_power_of_two_is_run_with_inputs_of_the_signature(config: ModelConfig) -> None:
+    model = Model()
+    profile = measured(config, model)
+    assert model.rows == [1, 2, 4, 8] * 4
+    for tensor, dtype in zip(config.input, (np.int32, np.float32), strict=True):
+        last = model.inputs[-1][tensor.name]
+        assert (last.shape, last.dtype, last.flags.c_contiguous) == ((8, *tensor.dims), dtype, True)
+    assert [(row["rows"], row["median_us"], row["source"]) for row in profile.table()] == [
+        (1, 2000, "load"),
+        (2, 3000, "load"),
+        (4, 5000, "load"),
+        (8, 9000, "load"),
+    ]
+
+
+def test_the_first_run_of_a_size_counts_only_if_there_is_no_other(config: ModelConfig) -> None:
+    model = Model()
+
+    def slow_at_first(rows: int) -> None:
+        model.now_ns += 50 * NS_PER_MS if model.rows.count(rows) == 1 else 0
+
+    model.before = slow_at_first
+    assert measured(config, model).estimate_ns(2) == 3 * NS_PER_MS
+    model = Model(lambda rows: slow_at_first(rows))
+    assert [known.rows for known in measured(config, model, 1).known()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("limit_ms", "rows"), [(1, [1]), (5, [1]), (6, [1, 2]), (18, [1, 2, 4]), (40, [1, 2, 4, 8, 1, 2, 4, 8, 1])]
+)
+def test_it_ends_before_it_takes_too_long(config: ModelConfig, limit_ms: int, rows: list[int]) -> None:
+    model = Model()
+    profile = measured(config, model, limit_ms * NS_PER_MS)
+    assert model.rows == rows
+    assert profile.estimate_ns(8) > 0
+
+
+def test_nothing_is_run_where_it_is_switched_off(config: ModelConfig) -> None:
+    model = Model()
+    assert measured(config, model, 0).known() == []
+    assert model.rows == []
+
+
+def test_preferred_sizes_and_the_largest_are_measured(tmp_path: Path) -> None:
+    config = "max_batch_size: 11\ndynamic_batching { preferred_batch_size: [6] }\n"
+    assert sizes(read(tmp_path / "a", sum_difference(), config)) == [1, 2, 4, 6, 8, 11]
+
+
+def test_a_model_without_a_batch_dimension_is_measured_as_it_is(tmp_path: Path) -> None:
+    config = read(tmp_path, unbatched(), "")
+    model = Model()
+    profile = measured(config, model)
+    assert {name: array.shape for name, array in model.inputs[0].items()} == {
+        tensor.name: tensor.dims for tensor in config.input
+    }
+    assert [known.rows for known in profile.known()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "why"),
+    [
+        (identity("BYTES", ("batch", 3)), "max_batch_size: 4\n", "input X is text"),
+        (identity("FP32", ("batch", "width")), "max_batch_size: 4\n", "input X has free dimensions"),
+    ],
+)
+def test_models_that_cannot_be_measured_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: onnx.ModelProto, config: str, why: str
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.profile")
+    fake = Model()
+    assert measured(read(tmp_path, model, config), fake).known() == []
+    assert fake.rows == []
+    assert why in caplog.text
+
+
+def test_the_last_instance_measures_and_a_restarted_one_does_not(config: ModelConfig) -> None:
+    model, profile = Model(), Profile()
+    measuring = Measuring(config, model, 3, profile, NS_PER_S, model.clock)
+    threads = [threading.Thread(target=measuring, args=(model,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.rows == [1, 2, 4, 8] * 4
+    measuring(model)
+    Measuring(config, model, 1, profile, NS_PER_S, model.clock)(model)  # brought back from parking
+    assert len(model.rows) == 16
+
+
+def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.profile")
+
+    def fail(rows: int) -> None:
+        if rows > 2:
+            raise RuntimeError("no such class")
+
+    profile = measured(config, Model(fail))
+    assert [known.rows for known in profile.known()] == [1, 2]
+    assert "failed on made-up inputs (RuntimeError)" in caplog.text
+
+    def lose(_rows: int) -> None:
+        raise ExecutionLost("the GPU is gone")
+
+    with pytest.raises(ExecutionLost):
+        measured(config, Model(lose))
+
+
+def test_what_the_backend_has_measured_is_taken_and_nothing_run(config: ModelConfig) -> None:
+    class Measured(Model):
+        profile: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
+
+    class Wrapped(Model):
+        inner = Measured()
+
+    model = Wrapped()
+    profile = measured(config, model, 0)
+    assert model.rows == []
+    # A batch of 5 rows is padded to 8, and takes as long.
+    assert [profile.estimate_ns(rows) for rows in (1, 2, 4, 5, 8)] == [100_000, 150_000, 150_000, 200_500, 200_500]
+    assert backend_table(Model()) == {}

@@ -1,0 +1,180 @@
+"""The latency profile: true to what it was told, deaf to outliers, quick after a change, rising with the rows."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.dataplane.profile import RUN, WINDOW, Profile
+
+SIZES = st.integers(1, 256)
+TIMES = st.integers(1, 10**10)
+OBSERVATIONS = st.lists(st.tuples(SIZES, TIMES), max_size=300)
+
+
+def told(profile: Profile, rows: int, times_ns: list[int]) -> None:
+    for time_ns in times_ns:
+        profile.observe(rows, time_ns)
+
+
+def around(seed: int, middle_ns: int, count: int) -> list[int]:
+    """Times within a tenth of `middle_ns`."""
+    rng = random.Random(seed)
+    return [int(middle_ns * rng.uniform(0.9, 1.1)) for _ in range(count)]
+
+
+def in_turn(seed: int, count: int) -> list[int]:
+    """Times of a millisecond, short and long in turn: no two in a row are beyond the same quartile."""
+    rng = random.Random(seed)
+    return [rng.randrange(910_000, 990_000) + 100_000 * (place % 2) for place in range(count)]
+
+
+def test_nothing_is_known_of_a_new_model() -> None:
+    profile = Profile()
+    assert (profile.estimate_ns(1), profile.promise_ns(8), profile.known(), profile.table()) == (0, 0, [], [])
+    assert profile.summary() == []
+
+
+def test_median_and_percentile_of_what_was_seen() -> None:
+    profile = Profile()
+    times = list(range(1000, 1000 + WINDOW))
+    random.Random(3).shuffle(times)
+    told(profile, 4, times)
+    (known,) = profile.known()
+    assert (known.rows, known.observations) == (4, WINDOW)
+    assert known.median_ns == int(statistics.median(times))
+    assert known.p95_ns == sorted(times)[60]
+    assert profile.estimate_ns(4) <= profile.promise_ns(4)
+
+
+@given(OBSERVATIONS)
+def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tuple[int, int]]) -> None:
+    profile = Profile()
+    for rows, time_ns in seen:
+        profile.observe(rows, time_ns)
+    estimates = [profile.estimate_ns(rows) for rows in range(1, 300)]
+    promises = [profile.promise_ns(rows) for rows in range(1, 300)]
+    assert estimates == sorted(estimates)
+    assert promises == sorted(promises)
+    assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
+    if seen:
+        shortest, longest = min(time_ns for _, time_ns in seen), max(time_ns for _, time_ns in seen)
+        largest = max(rows for rows, _ in seen)
+        # Scaling after a change keeps within what was seen; each change scales by one ratio at the most.
+        assert promises[largest - 1] <= longest * max(1, longest // shortest) ** (len(seen) // RUN)
+        assert estimates[0] >= 0
+
+
+@given(OBSERVATIONS)
+def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
+    """Asked after each batch or only at the end: what is kept of the times is the same."""
+    asked, silent = Profile(), Profile()
+    for rows, time_ns in seen:
+        asked.observe(rows, time_ns)
+        silent.observe(rows, time_ns)
+        assert asked.estimate_ns(rows) > 0
+    assert asked.known() == silent.known()
+    assert sum(known.observations for known in asked.known()) == len(seen)
+
+
+@given(st.integers(0, 2**32), st.integers(10, 1000))
+def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, factor: int) -> None:
+    profile, rng = Profile(), random.Random(seed)
+    times = in_turn(seed, WINDOW)  # no run, unless the outliers make one, and three cannot
+    told(profile, 8, times)
+    for place in rng.sample(range(WINDOW), 3):
+        times[place] *= factor
+    told(profile, 8, times)
+    assert 800_000 <= profile.estimate_ns(8) <= 1_100_000
+    assert profile.promise_ns(8) <= 1_100_000
+    # A third of the next ones: still the median stands.
+    told(profile, 8, [time_ns * (factor if place % 3 == 0 else 1) for place, time_ns in enumerate(times[:40])])
+    assert profile.estimate_ns(8) <= 1_100_000
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.25, 0.5, 2.0, 10.0]), st.integers(1, 3 * WINDOW))
+def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: float, before: int) -> None:
+    profile = Profile()
+    told(profile, 16, in_turn(seed, before))
+    told(profile, 16, around(seed + 1, int(1_000_000 * factor), RUN))
+    low, high = 0.9 * factor * 1_000_000 - 1, 1.1 * factor * 1_000_000 + 1
+    assert low <= profile.estimate_ns(16) <= high
+    assert low <= profile.promise_ns(16) <= high
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.4, 2.5]))
+def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(seed: int, factor: float) -> None:
+    profile, rng = Profile(), random.Random(seed)
+    for rows in range(1, 65):
+        told(profile, rows, around(seed + rows, 100_000 * rows, 20))
+    for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
+        rows = rng.randrange(2, 65, 2)
+        told(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
+    for rows in (9, 21, 33, 63):
+        assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.5)
+
+
+def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
+    profile = Profile()
+    profile.seed({4: [1000], 8: [1800], 32: [4200]})
+    assert [profile.estimate_ns(rows) for rows in (1, 4, 5, 6, 8, 20, 32, 64)] == [
+        1000, 1000, 1200, 1400, 1800, 3000, 4200, 8400,
+    ]  # fmt: skip
+
+
+def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() -> None:
+    profile = Profile()
+    told(profile, 4, [1000] * 3)
+    profile.seed({8: [600]})
+    assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
+    assert [known.median_ns for known in profile.known()] == [1000, 600]
+
+
+def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
+    profile = Profile()
+    profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
+    assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
+    told(profile, 1, [300] * 4)
+    assert profile.known()[0].median_ns == 300
+    profile.seed({1: [7], 8: [900]})
+    assert [(row["rows"], row["median_us"], row["source"], row["observations"]) for row in profile.table()] == [
+        (1, 0.3, "requests", 4),
+        (4, 0.2, "load", 0),
+        (8, 0.9, "load", 0),
+    ]
+
+
+def test_the_summary_is_bounded() -> None:
+    profile = Profile()
+    for rows in range(1, 401):
+        profile.observe(rows, rows * 1000)
+    assert [rows for rows, _, _ in profile.summary()] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 400]
+    assert [median_ns for _, median_ns, _ in profile.summary()][-2:] == [256_000, 400_000]
+
+
+def test_many_threads_may_tell_and_ask() -> None:
+    profile = Profile()
+    failures: list[BaseException] = []
+
+    def tell(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(3000):
+                profile.observe(rng.randrange(1, 20), rng.randrange(1, 10**6))
+                assert profile.estimate_ns(5) <= profile.promise_ns(30)
+                profile.known()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(known.observations for known in profile.known()) == 12_000
