@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | validate | infer`, and `build | inspect | compare | engines | models` of the builders."""
+"""The command line: `headrace serve | validate | infer | simulate`, and `build | inspect | compare | ...` of the builders."""
 
 from __future__ import annotations
 
@@ -58,10 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
 
     from server.client import infer_command
+    from server.simulation import options as simulation
 
     infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
     infer_command.add_arguments(infer)
     infer.set_defaults(run=infer_command.main)
+
+    simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
+    simulation.add_arguments(simulate)
+    simulate.set_defaults(run=_simulate)
 
     for name, text in ENGINES_COMMANDS.items():
         commands.add_parser(name, help=text)
@@ -81,6 +86,12 @@ def _validate(args: argparse.Namespace) -> int:
     from server.control import validate
 
     return validate.main(args.path, Console())
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from server.simulation import command
+
+    return command.main(args)
 
 
 def configure_logging(log_format: str) -> None:

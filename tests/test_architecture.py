@@ -42,6 +42,11 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/pipelines": {"ours": "server.core server.backends.base", "third": "PIL numpy"},
     "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},
+    "server/simulation": {
+        "ours": "server.core server.config server.dataplane server.observability.recorder server.backends.base "
+        "server.control.loader.handle_policy",
+        "third": "numpy rich",
+    },
     "server/settings.py": {"ours": "server.core", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
@@ -285,6 +290,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("server/frontends/http_server.py", "import importlib; importlib.import_module('server.cuda')", "server.cuda"),
     ("server/client/http_client.py", "import requests", "imports requests"),
     ("server/pipelines/image.py", "from server.client import http_client", "imports server.client"),
+    ("server/simulation/x.py", "from server.control.loader import Loader", "imports server.control.loader.Loader"),
     ("server/somewhere/new.py", "", "nobody has said"),
     ("server/app.py", "import pycuda.driver", "imports pycuda"),
     ("server/__main__.py", "def f():\n    import engines.build", "never imports engines"),

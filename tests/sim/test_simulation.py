@@ -1,0 +1,243 @@
+"""The simulator against queueing theory, and against the schedulers in virtual time that tests/sim drives by itself.
+
+Formulas: Kleinrock, Queueing Systems, volume 1 (M/M/1: 3.2; M/M/m and Erlang's C: 3.5; Pollaczek and Khinchine's mean: 5.6).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.core.request import InferResponse
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.handle import HandlePolicy
+from server.dataplane.scheduler import QueueLimits
+from server.simulation.profiles import Latency, Profile
+from server.simulation.replay import Replay, SimulatedModel, replay
+from server.simulation.report import report
+from server.simulation.traces import Load, Trace, make_trace
+from tests.sim import test_pipelined_time, test_virtual_time
+from tests.virtual_pipeline import Cost, CostModel
+
+MS = 1_000_000
+ENDLESS = QueueLimits(max_count=1 << 30)
+
+
+def asked(rate_hz: float, seconds: float, seed: int = 1, models: int = 1, **more: object) -> Trace:
+    load = Load(rate_hz, seconds, **more)  # type: ignore[arg-type]
+    return make_trace(load, [f"m{number}" for number in range(models)], np.random.default_rng(seed))
+
+
+def model(max_rows: int = 1, instances: int = 1, profile: Profile | None = None, **more: object) -> SimulatedModel:
+    """By default it takes 1 ms, whatever comes."""
+    policy = HandlePolicy(BatchPolicy(max_rows), ENDLESS, instances)
+    return SimulatedModel(policy, profile or Profile(Latency.line(1000)), **more)  # type: ignore[arg-type]
+
+
+def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
+    return float(np.mean(done.latency_ns)) / MS - service_ms
+
+
+# Queueing theory
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
+def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
+    trace = asked(load * 1000, 150)
+    done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=variation))], seed=2)
+    assert mean_wait_ms(done) == pytest.approx(load * (1 + variation**2) / (2 * (1 - load)), rel=0.06)
+
+
+def test_the_percentiles_of_m_m_1_are_exponential() -> None:
+    trace = asked(600, 250)
+    done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=1.0))], seed=3)
+    told = report(done, [None]).total
+    mean_us = 1e6 / (1000 - 600)
+    assert told.mean_us == pytest.approx(mean_us, rel=0.04)
+    expected = [-math.log(1 - percentile) * mean_us for percentile in (0.5, 0.9, 0.99)]
+    assert told.percentiles_us[:3] == pytest.approx(expected, rel=0.06)
+
+
+def test_several_instances_wait_as_erlang_says() -> None:
+    servers, load = 3, 2.4
+    done = replay(asked(load * 1000, 80), [model(1, servers, Profile(Latency.line(1000), variation=1.0))], seed=4)
+    busy = load**servers / math.factorial(servers) * servers / (servers - load)
+    erlang_c = busy / (sum(load**k / math.factorial(k) for k in range(servers)) + busy)
+    assert mean_wait_ms(done) == pytest.approx(erlang_c / (servers - load), rel=0.08)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_rows", [1, 16])
+def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: int) -> None:
+    batch_us, row_us = 400, 100
+    capacity_hz = max_rows / (batch_us + row_us * max_rows) * 1e6
+    policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=256))
+    trace = asked(2 * capacity_hz, 4)
+    done = replay(trace, [SimulatedModel(policy, Profile(Latency.line(batch_us, row_us)), depth)])
+    told = report(done, [1000.0], warm_up_ns=1000 * MS)
+    assert told.total.throughput_hz == pytest.approx(capacity_hz, rel=0.01)
+    assert told.total.mean_rows == pytest.approx(max_rows, rel=0.001)
+    assert told.total.errors == {"overloaded": told.total.requests - told.total.answered}
+    assert told.total.errors["overloaded"] / told.total.requests == pytest.approx(0.5, abs=0.03)
+    assert told.busy > 0.97
+
+
+def test_an_idle_server_takes_what_the_batch_takes() -> None:
+    steps = Profile(Latency.line(100, 10), Latency.line(5), Latency.line(7), Latency.line(3))
+    spaced = trace_of([(at_ns, 1, 0) for at_ns in range(0, 50 * MS, MS)])
+    for depth in (1, 2):
+        done = replay(spaced, [model(8, 1, steps, depth=depth)])
+        assert set(done.latency_ns) == {125_000}
+
+
+def test_models_that_share_a_device_share_its_time() -> None:
+    trace = asked(2000, 5, models=4)
+    alone = report(replay(trace, [model() for _ in range(4)]), [None] * 4).total
+    shared = report(replay(trace, [model(devices=(0,)) for _ in range(4)]), [None] * 4).total
+    assert alone.throughput_hz == pytest.approx(2000, rel=0.03)
+    assert shared.throughput_hz == pytest.approx(1000, rel=0.01)
+
+
+def test_a_thousand_models_are_as_good_as_one_each() -> None:
+    trace = asked(50_000, 1, models=1000)
+    told = report(replay(trace, [model() for _ in range(1000)]), [5.0] * 1000)
+    assert (told.total.requests, told.total.answered) == (len(trace), len(trace))
+    assert sum(each.answered for each in told.models) == len(trace)
+    waits_us = told.total.mean_us - 1000
+    assert waits_us == pytest.approx(0.05 / (2 * 0.95) * 1000, rel=0.1), "M/D/1 at a load of 0.05"
+
+
+# Seeds
+
+
+def test_equal_seeds_give_equal_replays_and_others_do_not() -> None:
+    varying = model(4, 2, Profile(Latency.line(1000, 50), variation=0.4))
+    first, again = (replay(asked(1500, 2, seed=5), [varying], seed=6) for _ in range(2))
+    assert first.latency_ns == again.latency_ns
+    assert first.outcomes == again.outcomes
+    other = replay(asked(1500, 2, seed=5), [varying], seed=7)
+    assert other.trace.times_ns.tolist() == first.trace.times_ns.tolist(), "what is asked has a seed of its own"
+    assert other.latency_ns != first.latency_ns
+    assert asked(1500, 2, seed=8).times_ns.tolist() != first.trace.times_ns.tolist()
+
+
+# The same batches as tests/sim's own schedulers. No two requests come at the same time, nor does one as a batch ends.
+
+arrivals = st.lists(st.tuples(st.integers(0, 300), st.integers(1, 5), st.integers(0, 1)), min_size=1, max_size=60).map(
+    lambda drawn: [(at * 1000 + number, rows, level) for number, (at, rows, level) in enumerate(drawn)]
+)
+
+
+def trace_of(coming: list[tuple[int, int, int]]) -> Trace:
+    times_ns, rows, levels = (np.array(column, np.int64) for column in zip(*sorted(coming), strict=True))
+    nothing = np.zeros(len(coming), np.int64)
+    return Trace(times_ns, nothing, rows, levels + 1, nothing, int(times_ns[-1]) + 1, ("m",))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    coming=arrivals,
+    policy=st.builds(
+        BatchPolicy,
+        max_rows=st.integers(5, 12),
+        preferred_rows=st.sampled_from([(), (4,), (2, 5)]),
+        max_delay_ns=st.sampled_from([0, 10_000, 50_000]),
+        merge=st.booleans(),
+    ),
+    instances=st.integers(1, 3),
+    limit=st.sampled_from([3, 1000]),
+    service_us=st.integers(1, 80),
+)
+def test_serial_instances_run_the_batches_of_the_virtual_scheduler(
+    coming: list[tuple[int, int, int]], policy: BatchPolicy, instances: int, limit: int, service_us: int
+) -> None:
+    world = test_virtual_time.World(policy, instances, 2, limit, service_us * 1000)
+    world.run([test_virtual_time.Arrival(at_ns, rows, 0, level, None) for at_ns, rows, level in coming])
+    handled = HandlePolicy(policy, QueueLimits(max_count=limit), instances, levels=2)
+    done = replay(trace_of(coming), [SimulatedModel(handled, Profile(Latency.line(service_us)))])
+    (batches,) = done.batches
+    assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(
+        (batch.taken_ns, sum(entry.rows for entry in batch.entries)) for batch in world.batches
+    )
+    assert done.outcomes.count("overloaded") == world.refused
+    for reason, count in batches.reasons.items():
+        assert count == sum(batch.reason.value == reason for batch in world.batches)
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrivals, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 40_000]))
+def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
+    coming: list[tuple[int, int, int]], depth: int, instances: int, delay_ns: int
+) -> None:
+    policy = BatchPolicy(6, (), delay_ns)
+    costs = CostModel(Cost(2000, 1000), Cost(5000, 1000), Cost(50_000, 3000), Cost(4000))
+    world = test_pipelined_time.World(costs, policy, depth, instances)
+    for at_ns, rows, _ in coming:
+        world.at(at_ns, lambda rows=rows: world.ask(rows))  # type: ignore[misc]
+        world.at(at_ns + delay_ns, lambda: None)
+    world.run()
+    theirs: dict[int, tuple[int, int]] = {}
+    for entry in world.entries:
+        assert isinstance(entry.completion.outcome, InferResponse)
+        times = entry.completion.outcome.times
+        assert times is not None
+        theirs[id(times)] = (times.taken_ns, theirs.get(id(times), (0, 0))[1] + entry.rows)
+    steps = Profile(Latency.line(50, 3), Latency.line(2, 1), Latency.line(5, 1), Latency.line(4))
+    ours = SimulatedModel(HandlePolicy(policy, ENDLESS, instances), steps, depth)
+    (batches,) = unpaced(trace_of(coming), ours).batches
+    assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(theirs.values())
+
+
+def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.simulation.replay.Pace", lambda _rows: None)
+        return replay(trace, [simulated])
+
+
+# What the front of the data plane does
+
+
+def test_deadlines_and_queue_timeouts_pass_in_virtual_time() -> None:
+    trace = asked(2000, 2, timeout_ns=20 * MS)
+    done = replay(trace, [model()])
+    late = [latency for latency, outcome in zip(done.latency_ns, done.outcomes, strict=True) if outcome == "deadline"]
+    assert set(late) == {20 * MS}
+    assert max(done.latency_ns) == 20 * MS
+    assert 0.5 < len(late) / len(trace) < 1, "half cannot be served, and of the others many are served too late"
+    impatient = SimulatedModel(
+        HandlePolicy(BatchPolicy(1), ENDLESS, queue_timeout_ns=5 * MS), Profile(Latency.line(1000))
+    )
+    done = replay(asked(2000, 2), [impatient])
+    assert set(done.outcomes) == {"answered", "queue_timeout"}
+    assert max(done.latency_ns) <= 6 * MS
+
+
+def test_urgent_requests_pass_the_others() -> None:
+    trace = asked(900, 20)
+    urgent = np.random.default_rng(9).random(len(trace)) < 0.25
+    mixed = Trace(
+        trace.times_ns,
+        trace.models,
+        trace.rows,
+        np.where(urgent, 1, 2),
+        trace.timeouts_ns,
+        trace.duration_ns,
+        trace.names,
+    )
+    policy = HandlePolicy(BatchPolicy(1), ENDLESS, levels=2, default_level=2)
+    latency_ns = np.array(replay(mixed, [SimulatedModel(policy, Profile(Latency.line(1000)))]).latency_ns)
+    # Cobham's formula: half a residual service, over (1 - urgent load) for the urgent and over both for the rest.
+    assert latency_ns[urgent].mean() / MS - 1 == pytest.approx(0.45 / (1 - 0.225), rel=0.1)
+    assert latency_ns[~urgent].mean() / MS - 1 == pytest.approx(0.45 / (1 - 0.225) / (1 - 0.9), rel=0.2)
+
+
+def test_a_request_larger_than_a_batch_is_answered_once_all_its_parts_are() -> None:
+    trace = asked(1, 20, rows=((20, 1.0),))
+    done = replay(trace, [model(8, 1)])
+    assert set(done.latency_ns) == {3 * MS}
+    assert list(done.batches[0].rows) == [8, 8, 4] * len(trace)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.__main__ import main
+from tests.unit.config.onnx_models import write_model
+
+QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
+
+
+def told(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main([*QUICK, "--json", *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_json_is_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    first, again, other = (told(capsys, "--variation", "0.3", "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again
+    assert first != other
+    (setting,) = first["settings"]
+    assert setting["all"]["requests"] == setting["all"]["answered"] == first["requests"]
+    assert setting["all"]["latency_us"]["p50"] == pytest.approx(470, rel=0.5)
+
+
+def test_settings_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "--delay-us", "5000", "--slo-ms", "3", "--compare", "delay-us=0", "--compare", "slo-ms=9")
+    given, prompt, lax = document["settings"]
+    assert [each["setting"] for each in document["settings"]] == ["as given", "delay-us=0", "slo-ms=9"]
+    assert given["all"]["requests"] == prompt["all"]["requests"] == lax["all"]["requests"]
+    assert given["all"]["mean_batch"] > prompt["all"]["mean_batch"]
+    assert given["all"]["goodput"] < prompt["all"]["goodput"]
+    assert lax["all"]["latency_us"] == given["all"]["latency_us"], "what is not said is as given"
+    assert lax["all"]["goodput"] > given["all"]["goodput"]
+
+
+def test_policy_and_objective_are_the_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = "max_batch_size: 4\ndynamic_batching: {max_queue_delay_microseconds: 20000}\nslo: {p99_ms: 30}\n"
+    write_model(tmp_path / "calm", config=config)
+    write_model(tmp_path / "plain")
+    document = told(capsys, str(tmp_path / "calm"), str(tmp_path / "plain"), "--profile", "plain=100,1000+10n")
+    calm, plain = document["settings"][0]["models"]
+    assert (calm["name"], calm["slo_ms"], plain["name"], plain["slo_ms"]) == ("calm", 30, "plain", None)
+    assert calm["mean_batch"] > 3
+    assert set(calm["close_reasons"]) <= {"full", "delay"}
+    assert plain["latency_us"]["p50"] == pytest.approx(100)
+
+
+def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.csv").write_text("seconds,model\n0,model1\n0.0001,model1\n1,model0\n")
+    document = told(capsys, "--arrivals", str(tmp_path / "t.csv"), "--models", "2")
+    nought, one = document["settings"][0]["models"]
+    assert (nought["requests"], one["requests"]) == (1, 2)
+    assert one["latency_us"]["mean"] == pytest.approx((470 + 470 + 370) / 2)
+
+
+def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--models", "12", "--skew", "1", "--slo-ms", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "the 10 models of 12 that were asked most, and all" in out
+    assert "model0 " in out
+    assert "model11 " not in out
+    assert "p99.9 ms" in out
+    assert main([*QUICK, "--compare", "instances=2"]) == 0
+    out = capsys.readouterr().out
+    assert "as given" in out
+    assert "instances=2 " in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--profile", "quick"], "'quick' is no profile"),
+        (["--profile", "other=5"], "no model 'other' is simulated, only model0"),
+        (["--arrivals", "tidal"], "--arrivals tidal: write poisson, bursty, diurnal"),
+        (["--arrivals", "none.csv"], "none.csv"),
+        (["--rate", "0.0001"], "no request comes"),
+        (["--warm-up", "2"], "--warm-up 2 leaves nothing of 2 seconds"),
+        (["--compare", "instances=none"], '--compare "instances=none": argument --instances'),
+        (["--compare", "rate=5"], '--compare "rate=5": '),
+        (["--compare", "instances 2"], '--compare "instances 2": '),
+        (["nowhere"], "nowhere is no folder of a model"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, *options]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert message in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    "option", ["--rate=0", "--seconds=nan", "--rows=0", "--rows=1:0", "--swing=2", "--instances=0", "--delay-us=-1"]
+)
+def test_options_out_of_range_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", option])
+    assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path / "bad", config="max_batch_siz: 3\n")
+    assert main([*QUICK, str(tmp_path / "bad")]) == 2
+    assert "max_batch_siz" in capsys.readouterr().err

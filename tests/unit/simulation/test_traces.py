@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.simulation.traces import Load, Shape, Trace, make_trace, read_trace
+
+
+def made(load: Load, models: int = 1, seed: int = 1) -> Trace:
+    return make_trace(load, [f"m{number}" for number in range(models)], np.random.default_rng(seed))
+
+
+def counts(trace: Trace, slices: int) -> np.ndarray:
+    found, _ = np.histogram(trace.times_ns, slices, (0, trace.duration_ns))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["poisson", "bursty", "diurnal"])
+def test_the_mean_rate_is_the_one_asked_for(kind: str) -> None:
+    trace = made(Load(500, 400, Shape(kind, burst_s=0.2, calm_s=0.8)))
+    assert len(trace) / 400 == pytest.approx(500, rel=0.05)
+    assert np.all(np.diff(trace.times_ns) >= 0)
+    assert 0 <= trace.times_ns[0] <= trace.times_ns[-1] < trace.duration_ns
+
+
+def test_only_bursts_are_burstier_than_poisson() -> None:
+    even, bursty = (counts(made(Load(1000, 200, Shape(kind))), 2000) for kind in ("poisson", "bursty"))
+    assert even.var() / even.mean() == pytest.approx(1, abs=0.15), "index of dispersion"
+    assert bursty.var() / bursty.mean() > 20
+
+
+def test_calm_and_bursts_have_their_rates_and_lengths() -> None:
+    shape = Shape("bursty", burst_factor=8, burst_s=1, calm_s=3)
+    found = counts(made(Load(1000, 800, shape)), 8000)
+    calm_hz = 1000 / (1 + 0.25 * 7)
+    assert np.median(found) == pytest.approx(calm_hz / 10, rel=0.1)
+    assert (found > 2 * calm_hz / 10).mean() == pytest.approx(0.25, abs=0.05)
+    assert np.percentile(found, 95) == pytest.approx(8 * calm_hz / 10, rel=0.15)
+
+
+def test_a_day_swings_about_its_mean() -> None:
+    found = counts(made(Load(1000, 100, Shape("diurnal", period_s=50, swing=0.5))), 20)
+    assert found[:10].argmin() in (0, 9)
+    assert found[:10].argmax() in (4, 5)
+    assert found.max() / found.min() == pytest.approx(1.5 / 0.5, rel=0.15)
+
+
+def test_skew_and_rows_follow_their_weights() -> None:
+    trace = made(Load(1000, 50, rows=((1, 3.0), (8, 1.0)), skew=1.0), models=4)
+    asked = np.bincount(trace.models)
+    assert asked[0] / asked[3] == pytest.approx(4, rel=0.1)
+    assert (trace.rows == 8).mean() == pytest.approx(0.25, abs=0.02)
+    assert set(trace.rows.tolist()) == {1, 8}
+
+
+def test_a_recorded_trace_is_read_in_order_of_time(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("seconds,model,rows,priority,timeout_ms\n12.5,b,2,1,30\n12.0,a,,,\n")
+    trace = read_trace(file, ["a", "b"], timeout_ns=7)
+    assert trace.times_ns.tolist() == [0, 500_000_000]
+    assert trace.models.tolist() == [0, 1]
+    assert trace.rows.tolist() == [1, 2]
+    assert trace.priorities.tolist() == [0, 1]
+    assert trace.timeouts_ns.tolist() == [7, 30_000_000]
+    assert trace.duration_ns == 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rows\n1\n", "names the columns"),
+        ("seconds,colour\n1,red\n", "names the columns"),
+        ("seconds\n", "no request"),
+        ("seconds\nsoon\n", "t.csv:2: "),
+        ("seconds,rows\n1,1\n2,0\n", "t.csv:3: "),
+        ("seconds\nnan\n", "t.csv:2: "),
+        ("seconds,model\n1,c\n", "t.csv:2: no model 'c'"),
+        ("seconds,rows\n1,1,1\n", "t.csv:2: "),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_trace(file, ["a", "b"])
