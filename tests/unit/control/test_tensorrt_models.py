@@ -250,3 +250,32 @@ def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) ->
 
     run(repository, check, ALL, None, builder)
     assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
+
+
+def profiled(repository: Path, **loading: Any) -> list[dict[str, object]]:
+    """The profile of the model before its first request."""
+    told: list[list[dict[str, object]]] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("m", "")
+        told.append(handle.profile.table())
+        handle.release()
+
+    run(repository, check, ALL, **loading)
+    return told[0]
+
+
+def test_the_profile_begins_with_what_the_tuner_has_measured(trt: Any, tmp_path: Path) -> None:
+    put(tmp_path / "models", 3, config=TENSORRT)
+    (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
+    table = profiled(tmp_path / "models")
+    rows = [row["rows"] for row in table]
+    assert (rows[0], rows[-1]) == (1, 8)
+    assert {row["source"] for row in table} == {"load"}
+
+
+def test_a_plan_without_graphs_is_measured_like_any_model(trt: Any, tmp_path: Path) -> None:
+    put(tmp_path / "models", 3, config=TENSORRT + "parameters: {cuda_graphs: '0'}\n")
+    (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
+    assert profiled(tmp_path / "models") == []
+    assert [row["rows"] for row in profiled(tmp_path / "models", profile_s=10.0)] == [1, 2, 4, 8]

@@ -1,0 +1,57 @@
+"""The latency profile of a plan on a real GPU: begun by the tuner's table, or measured, and corrected by flights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from engines.progress import silent
+from engines.targets.base import Order, ShapeRange
+from engines.targets.tensorrt_target import TensorRtTarget
+from server.control.reconciler import ControlPolicy, Reconciler
+from server.control.registry import Registry
+from server.dataplane.profile import Known
+from tests.models import add_model, affine
+from tests.unit.control.control_thread import ask, run
+
+_missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(_missing), reason="needs an NVIDIA GPU, PyCUDA and TensorRT"),
+]
+
+ALL = ControlPolicy("none")
+ROWS = 64
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
+    folder = add_model(tmp_path / "models", "m", affine(seed=1))
+    (folder / "config.yaml").write_text(
+        f"backend: tensorrt\nmax_batch_size: {ROWS}\nparameters: {{cuda_graphs: '{int(graphs)}'}}\n"
+    )
+    shapes = ShapeRange({"X": ((1, 16), (ROWS, 16), (ROWS, 16))})
+    TensorRtTarget().build(affine(seed=1), Order("fp32", (shapes,)), folder / "1" / "model.plan", silent)
+    before: list[Known] = []
+    after: list[Known] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("m", "")
+        before.extend(handle.profile.known())
+        for _number in range(100):
+            await ask(registry)
+        after.extend(handle.profile.known())
+        handle.release()
+
+    run(tmp_path / "models", check, ALL, profile_s=1.0)
+    for known in (*before, *after):
+        print(known, flush=True)
+    assert (before[0].rows, before[-1].rows) == (1, ROWS)
+    assert {known.observations for known in before} == {0}
+    assert all(0 < known.median_ns <= known.p95_ns < 50e6 for known in (*before, *after))
+    assert after[0].observations == 100
+    # A flight is more than its kernels: copies, launches, the wait; but nothing of another order.
+    assert after[0].median_ns < 100 * before[0].median_ns
