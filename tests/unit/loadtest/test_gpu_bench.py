@@ -367,7 +367,8 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
         assert all(figure["spread"]["median"] > 0 for figure in result["figures"] if figure["unit"] != "images/s"), name
     ways = {figure["contender"] for figure in found["c fp32"]["figures"]}
     assert {"http body", "http system", "grpc fast system", "grpc grpcio body"} <= ways
-    assert len(found["d fp32"]["comparisons"]) == 5
+    assert len(found["d fp32"]["comparisons"]) == 6
+    assert "in process, pinned, blocking call" in {figure["contender"] for figure in found["d fp32"]["figures"]}
     assert remove_left() == 0
 
 
