@@ -363,6 +363,8 @@ CASES: dict[str, Callable[[argparse.Namespace], dict[str, dict[str, float]]]] = 
     "full-43000": partial(_full, 43_000),
     "full-68000": partial(_full, 68_000),
     "full-200000": partial(_full, 200_000),
+    "single-0": partial(_single, 0, Crowd()),
+    "blocking-0": partial(_single, 0, Crowd(blocking=True)),
     "single-500": partial(_single, 500, Crowd()),
     "single-500-2-instances": partial(_single, 500, Crowd(instances=2)),
     "blocking-500": partial(_single, 500, Crowd(blocking=True)),
