@@ -14,6 +14,9 @@ machine that has changed, and the numbers of rows that were not seen meanwhile a
 Between numbers of rows the estimate is linear; above the largest it grows in proportion, below the smallest it is that one's:
 rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
 what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
+
+A number of rows that is never run keeps what was measured at load, with one instance at work: too short where instances disturb
+each other. Its first batches mend that; of one that is thought to take too long there might never be any.
 """
 
 from __future__ import annotations
