@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,14 @@ from onnx import helper
 from engines.targets.base import Order, ShapeRange
 from server.backends.base import ExecutionLost
 from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from server.core.completion import Mailbox
 from server.core.errors import ConfigError, ModelFailed
+from server.core.request import InferRequest
+from server.core.tensor import FP32, ModelSpec, TensorSpec
 from server.cuda.driver import DeviceError
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.observability.recorder import Recorder
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import affine, fake_tensorrt
 from tests.tensorrt_case import batches, build
@@ -334,3 +342,29 @@ def test_a_driver_error_that_passes_is_the_batch_s_alone(
             with pytest.raises(DeviceError, match="resource not mapped"):
                 execution.run({"x": rows(1)})
         np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
+
+
+def test_callers_that_wait_run_it_from_their_own_threads(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
+    spec = ModelSpec(
+        "m", "1", "tensorrt", {"x": TensorSpec("x", FP32, (-1, 3))}, {"y": TensorSpec("y", FP32, (-1, 2))}, 8
+    )
+    loop = asyncio.new_event_loop()
+    model = TensorRtBackend().load(build(tmp_path), 2, BATCHED)
+    handle = ModelHandle(spec, HandlePolicy(BatchPolicy(8), instances=2), model, Mailbox(loop), Recorder())
+    handle.start()
+
+    def calls(seed: int) -> int:
+        for number in range(20):
+            x = rows(1 + number % 8, 100 * seed + number)
+            asked = InferRequest(inputs={"x": x}, rows=len(x), shape_key=None, received_ns=1)
+            np.testing.assert_array_equal(handle.infer_blocking(asked).outputs["y"], right(x))
+        return seed
+
+    try:
+        assert calls(0) == 0
+        assert cuda.depth == 0, "a context was left current"
+        with ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(calls, (1, 2, 3))) == [1, 2, 3]
+    finally:
+        assert handle.close(10)
+        loop.close()
