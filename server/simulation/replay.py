@@ -86,8 +86,8 @@ class Replay:
     end_ns: int = 0
 
 
-class _Tally(Recorder):
-    """Counts batches for the simulation's report instead of Prometheus."""
+class Tally(Recorder):
+    """Counts batches for a simulation's report instead of Prometheus."""
 
     def __init__(self, batches: Batches) -> None:
         super().__init__(histograms=False)
@@ -96,6 +96,7 @@ class _Tally(Recorder):
     def batch(
         self, rows: int, batch_rows: int, reason: str, times: BatchTimes, queue_ns: list[int], total_ns: list[int]
     ) -> None:
+        """A batch was run and answered; see `Recorder`."""
         batches = self._batches
         batches.taken_ns.append(times.taken_ns)
         batches.rows.append(batch_rows)
@@ -201,7 +202,7 @@ class _Simulation:
         for name, model, generator in zip(trace.names, models, generators, strict=True):
             batches = Batches()
             spec = ModelSpec(name, "1", "simulated", {}, {}, model.policy.batch.max_rows)
-            handle = _Handle(spec, model.policy, _NoModel(), mailbox, _Tally(batches), clock=loop.clock)
+            handle = _Handle(spec, model.policy, _NoModel(), mailbox, Tally(batches), clock=loop.clock)
             devices = [shared.setdefault(number, Device()) for number in model.devices]
             if not devices:
                 devices = [Device() for _ in range(model.policy.instances)]
