@@ -57,6 +57,10 @@ class Times:
         self.copy_out = profile.copy_out.table(max_rows)
         self.varied = variation.apply
 
+    def on_device_ns(self, rows: int) -> int:
+        """What a batch that is alone keeps a device busy, on average."""
+        return self.copy_in[rows] + self.compute[rows] + self.copy_out[rows]
+
 
 @dataclass(slots=True, eq=False)
 class _Run:

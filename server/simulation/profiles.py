@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -104,13 +104,15 @@ def profile_of(document: object) -> Profile:
     Args:
         document: `{"1": 500, "8": 900}`, microseconds by rows; or `{"compute": ..., "fill": ..., "copy_in": ...,
             "copy_out": ..., "padded": true, "variation": 0.1}` with such a table or a text such as "450+20n" for each step;
-            only `compute` is needed.
+            only `compute` is needed; or what a server answers at `/v2/models/{m}/profile`.
 
     Raises:
         ValueError: it is something else.
     """
     if not isinstance(document, Mapping):
         raise ValueError('a profile is an object: {"1": 500, "8": 900}, microseconds by rows')
+    if isinstance(measured := document.get("profile"), list):
+        return Profile(_latency(_medians(measured), "the profile"))
     if "compute" not in document:
         return Profile(_latency(document, "the profile"))
     known = {"compute", "fill", "copy_in", "copy_out", "padded", "variation"}
@@ -127,6 +129,14 @@ def profile_of(document: object) -> Profile:
         if name in document
     }
     return Profile(**steps, variation=float(variation))
+
+
+def _medians(measured: Sequence[object]) -> dict[str, object]:
+    """Microseconds by rows, of the server's own table."""
+    for line in measured:
+        if not isinstance(line, Mapping) or not {"rows", "median_us"} <= set(line):
+            raise ValueError("each line of the profile has rows and median_us")
+    return {str(line["rows"]): line["median_us"] for line in measured if isinstance(line, Mapping)}
 
 
 def _latency(value: object, where: str, padded: bool = False) -> Latency:

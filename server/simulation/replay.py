@@ -119,11 +119,16 @@ class _Handle(ModelHandle):
     def instances(
         self, model: SimulatedModel, loop: VirtualLoop, devices: Sequence[Device], variation: Variation
     ) -> _Instances:
-        """Virtual ones, on these devices."""
+        """Virtual ones, on these devices, and the profile as a server has it once it is loaded."""
         policy = self.policy
         batch = policy.batch
         self._scheduler.set_instances(policy.instances)
         times = Times(model.profile, batch.max_rows, variation)
+        most = batch.max_rows
+        sizes = {most, *batch.preferred_rows, *(1 << power for power in range(most.bit_length()))}
+        self.profile.seed(
+            {rows: [times.on_device_ns(rows)] for rows in sizes if rows <= most}
+        )  # as a server does at load
         instances = _Instances(loop, self._scheduler)
         paced = model.depth > 1 and batch.merge
         for device in devices:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.core.request import InferResponse
+from server.dataplane import profile as dataplane
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
@@ -110,6 +111,17 @@ def test_a_thousand_models_are_as_good_as_one_each() -> None:
     assert sum(each.answered for each in told.models) == len(trace)
     waits_us = told.total.mean_us - 1000
     assert waits_us == pytest.approx(0.05 / (2 * 0.95) * 1000, rel=0.1), "M/D/1 at a load of 0.05"
+
+
+def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dataplane.Profile] = []
+    seed = dataplane.Profile.seed
+    monkeypatch.setattr(dataplane.Profile, "seed", lambda self, times: (seen.append(self), seed(self, times)))
+    steps = Profile(Latency.line(100, 10), Latency.line(5), Latency.line(7), Latency.line(3))
+    replay(asked(2000, 1), [model(8, 1, steps)])
+    (known,) = seen
+    assert [known.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
+    assert sum(each.observations for each in known.known()) > 1000, "and learns on"
 
 
 # Seeds

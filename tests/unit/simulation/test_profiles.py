@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from server.dataplane import profile as dataplane
 from server.simulation.profiles import Latency, Variation, parse_profile, profile_of
 
 
@@ -33,9 +34,19 @@ def test_a_file_has_steps(tmp_path: Path) -> None:
     assert profile.variation == 0.1
 
 
+def test_a_servers_own_profile_is_taken() -> None:
+    known = dataplane.Profile()
+    known.seed({1: [100_000, 120_000, 110_000], 8: [400_000]})
+    profile = profile_of({"name": "m", "version": "1", "profile": known.table()})
+    assert profile.compute.table(8)[1::7] == (110_000, 400_000)
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
+        ({"profile": []}, "the profile: write microseconds"),
+        ({"profile": [{"rows": 1}]}, "each line of the profile has rows and median_us"),
+        ({"profile": [{"rows": 0, "median_us": 5.0}]}, "'0' is no number of rows"),
         ([], "a profile is an object"),
         ({"0": 5}, "'0' is no number of rows"),
         ({"two": 5}, "'two' is no number of rows"),
