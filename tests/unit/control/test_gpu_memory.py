@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +17,15 @@ from server.core.clock import NS_PER_S
 from server.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from server.core.request import InferRequest
 from server.observability.metrics import MemoryCollector
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 from tests.models import add_model, affine
 from tests.unit.control.control_thread import EXPLICIT, X, ask, index, run, same, until
 from tests.unit.control.test_tensorrt_models import plan_of
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
+pytestmark = pytest.mark.usefixtures("trt")
 READY, PARKED = ("READY", ""), ("READY", "parked: loaded on demand")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    fake = LateCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture(autouse=True)
-def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    assert not cuda.live, "memory was not given back"
 
 
 @pytest.fixture

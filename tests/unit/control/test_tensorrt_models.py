@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +14,12 @@ from server.control.gpus import tensorrt_machine
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry
 from tests.fake_builder import command, publish
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 from tests.models import affine
 from tests.unit.control.control_thread import ask, index, put, run, same, until
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    fake = LateCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture
-def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    assert not cuda.live, "memory was not given back"
-    assert not cuda.queues, "a stream was not given back"
 
 
 def plan_of(folder: Path, seed: int, largest: int = 8) -> bytes:

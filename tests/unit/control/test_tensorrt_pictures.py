@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from server.pipelines.execution import Ranking
 from server.pipelines.pixels import PixelSteps
 from server.pipelines.ranking import softmax
 from server.pipelines.recipe import ImageRecipe
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 from tests.kernels_on_host import HostKernels
 from tests.unit.control.control_thread import run
 
@@ -43,23 +41,6 @@ output: [{{name: other, data_type: fp32, dims: {other}}}, {{name: y, data_type: 
 preprocess: {{by: server, source: [12, 9], resize_short_side: 7, crop: [6, 5], mean: 100.0, std: 50.0}}
 postprocess: {{output: y, top_k: {top_k}, softmax: true}}
 """
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    fake = LateCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture
-def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    assert not cuda.live, "memory was not given back"
-    assert not cuda.queues, "a stream was not given back"
-    assert not cuda.graphs, "a graph was not given back"
 
 
 @pytest.fixture
