@@ -8,7 +8,9 @@
     |- NotFound              no such model, version or route
     |- Unavailable           right request, wrong moment: not ready, draining
     |  |- Overloaded         the queue is full; come back after `retry_after_s`
+    |  |- WouldMiss          it would be answered too late: its deadline, or the model's objective; refused at once
     |  |- QueueTimeout       waited longer than the model's queue policy allows
+    |- QuotaExceeded         one client asks for more than it is allowed; come back after `retry_after_s`
     |- DeadlineExceeded      the request's own deadline passed
     |- Cancelled             the caller went away
     |- Unsupported           known, but not to be had here
@@ -84,10 +86,33 @@ class Overloaded(Unavailable):
     reason = "overloaded"
 
 
+class WouldMiss(Unavailable):
+    """By all that is known, the answer would come after the request's deadline or the model's objective."""
+
+    reason = "would_miss"
+
+
 class QueueTimeout(Unavailable):
     """The request waited longer than the model's queue policy allows."""
 
     reason = "queue_timeout"
+
+
+class QuotaExceeded(HeadraceError):
+    """One client asks for more than it is allowed; others are served.
+
+    Args:
+        message: what the caller reads.
+        retry_after_s: when the client may ask again, in seconds.
+        client: whose quota it is; "" for all who give no name.
+    """
+
+    reason = "quota"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, client: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.client = client
 
 
 class DeadlineExceeded(HeadraceError):

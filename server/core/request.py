@@ -23,9 +23,21 @@ class InferRequest:
         deadline_ns: on the monotonic clock, 0 if the request has none.
         received_ns: monotonic, when the whole request had arrived.
         size_bytes: what the request holds in memory while it waits.
+        client: who asks, for quotas and fair shares; "" for nobody in particular.
     """
 
-    __slots__ = ("deadline_ns", "id", "inputs", "outputs", "priority", "received_ns", "rows", "shape_key", "size_bytes")
+    __slots__ = (
+        "client",
+        "deadline_ns",
+        "id",
+        "inputs",
+        "outputs",
+        "priority",
+        "received_ns",
+        "rows",
+        "shape_key",
+        "size_bytes",
+    )
 
     def __init__(
         self,
@@ -39,6 +51,7 @@ class InferRequest:
         priority: int = 0,
         deadline_ns: int = 0,
         size_bytes: int = 0,
+        client: str = "",
     ) -> None:
         self.id = request_id
         self.inputs = inputs
@@ -49,6 +62,7 @@ class InferRequest:
         self.deadline_ns = deadline_ns
         self.received_ns = received_ns
         self.size_bytes = size_bytes
+        self.client = client
 
 
 class BatchTimes(NamedTuple):

@@ -18,8 +18,10 @@ STATUS: tuple[tuple[type[errors.HeadraceError], int, str], ...] = (
     (errors.Forbidden, 403, "PERMISSION_DENIED"),
     (errors.NotFound, 404, "NOT_FOUND"),
     (errors.Overloaded, 503, "UNAVAILABLE"),
+    (errors.WouldMiss, 503, "UNAVAILABLE"),
     (errors.QueueTimeout, 503, "UNAVAILABLE"),
     (errors.Unavailable, 503, "UNAVAILABLE"),
+    (errors.QuotaExceeded, 429, "RESOURCE_EXHAUSTED"),
     (errors.DeadlineExceeded, 504, "DEADLINE_EXCEEDED"),
     (errors.Cancelled, 499, "CANCELLED"),
     (errors.Unsupported, 400, "UNIMPLEMENTED"),
@@ -41,4 +43,4 @@ def grpc_code(error: errors.HeadraceError) -> str:
 
 def retry_after_s(error: errors.HeadraceError) -> int | None:
     """Whole seconds for a Retry-After header, None where coming back makes no sense."""
-    return math.ceil(error.retry_after_s) if isinstance(error, errors.Unavailable) else None
+    return math.ceil(error.retry_after_s) if isinstance(error, errors.Unavailable | errors.QuotaExceeded) else None

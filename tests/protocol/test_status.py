@@ -23,9 +23,11 @@ EXPECTED = {
     "NotFound": (404, "NOT_FOUND"),
     "Overloaded": (503, "UNAVAILABLE"),
     "QueueTimeout": (503, "UNAVAILABLE"),
+    "QuotaExceeded": (429, "RESOURCE_EXHAUSTED"),
     "TooLarge": (413, "RESOURCE_EXHAUSTED"),
     "Unavailable": (503, "UNAVAILABLE"),
     "Unsupported": (400, "UNIMPLEMENTED"),
+    "WouldMiss": (503, "UNAVAILABLE"),
 }
 
 
@@ -61,6 +63,8 @@ def test_the_reasons_for_the_metrics_differ() -> None:
         (errors.Overloaded("full", 2.0), 2),
         (errors.QueueTimeout("late", 2.1), 3),
         (errors.Unavailable("loading"), 1),
+        (errors.WouldMiss("late", 0.05), 1),
+        (errors.QuotaExceeded("too many", 3.5, "shop"), 4),
         (errors.DeadlineExceeded("late"), None),
         (errors.BadRequest("no"), None),
         (errors.ModelFailed("no"), None),
