@@ -11,7 +11,8 @@ from server.core.completion import Mailbox
 from server.core.request import InferRequest
 from server.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.observability.recorder import Recorder
 
 POISON = -1.0  # the model raises on a batch that holds this value

@@ -36,7 +36,8 @@ from server.core.completion import LoopCompletion, Mailbox
 from server.core.request import InferRequest
 from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
 

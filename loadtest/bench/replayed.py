@@ -33,7 +33,8 @@ from server.core.errors import HeadraceError
 from server.core.request import BatchTimes, InferRequest
 from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
 from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import ANSWERED, Batches, Replay, SimulatedModel, Tally, replay

@@ -21,7 +21,8 @@ from server.core.ledger import Account, NoRoom
 from server.core.model_config import DynamicBatching, ModelConfig
 from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder

@@ -26,6 +26,7 @@ class Admission:
         default_level: 1-based level of a request that names none.
         leave: gives an entry's place in the queue back.
         sequencer: keeps the answers in order; None: they need not be.
+        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Admission:
         default_level: int,
         leave: Callable[[Entry], None],
         sequencer: Sequencer | None,
+        objective_ns: int = 0,
     ) -> None:
         self._spec = spec
         self._max_rows = max_rows
@@ -47,6 +49,7 @@ class Admission:
         self._default_level = default_level
         self._leave = leave
         self._sequencer = sequencer
+        self._objective_ns = objective_ns
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """The entries of a request, whose answer goes to `completion`.
@@ -57,7 +60,7 @@ class Admission:
         """
         level = 0 if self._levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
-            entry = Entry(request, completion, level, now_ns)
+            entry = Entry(request, completion, level, now_ns, self._objective_ns)
             entry.leave = self._leave
             completion.after = entry.on_settled
             entries = [entry]
@@ -91,9 +94,11 @@ class Admission:
                 rows=min(max_rows, request.rows - index * max_rows),
                 shape_key=request.shape_key,
                 received_ns=request.received_ns,
+                deadline_ns=request.deadline_ns,
+                client=request.client,
                 size_bytes=request.size_bytes // len(pieces),
             )
-            entry = Entry(part, PartCompletion(joint, index), level, now_ns)
+            entry = Entry(part, PartCompletion(joint, index), level, now_ns, self._objective_ns)
             entry.leave = self._leave
             entry.leads = index == len(pieces) - 1
             entries.append(entry)

@@ -27,6 +27,8 @@ class CloseReason(Enum):
     """An instance was idle and waiting is not allowed."""
     SINGLE = "single"
     """The model does not merge requests."""
+    DEADLINE = "deadline"
+    """One more row, or a moment longer, and a member would have been late."""
     DRAIN = "drain"
     """The model is being unloaded: nothing more will join."""
 
@@ -40,12 +42,14 @@ class BatchPolicy:
         preferred_rows: sizes worth closing a batch for, ascending.
         max_delay_ns: how long the oldest request may be kept waiting for company while an instance is idle.
         merge: False runs every request alone.
+        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
     """
 
     max_rows: int = 1
     preferred_rows: tuple[int, ...] = ()
     max_delay_ns: int = 0
     merge: bool = True
+    objective_ns: int = 0
 
 
 class LaneView(Protocol):

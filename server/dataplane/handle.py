@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
@@ -19,13 +18,13 @@ from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
 from server.dataplane.admission import Admission
 from server.dataplane.answers import Answers
-from server.dataplane.batching import BatchPolicy
 from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import QueueLimits, Scheduler
+from server.dataplane.scheduler import Scheduler
 from server.dataplane.sequencer import Sequencer
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
@@ -33,37 +32,6 @@ from server.observability.recorder import Recorder
 # uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
 _MAX_DELAY_NS = 86_400 * NS_PER_S
 _LATE = "the request's deadline had passed before it was queued"
-
-
-@dataclass(frozen=True, slots=True)
-class HandlePolicy:
-    """How a model version treats its requests; made from its configuration.
-
-    Attributes:
-        batch: how requests may be merged.
-        limits: what may wait.
-        instances: how many run at the same time.
-        split_oversized: cut a request larger than a batch into parts, or refuse it.
-        preserve_ordering: answer in the order of arrival.
-        levels: number of priority levels, 1 if there are none.
-        default_level: 1-based level of a request that names none.
-        queue_timeout_ns: how long a request may wait, 0 for ever.
-        demote_on_timeout: serve it last instead of refusing it.
-        timeout_override: a request's own timeout takes the place of the queue's.
-        fill_threads: that copy the rows of a large batch at the same time, for each instance whose batches overlap.
-    """
-
-    batch: BatchPolicy = field(default_factory=BatchPolicy)
-    limits: QueueLimits = field(default_factory=QueueLimits)
-    instances: int = 1
-    split_oversized: bool = True
-    preserve_ordering: bool = False
-    levels: int = 1
-    default_level: int = 1
-    queue_timeout_ns: int = 0
-    demote_on_timeout: bool = False
-    timeout_override: bool = False
-    fill_threads: int = 1
 
 
 class ModelHandle:
@@ -117,6 +85,7 @@ class ModelHandle:
             policy.default_level,
             self._scheduler.discard,
             sequencer,
+            policy.batch.objective_ns,
         )
         self._answers = Answers(recorder, deliver, self._scheduler.report)
         self.profile = self._answers.profile

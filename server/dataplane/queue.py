@@ -15,12 +15,22 @@ from server.core.tensor import Array
 if TYPE_CHECKING:
     from server.core.request import InferRequest
 
+FAR_NS = (1 << 63) - 1
+"""A time that never comes."""
+
 # A lane is compacted when it holds this many dead entries more than live ones.
 _DEAD_SLACK = 64
 
 
 class Entry:
     """One request (or one part of an oversized one) in the queue, with its answer slot.
+
+    Args:
+        request: what is asked.
+        completion: where the answer goes.
+        level: priority level, 0 is served first.
+        enqueued_ns: monotonic, now.
+        objective_ns: how long after its arrival the model promises an answer, 0 if it does not.
 
     Attributes:
         inputs: tensors by name; given up as soon as the entry is dropped.
@@ -30,13 +40,19 @@ class Entry:
         completion: where the answer goes.
         enqueued_ns: monotonic, when it was queued.
         received_ns: monotonic, when the request had arrived.
+        deadline_ns: monotonic, when the client gives up; `FAR_NS` if it does not.
+        due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
+        client: who asks, "" for nobody in particular.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
         leads: True for the one entry of a request that is counted as the request (the last part of a split one).
     """
 
     __slots__ = (
+        "client",
         "completion",
+        "deadline_ns",
+        "due_ns",
         "enqueued_ns",
         "inputs",
         "leads",
@@ -49,7 +65,9 @@ class Entry:
         "size_bytes",
     )
 
-    def __init__(self, request: InferRequest, completion: Completion, level: int, enqueued_ns: int) -> None:
+    def __init__(
+        self, request: InferRequest, completion: Completion, level: int, enqueued_ns: int, objective_ns: int = 0
+    ) -> None:
         self.inputs: dict[str, Array] = request.inputs
         self.rows = request.rows
         self.shape_key = request.shape_key
@@ -57,6 +75,10 @@ class Entry:
         self.completion = completion
         self.enqueued_ns = enqueued_ns
         self.received_ns = request.received_ns
+        self.client = request.client
+        self.deadline_ns = self.due_ns = request.deadline_ns or FAR_NS
+        if objective_ns:
+            self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
         self.size_bytes = request.size_bytes
         self.queued = False
         self.leads = True

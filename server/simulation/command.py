@@ -18,7 +18,7 @@ from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from server.core.errors import ConfigError
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy
+from server.dataplane.policy import HandlePolicy
 from server.simulation.options import KINDS, SettingParser, add_setting
 from server.simulation.profiles import Profile, parse_profile
 from server.simulation.replay import SimulatedModel, replay

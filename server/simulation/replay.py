@@ -22,8 +22,9 @@ from server.core.errors import HeadraceError
 from server.core.request import BatchTimes, InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batching import WaitUntil
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
 from server.dataplane.pace import Pace
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import Batch, Scheduler
 from server.observability.recorder import Recorder
 from server.simulation.instances import Device, Times, VirtualInstance

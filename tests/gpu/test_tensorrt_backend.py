@@ -30,7 +30,8 @@ from server.core.errors import ConfigError, ModelFailed
 from server.core.request import InferRequest
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
 from tests.gpu.own_memory import own_bytes

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from server.core.request import InferResponse
 from server.dataplane import profile as dataplane
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
 from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import Replay, SimulatedModel, replay

@@ -27,7 +27,8 @@ from server.core.request import InferRequest
 from server.core.tensor import FP32, ModelSpec, TensorSpec
 from server.cuda.driver import DeviceError
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.observability.recorder import Recorder
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import affine, fake_tensorrt

@@ -18,8 +18,9 @@ from server.core.errors import BadRequest, DeadlineExceeded, HeadraceError, Mode
 from server.core.request import InferRequest
 from server.core.tensor import Array
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
 from server.dataplane.pipeline import _SHORT_BYTES
+from server.dataplane.policy import HandlePolicy
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.fakes import SPEC, FakeModel, ask

@@ -13,7 +13,8 @@ import pytest
 from server.backends.base import Execution
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, ModelFailed, Unavailable
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.observability.recorder import Recorder
 from tests.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, ask, handle
 

@@ -18,7 +18,8 @@ from server.core.completion import Mailbox
 from server.core.errors import ModelFailed, Unavailable
 from server.core.request import InferResponse
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.observability.metrics import MetricsPage
 from server.observability.recorder import Recorder
 from tests import fragile_backend as fragile

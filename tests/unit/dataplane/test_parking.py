@@ -14,7 +14,8 @@ from server.core.clock import NS_PER_S
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, DeadlineExceeded, ModelFailed, Unavailable
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import FakePipeline
 from tests.fakes import DEATH, SPEC, FakeModel, ask

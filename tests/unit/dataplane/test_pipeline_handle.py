@@ -17,7 +17,8 @@ from server.core.completion import Mailbox
 from server.core.errors import ModelFailed, Unavailable
 from server.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.reshape import ReshapingExecution
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import DIES, RAISES, FakePipeline

@@ -14,7 +14,8 @@ from server.core.completion import Mailbox
 from server.core.errors import ModelFailed, Unavailable
 from server.dataplane import restarts
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import HandlePolicy, ModelHandle
+from server.dataplane.handle import ModelHandle
+from server.dataplane.policy import HandlePolicy
 from server.dataplane.restarts import LONGEST_PAUSE_S, Restarts
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import DIES, FakePipeline
