@@ -77,7 +77,8 @@ def own_parameters(config: ModelConfig) -> dict[str, str]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
+    # A name with a dot in it cannot be a part of a dotted key.
+    if isinstance(value, dict) and value and not any("." in name for name in value):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
     else:

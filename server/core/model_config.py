@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, model_validator
 from server.core.config_base import (
     ConfigPart,
     Count,
+    Duration,
     Flag,
     Location,
     ParameterText,
@@ -35,6 +36,7 @@ from server.core.optimization_config import (
     Optimization,
 )
 from server.core.picture_config import postprocess_problems, preprocess_problems, served_inputs, served_outputs
+from server.core.promise_config import FairSharing, RateLimit, RateLimits, Slo
 from server.core.scheduling_config import (
     LATEST_VERSION,
     AllVersions,
@@ -65,6 +67,7 @@ __all__ = [
     "Backend",
     "DynamicBatching",
     "ExecutionAccelerators",
+    "FairSharing",
     "InstanceGroup",
     "LatestVersions",
     "Location",
@@ -78,6 +81,8 @@ __all__ = [
     "Problem",
     "Problems",
     "QueuePolicy",
+    "RateLimit",
+    "RateLimits",
     "Reshape",
     "Slo",
     "SpecificVersions",
@@ -105,6 +110,9 @@ BACKENDS: dict[str, Backend] = {
 }
 _PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
 
+# Longer than anybody waits for an answer in earnest: what is urgent keeps its rank, and nothing waits for ever.
+DEFAULT_AGING_US = 10_000_000
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
@@ -131,14 +139,6 @@ def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput,
         for index, name in enumerate(names)
         if name in names[:index]
     ]
-
-
-class Slo(ConfigPart):
-    """The service level the model's owner promises."""
-
-    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
-        default=None, description="99 of 100 requests are answered within this many milliseconds."
-    )
 
 
 class ModelConfig(ConfigPart):
@@ -197,6 +197,17 @@ class ModelConfig(ConfigPart):
         default={}, description="Names for versions, e.g. `stable: 3`."
     )
     slo: Slo = Field(default=Slo(), description="The service level promised.")
+    rate_limits: RateLimits | None = Field(
+        default=None, description="What each client may ask for; as much as it likes if absent."
+    )
+    fair_sharing: FairSharing | None = Field(
+        default=None, description="Clients take turns; if absent, it does not matter who asks. `{}` turns it on."
+    )
+    priority_aging_microseconds: Duration = Field(
+        default=DEFAULT_AGING_US,
+        description="With `priority_levels`: a request that has waited this long, in microseconds, counts as of the next higher "
+        "level, and so on, so that it is served some day; 0: it waits for as long as there is anything of a higher level.",
+    )
     fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
         default=None, description="What runs the model where its own backend cannot."
     )
@@ -307,6 +318,9 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "postprocess",
     "labels",
     "slo",
+    "rate_limits",
+    "fair_sharing",
+    "priority_aging_microseconds",
     "fallback",
     "build_on_load",
     "gpu_memory_budget",

@@ -67,6 +67,13 @@ def batchings(draw: st.DrawFn, max_batch_size: int) -> dict[str, Any]:
     return batching
 
 
+clients = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=12)
+weights = st.floats(1e-3, 1e3)
+limits = st.fixed_dictionaries({"requests_per_s": st.floats(1e-6, 1e9)}, optional={"burst": st.integers(1, 2**31 - 1)})
+rate_limits = some(default=limits, clients=st.dictionaries(clients, limits, max_size=2)).filter(
+    lambda told: "default" in told or told.get("clients")
+)
+
 accelerators = st.lists(st.fixed_dictionaries({"name": names}, optional={"parameters": text_maps}), max_size=2)
 shares = st.floats(0, 1)
 
@@ -154,6 +161,9 @@ def config_data(draw: st.DrawFn) -> dict[str, Any]:
             oversize=st.sampled_from(["split", "reject"]),
             labels=st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_-]{0,9}", fullmatch=True), versions, max_size=2),
             slo=some(p99_ms=st.floats(1e-9, 1e9)),
+            rate_limits=rate_limits,
+            fair_sharing=some(default_weight=weights, weights=st.dictionaries(clients, weights, max_size=2)),
+            priority_aging_microseconds=durations,
             fallback=st.just("onnxruntime"),
             build_on_load=st.booleans(),
             gpu_memory_budget=st.integers(1, 2**63 - 1),

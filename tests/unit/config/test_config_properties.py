@@ -169,6 +169,7 @@ def test_known_fields_with_any_values_give_findings_and_nothing_else(fields: dic
     key=st.sampled_from(
         [
             *("slo", "slo.p99_ms", "labels", "labels.a", "preprocess", "preprocess.mean", "oversize", "x", ""),
+            *("rate_limits", "rate_limits.clients.a", "fair_sharing.weights", "priority_aging_microseconds"),
             *(
                 "optimization",
                 "optimization.",

@@ -131,6 +131,7 @@ def test_what_makes_an_artefact_changes_the_digest(change: dict[str, Any]) -> No
         {"instance_group": [{"count": 2}]},
         {"dynamic_batching": {"preferred_batch_size": [4]}},
         {"slo": {"p99_ms": 5.0}},
+        {"rate_limits": {"default": {"requests_per_s": 5.0}}, "fair_sharing": {}, "priority_aging_microseconds": 5},
         {"build_on_load": True},
         {"gpu_memory_budget": "2GiB", "keep_loaded": True},
         {"isolation": "process", "isolation_timeout_s": 5.0},

@@ -65,3 +65,16 @@ def test_our_own_fields_are_parameters() -> None:
     assert texts["headrace.optimization.calibration.data"] == '"no"'
     assert texts["headrace.optimization.calibration.samples"] == "256"
     assert not any(key.startswith("headrace.optimization.accuracy") for key in texts)
+
+
+def test_names_with_dots_stay_whole() -> None:
+    limits = {"clients": {"shop.example": {"requests_per_s": 5.0, "burst": 2}, "tests": {"requests_per_s": 1.0}}}
+    config = ModelConfig.model_validate({"rate_limits": limits, "fair_sharing": {"weights": {"shop": 3.0}}})
+    parameters = to_triton_json(config)["parameters"]
+    assert isinstance(parameters, dict)
+    texts = {key: value["string_value"] for key, value in parameters.items()}
+    assert json.loads(texts["headrace.rate_limits.clients"]) == {
+        "shop.example": {"requests_per_s": 5.0, "burst": 2},
+        "tests": {"requests_per_s": 1.0},
+    }
+    assert texts["headrace.fair_sharing.weights.shop"] == "3.0"

@@ -98,6 +98,17 @@ def test_words_of_enumerations_may_be_short() -> None:
         ),
         ({"instance_group": [{"kind": "cpu", "gpus": [0]}]}, ("instance_group", 0, "gpus"), "KIND_CPU"),
         ({"version_policy": {}}, ("version_policy",), "one policy is needed"),
+        ({"rate_limits": {}}, ("rate_limits",), "limits nobody"),
+        (
+            {"rate_limits": {"clients": {"a shop": {"requests_per_s": 1}}}},
+            ("rate_limits", "clients", "a shop", "[key]"),
+            "'a shop' cannot be the name of a client",
+        ),
+        (
+            {"fair_sharing": {"weights": {"": 1}}},
+            ("fair_sharing", "weights", "", "[key]"),
+            "cannot be the name of a client",
+        ),
         ({"version_policy": {"all": {}, "latest": {}}}, ("version_policy",), "one policy is needed"),
         ({"labels": {"1": 1}}, ("labels", "1", "[key]"), "cannot be the label"),
         ({"preprocess": {"std": [1, 0, 1]}}, ("preprocess", "std"), "cannot be 0"),
@@ -145,6 +156,15 @@ def test_a_problem_tells_where_and_what(fields: dict[str, Any], loc: tuple[objec
         {"slo": {"p99_ms": float("nan")}},
         {"slo": {"p99_ms": float("inf")}},
         {"dynamic_batching": {"priority_levels": 100_000}},
+        {"rate_limits": {"default": {}}},
+        {"rate_limits": {"default": {"requests_per_s": 0}}},
+        {"rate_limits": {"default": {"requests_per_s": 1e10}}},
+        {"rate_limits": {"default": {"requests_per_s": 1, "burst": 0}}},
+        {"rate_limits": {"clients": {"shop": 3}}},
+        {"fair_sharing": {"weights": {"shop": 0}}},
+        {"fair_sharing": {"weights": {"shop": 1e9}}},
+        {"fair_sharing": {"default_weight": -1}},
+        {"priority_aging_microseconds": -1},
         {"unknown": 1},
     ],
 )
@@ -211,3 +231,11 @@ def test_our_own_fields_are_fields() -> None:
 )
 def test_a_size_is_a_number_or_has_a_unit(told: object, size_bytes: int) -> None:
     assert ModelConfig.model_validate({"gpu_memory_budget": told}).gpu_memory_budget == size_bytes
+
+
+@pytest.mark.parametrize(("limit", "most"), [({}, 2), ({"burst": 7}, 7), ({"requests_per_s": 0.1}, 1)])
+def test_as_many_at_once_as_in_a_second(limit: dict[str, Any], most: int) -> None:
+    config = ModelConfig.model_validate({"rate_limits": {"default": {"requests_per_s": 2.5, **limit}}})
+    assert config.rate_limits is not None
+    assert config.rate_limits.default is not None
+    assert config.rate_limits.default.most_at_once == most
