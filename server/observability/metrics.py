@@ -24,13 +24,15 @@ from prometheus_client.registry import Collector
 from server.core.clock import NS_PER_S, NS_PER_US
 from server.core.ledger import HOST, Ledger
 from server.core.tensor import ModelSpec
-from server.observability.recorder import BUCKETS_S, PHASES, Histogram, Recorder, Totals
+from server.observability.histogram import BUCKETS_S, Histogram
+from server.observability.recorder import PHASES, Recorder, Totals
 
 _LABELS = ("model", "version")
 _PHASE_DOCS = {
     "queue": "Time a request waited for an instance.",
     "assembly": "Time to put a batch together, once per request in it.",
     "compute": "Time the backend ran a batch, once per request in it.",
+    "split": "Time to give every request of a batch its part of the answer, once per request in it.",
     "total": "Time from the arrival of a request to its settled answer.",
 }
 

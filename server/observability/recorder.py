@@ -11,67 +11,14 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from server.core.clock import NS_PER_MS, NS_PER_S
+from server.core.clock import NS_PER_MS
 from server.core.request import BatchTimes
+from server.observability.histogram import Histogram
 
-# Seconds. The same for every model and phase, so that histograms add up over replicas.
-BUCKETS_S: tuple[float, ...] = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
-_BOUNDS_NS = np.array([bound * NS_PER_S for bound in BUCKETS_S], dtype=np.int64)
 _FOLD_AT = 2048  # few enough that nobody notices the pause
 
-PHASES = ("queue", "assembly", "compute", "total")
-
-
-class Histogram:
-    """Latencies in buckets; `observe` is cheap, `fold` does the work.
-
-    Not thread-safe: the recorder's lock guards it.
-    """
-
-    __slots__ = ("_pending_ns", "_pending_weights", "counts", "sum_ns")
-
-    def __init__(self) -> None:
-        self._pending_ns: list[int] = []
-        self._pending_weights: list[int] = []
-        self.counts: npt.NDArray[np.int64] = np.zeros(len(BUCKETS_S) + 1, dtype=np.int64)
-        self.sum_ns = 0
-
-    def observe(self, value_ns: int, weight: int) -> None:
-        """`weight` requests took `value_ns` each."""
-        self._pending_ns.append(value_ns)
-        self._pending_weights.append(weight)
-
-    def observe_each(self, values_ns: list[int]) -> None:
-        """One request each."""
-        self._pending_ns.extend(values_ns)
-        self._pending_weights.extend([1] * len(values_ns))
-
-    @property
-    def pending(self) -> int:
-        """Observations that are not folded yet."""
-        return len(self._pending_ns)
-
-    def fold(self) -> None:
-        """Sort what was observed into the buckets (upper bounds included, as Prometheus counts)."""
-        if not self._pending_ns:
-            return
-        values = np.array(self._pending_ns, dtype=np.int64)
-        weights = np.array(self._pending_weights, dtype=np.int64)
-        places = np.searchsorted(_BOUNDS_NS, values, side="left")
-        self.counts += np.bincount(places, weights=weights, minlength=len(self.counts)).astype(np.int64)
-        self.sum_ns += int((values * weights).sum())
-        self._pending_ns.clear()
-        self._pending_weights.clear()
-
-    def add(self, other: Histogram) -> None:
-        """Take in what another one has folded."""
-        self.counts += other.counts
-        self.sum_ns += other.sum_ns
+PHASES = ("queue", "assembly", "compute", "split", "total")
+_TOTAL = PHASES.index("total")
 
 
 @dataclass(slots=True)
@@ -179,11 +126,12 @@ class Recorder:
             size.compute_ns += compute_ns
             size.split_ns += split_ns
             if self._histograms:
-                queue, assembly, compute, total = self._phases
+                queue, assembly, compute, split, total = self._phases
                 queue.observe_each(queue_ns)
                 total.observe_each(total_ns)
                 assembly.observe(assembly_ns, members)
                 compute.observe(compute_ns, members)
+                split.observe(split_ns, members)
                 if queue.pending >= _FOLD_AT or compute.pending >= _FOLD_AT:
                     for histogram in self._phases:
                         histogram.fold()
@@ -199,6 +147,16 @@ class Recorder:
         with self._lock:
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
+
+    def exemplar(self, total_ns: int, trace_id: str) -> None:
+        """A request that took `total_ns` from arrival to answer was traced: it stands as an example of its bucket.
+
+        Args:
+            total_ns: as it was, or will be, counted with its batch.
+            trace_id: 32 hexadecimal digits.
+        """
+        with self._lock:
+            self._phases[_TOTAL].exemplify(total_ns, trace_id)
 
     def totals(self) -> Totals:
         """A consistent copy of everything counted so far."""

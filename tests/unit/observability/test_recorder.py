@@ -14,8 +14,9 @@ from server.backends.base import Standing
 from server.core.clock import NS_PER_S
 from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
+from server.observability.histogram import BUCKETS_S, Histogram
 from server.observability.metrics import MetricsPage
-from server.observability.recorder import BUCKETS_S, Histogram, Recorder
+from server.observability.recorder import Recorder
 from server.observability.statistics import to_triton
 
 

@@ -1,0 +1,42 @@
+"""Counts of what never reaches a model: refusals and limits. Counted where it happens, read when Prometheus asks."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Tally:
+    """Counts by labels; any thread may call any method.
+
+    Labels come from the code, never from a client: each combination is kept for ever.
+
+    Args:
+        labels: their names, in the order in which `count` takes their values.
+    """
+
+    def __init__(self, *labels: str) -> None:
+        self.labels = labels
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, ...], int] = {}
+
+    def declare(self, *values: str) -> None:
+        """Show a combination before it is counted, as 0: what is not there cannot be seen to rise."""
+        with self._lock:
+            self._counts.setdefault(values, 0)
+
+    def count(self, *values: str) -> None:
+        """One more of these values."""
+        with self._lock:
+            self._counts[values] = self._counts.get(values, 0) + 1
+
+    def items(self) -> list[tuple[tuple[str, ...], int]]:
+        """Values and count of every combination."""
+        with self._lock:
+            return sorted(self._counts.items())
+
+
+# One process is one server: these stand where a limit is far from whoever could hand a counter in.
+LIMITS = Tally("limit")
+"""Requests, connections or streams that met a limit, by its name: headrace_limit_hits_total."""
+ERRORS = Tally("protocol", "reason")
+"""Answers that were an error, by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
