@@ -1,4 +1,9 @@
-"""How long a version computes on a batch, by its rows: measured when it is loaded, corrected by every batch that it runs.
+"""How long a version computes on a batch, by its rows and by how many instances are at work: measured when it is loaded,
+corrected by every batch that it runs.
+
+Instances disturb each other where they share a processor or its memory. So there is a table for 1, for 2, for up to 4, 8, 16 ...
+instances at work as a batch begins, itself included: what whoever plans a batch can see. One that is first heard of begins as a
+copy of the next smaller one, and the run rule below scales it.
 
 For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
 statistics, because what disturbs a measurement (a collection of garbage, another process, a page fault) makes single times
@@ -15,8 +20,8 @@ Between numbers of rows the estimate is linear; above the largest it grows in pr
 rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
 what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
 
-A number of rows that is never run keeps what was measured at load, with one instance at work: too short where instances disturb
-each other. Its first batches mend that; of one that is thought to take too long there might never be any.
+A number of rows that is never run keeps what was measured at load, or follows the others by the run rule; of one that is thought
+to take too long there might never be a batch.
 """
 
 from __future__ import annotations
@@ -34,21 +39,32 @@ RUN = 8
 _PROMISED = 0.95
 _SORT = 4  # a window is sorted anew once one in so many of its times is new
 _REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
+_SMOOTHING = 8  # batches, of the number of instances at work
+_TABLES = 8  # of 1, 2, up to 4 ... and of more than 64 instances at work
+_COPIED = "copied"  # from another table: measured by nobody
+
+
+Times = Mapping[int, Sequence[int]]
+"""By rows, nanoseconds."""
 
 
 class Known(NamedTuple):
-    """What is known of one number of rows.
+    """What is known of one number of rows with so many instances at work.
 
     Attributes:
         rows: in the batch.
         median_ns, p95_ns: of the window.
         observations: batches of it that were run for callers.
+        instances: at work, at the most.
+        source: "load", "stored" (by an earlier process) or, once there are observations, "requests".
     """
 
     rows: int
     median_ns: int
     p95_ns: int
     observations: int
+    instances: int = 1
+    source: str = "load"
 
 
 class _Curve(NamedTuple):
@@ -62,10 +78,11 @@ class _Curve(NamedTuple):
 class _Window:
     """The last times of one number of rows, and what follows from them as of the last `sort`."""
 
-    __slots__ = ("fresh", "high_ns", "low_ns", "median_ns", "observations", "p95_ns", "run", "times_ns")
+    __slots__ = ("fresh", "high_ns", "low_ns", "median_ns", "observations", "p95_ns", "run", "source", "times_ns")
 
-    def __init__(self, times_ns: Iterable[int], observations: int = 0) -> None:
-        self.observations = observations
+    def __init__(self, times_ns: Iterable[int], source: str) -> None:
+        self.observations = 0
+        self.source = source
         self.keep(times_ns)
 
     def keep(self, times_ns: Iterable[int]) -> None:
@@ -73,6 +90,10 @@ class _Window:
         self.times_ns = deque(times_ns, WINDOW)
         self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
         self.sort()
+
+    def scale(self, ratio: float) -> None:
+        """All takes `ratio` times as long: a few are kept for the shape, since what comes will soon outweigh them."""
+        self.keep([max(int(time_ns * ratio), 1) for time_ns in self.last(RUN)])
 
     def sort(self) -> None:
         """Bring what follows up to date."""
@@ -96,98 +117,98 @@ class _Window:
         return list(self.times_ns)[-count:]
 
 
-class Profile:
-    """Compute times of one version; any thread may call any method.
+class _Table:
+    """Times with so many instances at work; guarded by the profile's lock, but for `curve`, which is replaced and never changed."""
 
-    Ownership: `_lock` guards everything but `_curve`, which is replaced under it and read without.
-    """
+    __slots__ = ("_above", "_run", "_sorted", "curve", "instances", "windows")
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._windows: dict[int, _Window] = {}
+    def __init__(self, instances: int) -> None:
+        self.instances = instances
+        self.windows: dict[int, _Window] = {}
+        self.curve: _Curve | None = _Curve([], [], [])  # None: to be drawn anew
         # Rows, and ratio to the median, of the last times beyond the same quartiles.
         self._run: list[tuple[int, float]] = []
         self._above = False  # which quartiles
         self._sorted = 0  # windows, since the curve was drawn
-        self._curve: _Curve | None = _Curve([], [], [])  # None: to be drawn anew
 
-    def seed(self, measured_ns: Mapping[int, Sequence[int]]) -> None:
-        """Times that were measured before any caller's batch; numbers of rows of which something is known stay as they are.
+    def copy(self, instances: int) -> _Table:
+        """One that knows the same for now."""
+        other = _Table(instances)
+        other.windows = {rows: _Window(window.last(RUN), _COPIED) for rows, window in self.windows.items()}
+        other.curve = None
+        return other
 
-        Args:
-            measured_ns: by rows one time or more.
-        """
-        with self._lock:
-            for rows, times_ns in measured_ns.items():
-                if times_ns and rows not in self._windows:
-                    self._windows[rows] = _Window(times_ns)
-            self._curve = None
+    def seed(self, times_ns: Times, source: str) -> None:
+        """Times of before any caller's batch: what was copied is replaced, the rest of it scaled with that."""
+        ratios = []
+        for rows, measured_ns in times_ns.items():
+            window = self.windows.get(rows)
+            if not measured_ns or (window is not None and (window.source != _COPIED or window.observations)):
+                continue
+            self.windows[rows] = fresh = _Window(measured_ns, source)
+            if window is not None:
+                ratios.append(fresh.median_ns / max(window.median_ns, 1))
+        if ratios:
+            ratio = sorted(ratios)[len(ratios) // 2]
+            for window in self.windows.values():
+                if window.source == _COPIED and not window.observations:
+                    window.scale(ratio)
+        self.curve = None
 
     def observe(self, rows: int, time_ns: int) -> None:
-        """A batch of `rows` was computed in `time_ns`."""
-        with self._lock:
-            window = self._windows.get(rows)
-            if window is None:
-                self._windows[rows] = _Window([time_ns], 1)
-                self._curve = None
-                return
-            if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
-                window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
-                window.sort()
-            window.times_ns.append(time_ns)
-            window.observations += 1
-            window.fresh += 1
-            if window.low_ns <= time_ns <= window.high_ns:
-                window.run = 0
-                if self._run:
-                    self._run = []
-            else:
-                self._beyond(window, rows, time_ns)
-            if window.fresh * _SORT >= len(window.times_ns):
-                window.sort()
-                self._sorted += 1
-                if self._sorted * _REDRAW >= len(self._windows):  # drawing costs as much as there are windows
-                    self._curve = None
-
-    def estimate_ns(self, rows: int) -> int:
-        """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known."""
-        curve = self._curve or self._drawn()
-        return _read(curve.rows, curve.medians_ns, rows)
-
-    def promise_ns(self, rows: int) -> int:
-        """What 95 of 100 batches of `rows` keep to: to promise with; 0 if nothing is known. Never less than the estimate."""
-        curve = self._curve or self._drawn()
-        return _read(curve.rows, curve.p95s_ns, rows)
+        """A batch was run."""
+        window = self.windows.get(rows)
+        if window is None:
+            window = self.windows[rows] = _Window([time_ns], _COPIED)
+            window.observations = 1
+            self.curve = None
+            return
+        if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
+            window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
+            window.sort()
+        window.times_ns.append(time_ns)
+        window.observations += 1
+        window.fresh += 1
+        if window.low_ns <= time_ns <= window.high_ns:
+            window.run = 0
+            if self._run:
+                self._run = []
+        else:
+            self._beyond(window, rows, time_ns)
+        if window.fresh * _SORT >= len(window.times_ns):
+            window.sort()
+            self._sorted += 1
+            if self._sorted * _REDRAW >= len(self.windows):  # drawing costs as much as there are windows
+                self.curve = None
 
     def known(self) -> list[Known]:
-        """What was measured, by rows, ascending; without what `estimate_ns` does to it."""
-        with self._lock:
-            for window in self._windows.values():
-                if window.fresh:
-                    window.sort()
-            return [
-                Known(rows, window.median_ns, window.p95_ns, window.observations)
-                for rows, window in sorted(self._windows.items())
-            ]
-
-    def table(self) -> list[dict[str, object]]:
-        """`known` in JSON."""
+        """What was measured, by rows, ascending."""
+        for window in self.windows.values():
+            if window.fresh:
+                window.sort()
         return [
-            {
-                "rows": known.rows,
-                "median_us": known.median_ns / NS_PER_US,
-                "p95_us": known.p95_ns / NS_PER_US,
-                "observations": known.observations,
-                "source": "requests" if known.observations else "load",
-            }
-            for known in self.known()
+            Known(
+                rows,
+                window.median_ns,
+                window.p95_ns,
+                window.observations,
+                self.instances,
+                "requests" if window.observations else window.source,
+            )
+            for rows, window in sorted(self.windows.items())
+            if window.observations or window.source != _COPIED
         ]
 
-    def summary(self) -> list[tuple[int, int, int]]:
-        """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
-        most = max((known.rows for known in self.known()), default=0)
-        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))} - {0})
-        return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
+    def draw(self) -> _Curve:
+        """The curve as of now."""
+        windows = sorted(self.windows.items())
+        weights = [len(window.times_ns) for _, window in windows]
+        medians_ns = _rising([window.median_ns for _, window in windows], weights)
+        p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
+        promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
+        self._sorted = 0
+        self.curve = curve = _Curve([rows for rows, _ in windows], medians_ns, promises_ns)
+        return curve
 
     def _beyond(self, window: _Window, rows: int, time_ns: int) -> None:
         """A time beyond a quartile: is it the last of a run?"""
@@ -198,7 +219,7 @@ class Profile:
         self._run.append((rows, time_ns / max(window.median_ns, 1)))
         if abs(window.run) >= RUN:
             window.turn()
-            self._run, self._curve = [], None
+            self._run, self.curve = [], None
         elif len(self._run) >= RUN:
             self._rescale()
 
@@ -206,22 +227,122 @@ class Profile:
         """Several numbers of rows take longer, or less long, than they did: so will the others."""
         seen = [rows for rows, _ in self._run]
         ratio = sorted(ratio for _, ratio in self._run)[len(self._run) // 2]
-        for rows, window in self._windows.items():
+        for rows, window in self.windows.items():
             count = seen.count(rows)
-            # Of those that were not seen a few are kept for the shape: what comes will soon outweigh them.
-            window.keep(window.last(count) if count else [int(time_ns * ratio) for time_ns in window.last(RUN)])
-        self._run, self._curve = [], None
+            if count:
+                window.keep(window.last(count))
+            else:
+                window.scale(ratio)
+        self._run, self.curve = [], None
 
-    def _drawn(self) -> _Curve:
+
+class Profile:
+    """Compute times of one version; any thread may call any method.
+
+    Ownership: `_lock` guards everything; `_tables` is replaced under it and read without, `_crowd` read without.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first = first = _Table(1)
+        self._tables = (first,) * _TABLES  # by `_place` of the instances at work; one may stand for several
+        self._crowd = 1.0  # instances at work of late, smoothed
+
+    def seed(self, measured_ns: Times, instances: int = 1, source: str = "load") -> None:
+        """Times that were measured before any caller's batch; numbers of rows of which something is known stay as they are.
+
+        Args:
+            measured_ns: by rows one time or more.
+            instances: at work.
+            source: of the times, for `Known`.
+        """
         with self._lock:
-            windows = sorted(self._windows.items())
-            weights = [len(window.times_ns) for _, window in windows]
-            medians_ns = _rising([window.median_ns for _, window in windows], weights)
-            p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
-            promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
-            self._sorted = 0
-            self._curve = curve = _Curve([rows for rows, _ in windows], medians_ns, promises_ns)
-            return curve
+            self._table(instances).seed(measured_ns, source)
+
+    def observe(self, rows: int, time_ns: int, instances: int = 1) -> None:
+        """A batch of `rows` was computed in `time_ns`, begun with so many instances at work, its own included."""
+        with self._lock:
+            if instances > 1 or self._crowd > 1.0:
+                self._crowd += (instances - self._crowd) / _SMOOTHING
+            self._table(instances).observe(rows, time_ns)
+
+    def estimate_ns(self, rows: int, instances: int = 0) -> int:
+        """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known.
+
+        Args:
+            rows: in the batch.
+            instances: at work, its own included; 0: as many as of late.
+        """
+        table = self._tables[_place(instances or round(self._crowd))]
+        curve = table.curve or self._drawn(table)
+        return _read(curve.rows, curve.medians_ns, rows)
+
+    def promise_ns(self, rows: int, instances: int = 0) -> int:
+        """What 95 of 100 batches keep to: to promise with; 0 if nothing is known. Never less than the estimate.
+
+        Args:
+            rows, instances: as of `estimate_ns`.
+        """
+        table = self._tables[_place(instances or round(self._crowd))]
+        curve = table.curve or self._drawn(table)
+        return _read(curve.rows, curve.p95s_ns, rows)
+
+    def known(self) -> list[Known]:
+        """What was measured, by instances and rows, ascending; without what `estimate_ns` does to it."""
+        with self._lock:
+            return [known for table in dict.fromkeys(self._tables) for known in table.known()]
+
+    def table(self) -> list[dict[str, object]]:
+        """`known` in JSON."""
+        return [
+            {
+                "instances": known.instances,
+                "rows": known.rows,
+                "median_us": known.median_ns / NS_PER_US,
+                "p95_us": known.p95_ns / NS_PER_US,
+                "observations": known.observations,
+                "source": known.source,
+            }
+            for known in self.known()
+        ]
+
+    def times(self, most: int = WINDOW) -> dict[int, dict[int, list[int]]]:
+        """By instances and rows the last `most` times that were measured, nanoseconds: to be kept and seeded again."""
+        with self._lock:
+            return {
+                table.instances: {
+                    rows: window.last(most)
+                    for rows, window in sorted(table.windows.items())
+                    if window.observations or window.source != _COPIED
+                }
+                for table in dict.fromkeys(self._tables)
+            }
+
+    def summary(self) -> list[tuple[int, int, int]]:
+        """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
+        most = max((known.rows for known in self.known()), default=0)
+        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))} - {0})
+        return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
+
+    def _table(self, instances: int) -> _Table:
+        """To be written: the table of so many, made if there is none; while nothing is known the first one is everybody's."""
+        place = _place(instances)
+        tables = self._tables
+        found = tables[place]
+        if found.instances == 1 << place or not self._first.windows:
+            return found
+        made = found.copy(1 << place)
+        self._tables = tuple(made if at >= place and table is found else table for at, table in enumerate(tables))
+        return made
+
+    def _drawn(self, table: _Table) -> _Curve:
+        with self._lock:
+            return table.draw()
+
+
+def _place(instances: int) -> int:
+    """0 of 1 instance, 1 of 2, 2 of up to 4, 3 of up to 8 ..."""
+    return min((instances - 1).bit_length(), _TABLES - 1) if instances > 1 else 0
 
 
 def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
