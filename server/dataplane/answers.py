@@ -30,6 +30,7 @@ class Answers:
 
     Attributes:
         profile: learns how long batches compute.
+        at_work: the runners that have a batch under way; each puts itself in and takes itself out.
     """
 
     def __init__(self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None]) -> None:
@@ -37,6 +38,7 @@ class Answers:
         self._deliver = deliver
         self._report = report
         self.profile = Profile()
+        self.at_work: set[object] = set()
 
     def settle(
         self,
@@ -45,6 +47,7 @@ class Answers:
         times: BatchTimes,
         results: list[dict[str, Array]],
         busy_ns: int,
+        instances: int = 1,
     ) -> None:
         """A batch was run: give every member its rows.
 
@@ -54,6 +57,7 @@ class Answers:
             times: its stations.
             results: outputs by name for each member.
             busy_ns: how long the instance was kept by it.
+            instances: at work when it was begun, its own included.
         """
         pairs: list[tuple[Completion, Outcome]] = [
             (entry.completion, InferResponse(outputs, times)) for entry, outputs in zip(entries, results, strict=True)
@@ -79,7 +83,7 @@ class Answers:
         )
         self._report(busy_ns)
         # Behind another batch in the air it computed no longer than it kept the instance from the next.
-        self.profile.observe(batch_rows, min(times.computed_ns - times.assembled_ns, busy_ns))
+        self.profile.observe(batch_rows, min(times.computed_ns - times.assembled_ns, busy_ns), instances)
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
         """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.

@@ -38,13 +38,14 @@ class _Run:
     Ownership: the instance's thread until it is put into `_launched`, the finisher from then on.
     """
 
-    __slots__ = ("assembled_ns", "entries", "flight", "reason", "taken_ns")
+    __slots__ = ("assembled_ns", "entries", "flight", "instances", "reason", "taken_ns")
 
     def __init__(self, entries: list[Entry], reason: CloseReason, taken_ns: int) -> None:
         self.entries = entries
         self.reason = reason
         self.taken_ns = taken_ns
         self.assembled_ns = 0
+        self.instances = 1  # at work when it was launched
         self.flight: Flight | None = None
 
 
@@ -135,6 +136,7 @@ class Pipeline:
             self._launched.put(None)
             self._finisher.join()
             self._await_turn()
+            self._answers.at_work.discard(self)
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that was pulled and is not settled with an error."""
@@ -206,18 +208,19 @@ class Pipeline:
     def _hold(self, batch: Batch) -> _Run:
         run = _Run(batch.entries, batch.reason, batch.taken_ns)
         self._held.add(run)
+        self._answers.at_work.add(self)
         return run
 
     def _fly(self, run: _Run) -> bool:
         """Launch a batch, or do with it what else is to be done; True if it is in the air and must be finished."""
         entries = run.entries = [entry for entry in run.entries if not entry.completion.done]
         if not entries:
-            self._held.discard(run)
+            self._let_go(run)
         elif len(entries[0].inputs) != self._inputs:
             while self._open:
                 self._land()
             self._serial.execute(Batch(entries, run.reason, run.taken_ns))
-            self._held.discard(run)
+            self._let_go(run)
         else:
             try:
                 launched = self._launch(run)
@@ -231,7 +234,7 @@ class Pipeline:
                 if self._pace is not None:
                     self._pace.launched(sum([entry.rows for entry in entries]), run.taken_ns, run.assembled_ns)
                 return True
-            self._held.discard(run)
+            self._let_go(run)
         return False
 
     def _launch(self, run: _Run) -> bool:
@@ -247,6 +250,7 @@ class Pipeline:
             execution.discard(flight)
             return False
         run.flight = flight
+        run.instances = len(self._answers.at_work)
         run.assembled_ns = self._clock()
         execution.launch(flight)
         return True
@@ -345,8 +349,8 @@ class Pipeline:
         # The time for which it kept the instance from others is what does not overlap with the flight before.
         busy_ns = times.split_ns - max(run.taken_ns, self._last_ns)
         self._last_ns = times.split_ns
-        self._answers.settle(run.entries, run.reason, times, results, busy_ns)
-        self._held.discard(run)
+        self._answers.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
+        self._let_go(run)
         return _Landing(computed_ns, [])
 
     # On either
@@ -356,9 +360,15 @@ class Pipeline:
         with self._turn:
             pass
 
+    def _let_go(self, run: _Run) -> None:
+        """A batch is done with."""
+        self._held.discard(run)
+        if not self._held:  # what is pulled in this moment counts as no work: the next one will
+            self._answers.at_work.discard(self)
+
     def _failed(self, run: _Run, error: Exception) -> list[_Run]:
         singly = self._answers.failed(run.entries, run.reason, error)
         runs = [_Run([entry], run.reason, run.taken_ns) for entry in singly]
         self._held.update(runs)
-        self._held.discard(run)
+        self._let_go(run)
         return runs

@@ -118,7 +118,7 @@ class _Window:
 
 
 class _Table:
-    """Times with so many instances at work; guarded by the profile's lock, but for `curve`, which is replaced and never changed."""
+    """Times with so many instances at work; guarded by the profile's lock but for `curve`, which is replaced, never changed."""
 
     __slots__ = ("_above", "_run", "_sorted", "curve", "instances", "windows")
 

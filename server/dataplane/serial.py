@@ -44,11 +44,16 @@ class SerialRunner:
         """Run batches until the scheduler is closed and empty."""
         sleeper = threading.Lock()
         sleeper.acquire()
+        at_work = self._answers.at_work
         while (batch := self._scheduler.next_batch(sleeper)) is not None:
             batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
             self._held = batch.entries
             if batch.entries:
-                self.execute(batch)
+                at_work.add(self)
+                try:
+                    self.execute(batch)
+                finally:
+                    at_work.discard(self)
             self._held = []
             del batch  # its arrays may be large, and the next may be long in coming
 
@@ -58,6 +63,7 @@ class SerialRunner:
 
     def execute(self, batch: Batch) -> None:
         """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
+        instances = len(self._answers.at_work) or 1
         try:
             times, results = self._run(batch.entries, batch.taken_ns)
         except ExecutionLost:
@@ -67,7 +73,8 @@ class SerialRunner:
                 if not entry.completion.done:
                     self.execute(Batch([entry], batch.reason, self._clock()))
             return
-        self._answers.settle(batch.entries, batch.reason, times, results, times.split_ns - times.taken_ns)
+        busy_ns = times.split_ns - times.taken_ns
+        self._answers.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
 
     def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
         inputs = self._staging.stack(entries)

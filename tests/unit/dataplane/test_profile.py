@@ -178,3 +178,77 @@ def test_many_threads_may_tell_and_ask() -> None:
         thread.join()
     assert not failures
     assert sum(known.observations for known in profile.known()) == 12_000
+
+
+def test_times_are_kept_apart_by_the_instances_at_work() -> None:
+    profile = Profile()
+    profile.seed({1: [100_000], 8: [400_000]})
+    profile.seed({1: [150_000], 8: [800_000]}, 2)
+    assert [profile.estimate_ns(8, instances) for instances in (1, 2, 3, 4, 100)] == [400_000] + [800_000] * 4
+    told(profile, 8, [500_000] * 30)
+    assert [profile.estimate_ns(8, instances) for instances in (1, 2)] == [500_000, 800_000]
+    assert [(row["instances"], row["rows"], row["source"]) for row in profile.table()] == [
+        (1, 1, "load"),
+        (1, 8, "requests"),
+        (2, 1, "load"),
+        (2, 8, "load"),
+    ]
+
+
+def test_without_a_number_it_is_that_of_late() -> None:
+    profile = Profile()
+    profile.seed({4: [100_000]})
+    profile.seed({4: [300_000]}, 2)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
+    for _ in range(20):
+        profile.observe(4, 300_000, 2)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (300_000, 300_000)
+    for _ in range(20):
+        profile.observe(4, 100_000, 1)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
+
+
+def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
+    profile = Profile()
+    profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
+    profile.seed({1: [200_000], 8: [800_000]}, 2)
+    assert profile.estimate_ns(16, 2) == 1_400_000
+    assert [known.rows for known in profile.known() if known.instances == 2] == [1, 8], "nobody has measured 16"
+
+
+def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> None:
+    profile = Profile()
+    profile.seed({rows: [100_000 * rows] * 4 for rows in (1, 2, 4, 8, 16)})
+    for place in range(RUN):
+        rows = (2, 4, 8)[place % 3]
+        profile.observe(rows, 250_000 * rows, 3)
+    for rows in (1, 2, 4, 8, 16):
+        assert profile.estimate_ns(rows, 4) == 250_000 * rows
+        assert profile.estimate_ns(rows, 1) == 100_000 * rows
+        assert profile.estimate_ns(rows, 2) == 100_000 * rows, "nothing was heard of two"
+
+
+def test_what_is_first_heard_goes_for_any_number() -> None:
+    profile = Profile()
+    profile.observe(4, 100_000, 3)
+    assert [profile.estimate_ns(4, instances) for instances in (0, 1, 2, 3, 9)] == [100_000] * 5
+
+
+@given(st.lists(st.tuples(SIZES, TIMES, st.integers(1, 200)), max_size=200))
+def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tuple[int, int, int]]) -> None:
+    profile = Profile()
+    for rows, time_ns, instances in seen:
+        profile.observe(rows, time_ns, instances)
+    for instances in (0, 1, 2, 5, 64, 1000):
+        estimates = [profile.estimate_ns(rows, instances) for rows in range(1, 260, 7)]
+        promises = [profile.promise_ns(rows, instances) for rows in range(1, 260, 7)]
+        assert estimates == sorted(estimates)
+        assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
+    assert sum(known.observations for known in profile.known()) == len(seen)
+    again = Profile()
+    for instances, times_ns in profile.times().items():
+        again.seed(times_ns, instances, "stored")
+    assert again.times() == profile.times()
+    assert {(known.instances, known.rows) for known in again.known()} == {
+        (known.instances, known.rows) for known in profile.known()
+    }
