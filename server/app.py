@@ -20,6 +20,7 @@ from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
 from server.cuda.shared_memory import find_client_memory
+from server.frontends.asked import AskedHeaders
 from server.frontends.http_server import HttpApplication
 from server.frontends.models import Services
 from server.frontends.tls import TlsFiles
@@ -48,6 +49,7 @@ class HeadraceServer:
         self._residency = Residency()
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
+        self._asked_headers = AskedHeaders(settings.client_header)
         self._tracer = Tracer(settings.trace_file)
         self._exit_status = 0
 
@@ -137,7 +139,7 @@ class HeadraceServer:
         settings = self._settings
         page = MetricsPage(self._registry.sources, self._residency).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, settings.max_body_bytes, None if apart else page)
+        application = HttpApplication(services, settings.max_body_bytes, None if apart else page, self._asked_headers)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, context))
@@ -153,7 +155,7 @@ class HeadraceServer:
         # Imported where it is wanted: without gRPC its library costs neither time nor memory.
         from server.frontends.grpc_service import grpc_methods
 
-        engine = grpc_engine(settings, grpc_methods(services, settings.max_body_bytes), tls)
+        engine = grpc_engine(settings, grpc_methods(services, settings.max_body_bytes, self._asked_headers), tls)
         listener = GrpcListener(engine, settings.drain_timeout_s)
         port = await listener.start(settings.host, settings.grpc_port)
         self._grpc = listener

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from server.core.names import CLIENT_HEADER
 
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
+_HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+# They mean something of their own to the front ends.
+_TAKEN_HEADERS = frozenset(
+    (
+        *(
+            "accept-encoding",
+            "content-encoding",
+            "content-length",
+            "content-type",
+            "endpoint-load-metrics-format",
+            "host",
+        ),
+        *("inference-header-content-length", "te", "x-request-timeout-ms"),
+    )
+)
 _FALSE = {"0", "false", "no", "off", ""}
 
 
@@ -36,6 +54,7 @@ class Settings:
         cache_bytes: of the response cache.
         trace_file: where traces go.
         log_format: text or json.
+        client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
         max_body_bytes: of one request.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
         profile_s: how long each model is measured before it serves, 0 for not at all.
@@ -63,6 +82,7 @@ class Settings:
     cache_bytes: int = 0
     trace_file: str = ""
     log_format: str = "text"
+    client_header: str = CLIENT_HEADER
     max_body_bytes: int = 128 << 20
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
@@ -116,6 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     add("--trace-file", default=env.text("TRACE_FILE", ""), metavar="FILE", help="write traces to this file")
     log_format = env.choice("LOG_FORMAT", "text", ("text", "json"))
     add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
+    client = env.header("CLIENT_HEADER", CLIENT_HEADER)
+    text = "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)"
+    add("--client-header", type=_header, default=client, metavar="NAME", help=text)
     body = env.size("MAX_BODY_BYTES", 128 << 20)
     add("--max-body-bytes", type=_size, default=body, metavar="N", help="of one request (%(default)s)")
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
@@ -150,6 +173,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         cache_bytes=args.cache_bytes,
         trace_file=args.trace_file,
         log_format=args.log_format,
+        client_header=args.client_header,
         max_body_bytes=args.max_body_bytes,
         gpu_memory_fraction=args.gpu_memory_fraction,
         profile_s=args.profile_s,
@@ -221,6 +245,14 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _header(text: str) -> str:
+    name = text.lower()
+    taken = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _TAKEN_HEADERS
+    if taken or not _HEADER.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be the header that names the client")
+    return name
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -265,6 +297,10 @@ class _Environment:
         text = self._environ.get(PREFIX + name)
         return default if text is None else self._parsed(name, text, _seconds)
 
+    def header(self, name: str, default: str) -> str:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else str(self._parsed(name, text, _header))
+
     def fraction(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)
         return default if text is None else self._parsed(name, text, _fraction)
@@ -284,8 +320,8 @@ class _Environment:
         return text
 
     @staticmethod
-    def _parsed(name: str, text: str, parse: object) -> float:
+    def _parsed(name: str, text: str, parse: object) -> Any:
         try:
-            return parse(text)  # type: ignore[operator,no-any-return]
+            return parse(text)  # type: ignore[operator]
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{PREFIX}{name}: {error}") from error

@@ -80,10 +80,16 @@ class InferResponse:
     Attributes:
         outputs: every output of the model by name, views into the batch's result where it was shared.
         times: of the batch that computed them; None for a request that was cut into several.
+        batch_rows: rows of that batch, 0 for a request that was cut into several.
+        closed: why that batch was closed, in one word; "" for a request that was cut into several.
     """
 
-    __slots__ = ("outputs", "times")
+    __slots__ = ("batch_rows", "closed", "outputs", "times")
 
-    def __init__(self, outputs: dict[str, Array], times: BatchTimes | None = None) -> None:
+    def __init__(
+        self, outputs: dict[str, Array], times: BatchTimes | None = None, batch_rows: int = 0, closed: str = ""
+    ) -> None:
         self.outputs = outputs
         self.times = times
+        self.batch_rows = batch_rows
+        self.closed = closed

@@ -59,11 +59,13 @@ class Answers:
             busy_ns: how long the instance was kept by it.
             instances: at work when it was begun, its own included.
         """
+        batch_rows = rows = sum([entry.rows for entry in entries])
+        closed = reason.value
         pairs: list[tuple[Completion, Outcome]] = [
-            (entry.completion, InferResponse(outputs, times)) for entry, outputs in zip(entries, results, strict=True)
+            (entry.completion, InferResponse(outputs, times, batch_rows, closed))
+            for entry, outputs in zip(entries, results, strict=True)
         ]
         taken = self._deliver(pairs)
-        batch_rows = rows = sum([entry.rows for entry in entries])
         answered = entries
         if taken != len(answered):  # some callers left while the batch ran: theirs is no success
             answered = [
@@ -76,7 +78,7 @@ class Answers:
         self._recorder.batch(
             rows,
             batch_rows,
-            reason.value,
+            closed,
             times,
             [times.taken_ns - entry.enqueued_ns for entry in leading],
             [times.split_ns - entry.received_ns for entry in leading],

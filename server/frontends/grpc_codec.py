@@ -7,7 +7,7 @@ and protobuf itself parses only what has not been seen before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -141,7 +141,7 @@ class GrpcCodec:
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
 
     def decode(
-        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0
+        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0, client: str = ""
     ) -> tuple[InferRequest, Plan]:
         """A request out of a message.
 
@@ -150,6 +150,7 @@ class GrpcCodec:
             envelope: what `scan` found in it.
             received_ns: monotonic, when it had arrived.
             deadline_ns: the call's, monotonic, 0 for none; the request's own `timeout` may come first.
+            client: as in `InferRequest`.
 
         Raises:
             BadRequest: says what came, where, and what was expected.
@@ -184,11 +185,18 @@ class GrpcCodec:
                 priority=plan.priority,
                 deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.timeout_us else deadline_ns,
                 size_bytes=len(message) + shared_bytes,
+                client=client,
             ),
             plan,
         )
 
-    def encode(self, response: InferResponse, plan: Plan, request_id: str) -> Message:
+    def encode(
+        self,
+        response: InferResponse,
+        plan: Plan,
+        request_id: str,
+        parameters: Mapping[str, int | str] | None = None,
+    ) -> Message:
         """An answer as the parts of a message; outputs raw, as Triton sends them.
 
         An output that is wanted in shared memory (`WantedOutput.shared`) is written there, and has empty raw contents, so that
@@ -198,6 +206,7 @@ class GrpcCodec:
             response: every output of the model.
             plan: of the request, as `decode` gave it.
             request_id: the caller's own, "" for none.
+            parameters: of the answer.
 
         Raises:
             BadRequest: an output cannot be sent in the form that was asked for, or is too large for its shared memory.
@@ -217,6 +226,8 @@ class GrpcCodec:
             key = (spec.name, datatype.name, array.shape)
             head.append(self._descriptions.get(key) or self._describe(key, spec, datatype, array))
             data += (_RAW_OUTPUT + varint(len(content)), content)
+        if parameters:
+            head.append(_answer_parameters(parameters))
         if request_id:
             text = request_id.encode()
             head.append(_RESPONSE_ID + varint(len(text)) + text)
@@ -283,12 +294,24 @@ def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
 def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:
     """The field of a ModelInferResponse that describes one output."""
     output = service_pb2.ModelInferResponse.InferOutputTensor(name=spec.name, datatype=datatype.name, shape=array.shape)
+    _fill(output.parameters, parameters)
+    return _response(outputs=[output])
+
+
+def _answer_parameters(parameters: Mapping[str, int | str]) -> bytes:
+    """The fields of a ModelInferResponse that have its parameters."""
+    response = service_pb2.ModelInferResponse()
+    _fill(response.parameters, parameters)
+    serialized: bytes = response.SerializeToString()
+    return serialized
+
+
+def _fill(message: Any, parameters: Mapping[str, int | str]) -> None:
     for name, value in parameters.items():
         if isinstance(value, str):
-            output.parameters[name].string_param = value
+            message[name].string_param = value
         else:
-            output.parameters[name].int64_param = value
-    return _response(outputs=[output])
+            message[name].int64_param = value
 
 
 def _response(**fields: object) -> bytes:

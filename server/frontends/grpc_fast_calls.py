@@ -7,6 +7,7 @@ import asyncio
 from server.core.clock import monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.frontends.asked import Asked
 from server.frontends.grpc_fast_deadlines import Deadlines
 from server.frontends.grpc_fast_wire import (
     PREFIX,
@@ -57,6 +58,11 @@ class FastCall(Stream):
         if head.timeout_ns >= 0:
             self.deadline_ns = monotonic_ns() + head.timeout_ns
             deadlines.add(self)
+
+    @property
+    def asked(self) -> Asked:
+        """See `grpc_methods.Call`."""
+        return self._head.asked
 
     def lost(self) -> None:
         """The client has gone: nobody waits for the answer any more."""

@@ -13,6 +13,7 @@ from struct import Struct
 
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from server.core.errors import BadRequest, HeadraceError, TooLarge
+from server.frontends.asked import NOTHING, Asked, AskedHeaders
 from server.frontends.compression import decompress
 from server.frontends.grpc_methods import Methods, Stream, Unary
 from server.frontends.grpc_status import failure
@@ -148,6 +149,7 @@ class RequestHead:
         timeout_ns: until the client stops waiting; -1 if it never does.
         encoding: of messages with the compressed flag; "" for none.
         content_length: announced bytes of the body; -1 if none are.
+        asked: what else the fields ask.
         refusal: the status to answer with at once.
         http_status: the HTTP status to answer with at once, 0 for none.
     """
@@ -157,6 +159,7 @@ class RequestHead:
     timeout_ns: int = -1
     encoding: str = ""
     content_length: int = -1
+    asked: Asked = NOTHING
     refusal: Status | None = None
     http_status: int = 0
 
@@ -226,6 +229,13 @@ def _grpc_head(methods: Methods, known: dict[bytes, bytes], content_length: int)
         _timeout_ns(known.get(b"grpc-timeout")),
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
+        _asked(methods.asked_headers, known),
+    )
+
+
+def _asked(headers: AskedHeaders, known: dict[bytes, bytes]) -> Asked:
+    return headers.read(
+        {name: known[wire].decode("latin-1") for wire, name in headers.wire_names.items() if wire in known}
     )
 
 

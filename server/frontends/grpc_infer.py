@@ -15,9 +15,11 @@ from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import ModelSpec
+from server.frontends.asked import NOTHING, Asked
 from server.frontends.grpc_codec import Envelope, GrpcCodec, Plan, scan
 from server.frontends.grpc_methods import Call, Message
 from server.frontends.models import Handle, Services
+from server.frontends.timing import timing
 
 logger = logging.getLogger("headrace.grpc")
 
@@ -28,9 +30,10 @@ class Pending:
     Attributes:
         completion: await it, or have it call back.
         id: the caller's own, "" if there is none.
+        timing: the answer is to tell where its time has gone.
     """
 
-    __slots__ = ("codec", "completion", "handle", "id", "plan", "queued_ns", "received_ns", "traced")
+    __slots__ = ("codec", "completion", "handle", "id", "plan", "queued_ns", "received_ns", "timing", "traced")
 
     def __init__(
         self, handle: Handle, codec: GrpcCodec, plan: Plan, request: InferRequest, completion: LoopCompletion
@@ -41,6 +44,7 @@ class Pending:
         self.completion = completion
         self.id = request.id
         self.received_ns = request.received_ns
+        self.timing = plan.timing
         self.queued_ns = 0
         self.traced: InferRequest | None = None
 
@@ -68,7 +72,7 @@ class InferService:
         Raises:
             HeadraceError: for the caller.
         """
-        pending = self.begin(message, scan(message), call.received_ns, call.deadline_ns)
+        pending = self.begin(message, scan(message), call.received_ns, call.deadline_ns, call.asked)
         call.caller = pending.completion
         try:
             await pending.completion
@@ -81,14 +85,17 @@ class InferService:
             call.caller = None
         return self.finish(pending)
 
-    def begin(self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int) -> Pending:
+    def begin(
+        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int, asked: Asked = NOTHING
+    ) -> Pending:
         """Decode a request and queue it.
 
         Args:
             message: a serialized ModelInferRequest; must not change until the request is finished.
             envelope: what `scan` found in it.
             received_ns: monotonic, when it had arrived.
-            deadline_ns: monotonic, 0 for none.
+            deadline_ns: of the call, monotonic, 0 for none.
+            asked: what the call's metadata ask.
 
         Raises:
             HeadraceError: it cannot be served; counted.
@@ -99,9 +106,13 @@ class InferService:
             codec = self._codecs.get(handle.spec)
             if codec is None:
                 codec = self._codecs[handle.spec] = GrpcCodec(handle.spec, self._regions, self._max_shared_bytes)
-            request, plan = codec.decode(message, envelope, received_ns, deadline_ns)
+            if asked.timeout_ns:
+                deadline_ns = asked.deadline_ns(received_ns, deadline_ns)
+            request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
             queued_ns = self._clock() if self._traces.active else 0
             pending = Pending(handle, codec, plan, request, handle.infer(request))
+            if asked.timing:
+                pending.timing = True
             if queued_ns:
                 pending.queued_ns = queued_ns
                 pending.traced = request
@@ -125,7 +136,8 @@ class InferService:
             self._failed(handle, error, pending.received_ns)
             raise error
         try:
-            message = pending.codec.encode(outcome, pending.plan, pending.id)
+            told = timing(outcome, pending.received_ns, self._clock()) if pending.timing else None
+            message = pending.codec.encode(outcome, pending.plan, pending.id, told)
         except HeadraceError as error:
             self._failed(handle, error, pending.received_ns)
             raise

@@ -8,10 +8,11 @@ so that the hot path can do without message objects.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.core.completion import LoopCompletion
+from server.frontends.asked import Asked, AskedHeaders
 
 # The parts of one serialized message, in order.
 Message = list[bytes | memoryview]
@@ -23,6 +24,7 @@ class Call(Protocol):
     Attributes:
         received_ns: monotonic, when the request had arrived.
         deadline_ns: monotonic, when the client stops waiting; 0 if it never does.
+        asked: what the call's metadata ask; raises BadRequest if they cannot be read.
         caller: set by the method while it waits; abandoned by the engine when the client leaves.
     """
 
@@ -30,17 +32,26 @@ class Call(Protocol):
     deadline_ns: int
     caller: LoopCompletion | None
 
+    @property
+    def asked(self) -> Asked:
+        """See the class."""
+
 
 class StreamCall(Protocol):
     """A call with many messages both ways. One task may read while another writes.
 
     Attributes:
         deadline_ns: as in `Call`.
+        asked: as in `Call`; of each message of the stream.
         stopping: True once the server stops; the method then takes on nothing new and ends when it can.
     """
 
     deadline_ns: int
     stopping: bool
+
+    @property
+    def asked(self) -> Asked:
+        """See the class."""
 
     async def read(self) -> bytes | None:
         """The next message, None once the client has half-closed.
@@ -68,10 +79,12 @@ class Methods:
     Attributes:
         unary: one message in, one out.
         streams: messages in, messages out.
+        asked_headers: what engines read of a call's metadata.
     """
 
     unary: Mapping[str, Unary]
     streams: Mapping[str, Stream]
+    asked_headers: AskedHeaders = field(default_factory=AskedHeaders)
 
 
 class GrpcEngine(Protocol):

@@ -16,6 +16,7 @@ import grpc
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, Unavailable
+from server.frontends.asked import Asked, AskedHeaders
 from server.frontends.grpc_methods import Message, Methods, Stream, Unary
 from server.frontends.grpc_status import failure
 from server.frontends.tls import TlsFiles
@@ -111,10 +112,10 @@ class GrpcioServer:
         return _Handlers(handlers)
 
     def _unary(self, method: Unary) -> Callable[[bytes, Any], Any]:
-        calls = self._calls
+        calls, asked_headers = self._calls, self._methods.asked_headers
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call = _UnaryCall(context)
+            call = _UnaryCall(context, asked_headers)
             calls.add(call)
             try:
                 return _joined(await method(message, call))
@@ -127,10 +128,10 @@ class GrpcioServer:
         return serve
 
     def _stream(self, method: Stream) -> Callable[[Any, Any], Any]:
-        streams = self._streams
+        streams, asked_headers = self._streams, self._methods.asked_headers
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, self._stopping)
+            call = _StreamCall(context, asked_headers, self._stopping)
             streams.add(call)
             try:
                 await method(call)
@@ -158,12 +159,18 @@ class _Handlers(grpc.GenericRpcHandler):
 class _UnaryCall:
     """See `grpc_methods.Call`. The client's leaving comes as the cancellation of the method's task."""
 
-    __slots__ = ("caller", "deadline_ns", "received_ns")
+    __slots__ = ("_asked_headers", "_context", "caller", "deadline_ns", "received_ns")
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, asked_headers: AskedHeaders) -> None:
+        self._context = context
+        self._asked_headers = asked_headers
         self.received_ns = monotonic_ns()
         self.deadline_ns = _deadline_ns(context, self.received_ns)
         self.caller: LoopCompletion | None = None
+
+    @property
+    def asked(self) -> Asked:
+        return _asked(self._asked_headers, self._context)
 
 
 class _StreamCall:
@@ -174,13 +181,18 @@ class _StreamCall:
         ended: why `end` has cancelled it.
     """
 
-    def __init__(self, context: Any, stopping: bool) -> None:
+    def __init__(self, context: Any, asked_headers: AskedHeaders, stopping: bool) -> None:
         self.deadline_ns = _deadline_ns(context, monotonic_ns())
         self.stopping = stopping
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.ended: Unavailable | None = None
         self._context = context
+        self._asked_headers = asked_headers
         self._reading = False
+
+    @property
+    def asked(self) -> Asked:
+        return _asked(self._asked_headers, self._context)
 
     async def read(self) -> bytes | None:
         if self.stopping:
@@ -220,6 +232,11 @@ class _StreamCall:
 def _deadline_ns(context: Any, now_ns: int) -> int:
     left_s = context.time_remaining()
     return 0 if left_s is None else now_ns + int(left_s * NS_PER_S)
+
+
+def _asked(asked_headers: AskedHeaders, context: Any) -> Asked:
+    names = asked_headers.names
+    return asked_headers.read({name: value for name, value in context.invocation_metadata() or () if name in names})
 
 
 def _joined(message: Message) -> bytes:

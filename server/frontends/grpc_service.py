@@ -5,6 +5,7 @@ from __future__ import annotations
 from tritonclient.grpc import service_pb2
 
 from server.frontends import grpc_health, grpc_reflection
+from server.frontends.asked import AskedHeaders
 from server.frontends.grpc_control import ControlMethods
 from server.frontends.grpc_health import HealthService
 from server.frontends.grpc_infer import InferService
@@ -16,12 +17,13 @@ from server.frontends.models import Services
 SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 
-def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
+def grpc_methods(services: Services, max_message_bytes: int, asked_headers: AskedHeaders | None = None) -> Methods:
     """Every RPC: inference and its control, health, reflection.
 
     Args:
         services: of the server.
         max_message_bytes: the largest request; engines hold messages to it, and a stream takes on no more at a time.
+        asked_headers: what is read of a call's metadata.
     """
     infer = InferService(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
@@ -35,4 +37,4 @@ def grpc_methods(services: Services, max_message_bytes: int) -> Methods:
     streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in grpc_reflection.SERVICES}
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{grpc_health.SERVICE}/Watch"] = health.watch
-    return Methods(unary, streams)
+    return Methods(unary, streams, asked_headers or AskedHeaders())

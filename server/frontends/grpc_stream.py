@@ -75,6 +75,7 @@ class _Stream:
     def __init__(self, infer: InferService, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock) -> None:
         self._infer = infer
         self._call = call
+        self._asked = call.asked
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_in_flight = max_in_flight
@@ -133,7 +134,7 @@ class _Stream:
             envelope = scan(message)
             request_id = envelope.id
             # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
-            pending = self._infer.begin(message, envelope, received_ns, 0)
+            pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
         except HeadraceError as error:
             self._settled(_error(error, request_id), len(message))
             return

@@ -5,6 +5,7 @@ Knows no web framework: bytes in, `InferRequest` out; answers in, bytes out. One
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -65,13 +66,22 @@ class ModelCodec:
         self._maker = PlanMaker(spec, max_shared_bytes)
         self._plans = PlanCache()
 
-    def decode(self, body: bytes | BodyBytes, header_size: int | None, received_ns: int) -> tuple[InferRequest, Plan]:
+    def decode(
+        self,
+        body: bytes | BodyBytes,
+        header_size: int | None,
+        received_ns: int,
+        deadline_ns: int = 0,
+        client: str = "",
+    ) -> tuple[InferRequest, Plan]:
         """A request out of a body.
 
         Args:
             body: JSON, then the binary tensors; inputs are views of it.
             header_size: bytes of JSON, None if all of it is.
             received_ns: when it had arrived.
+            deadline_ns: the caller's, monotonic, 0 for none; the request's own `timeout` may come first.
+            client: as in `InferRequest`.
 
         Raises:
             BadRequest: says what came, where, and what was expected.
@@ -109,14 +119,22 @@ class ModelCodec:
                 received_ns=received_ns,
                 request_id=plan.request_id,
                 priority=plan.priority,
-                deadline_ns=plan.deadline_ns(received_ns) if plan.timeout_us else 0,
+                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.timeout_us else deadline_ns,
                 size_bytes=len(body) + shared_bytes,
+                client=client,
             ),
             plan,
         )
 
-    def encode(self, response: InferResponse, plan: Plan) -> tuple[int | None, Body]:
+    def encode(
+        self, response: InferResponse, plan: Plan, parameters: Mapping[str, object] | None = None
+    ) -> tuple[int | None, Body]:
         """An answer as the parts of a body.
+
+        Args:
+            response: every output of the model.
+            plan: of the request, as `decode` gave it.
+            parameters: of the answer.
 
         Returns:
             The size of the JSON header if binary tensors follow it, else None; and the parts, in order.
@@ -149,6 +167,8 @@ class ModelCodec:
             "model_version": self.spec.version,
             "outputs": outputs,
         }
+        if parameters:
+            header["parameters"] = parameters
         if plan.request_id:
             header = {"id": plan.request_id, **header}
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,10 +20,12 @@ from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
 from server.core.request import InferResponse
 from server.core.tensor import ModelSpec
 from server.frontends import compression
+from server.frontends.asked import NOTHING, AskedHeaders
 from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s
+from server.frontends.timing import timing, timing_headers
 
 logger = logging.getLogger("headrace.http")
 
@@ -56,20 +58,27 @@ class Connection(Protocol):
 
 
 class InferHeaders:
-    """The headers of a request that matter here."""
+    """The headers of a request that matter here.
 
-    __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size")
+    Attributes:
+        asked: what else they ask.
+    """
 
-    def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
+    __slots__ = ("accept_encoding", "asked", "content_encoding", "content_length", "header_size")
+
+    def __init__(self, headers: list[tuple[bytes, bytes]], asked_headers: AskedHeaders) -> None:
         """Read them.
 
         Raises:
-            BadRequest: a length that is none.
+            BadRequest: a value that its header does not take.
         """
         self.accept_encoding = ""
         self.content_encoding = ""
         self.content_length = 0
         self.header_size: int | None = None
+        self.asked = NOTHING
+        asked: dict[str, str] = {}
+        names = asked_headers.wire_names
         for name, value in headers:
             if name == b"inference-header-content-length":
                 self.header_size = _length(name, value)
@@ -79,6 +88,10 @@ class InferHeaders:
                 self.content_encoding = value.decode("latin-1").strip().lower()
             elif name == b"accept-encoding":
                 self.accept_encoding = value.decode("latin-1")
+            elif name in names:
+                asked[names[name]] = value.decode("latin-1")
+        if asked:
+            self.asked = asked_headers.read(asked)
 
 
 class InferEndpoint:
@@ -87,14 +100,22 @@ class InferEndpoint:
     Args:
         services: where versions are leased, shared memory is found, and traces go.
         max_body_bytes: of a request, packed and unpacked.
+        asked_headers: what else is read of a request.
         clock: monotonic nanoseconds.
     """
 
-    def __init__(self, services: Services, max_body_bytes: int, clock: Clock = monotonic_ns) -> None:
+    def __init__(
+        self,
+        services: Services,
+        max_body_bytes: int,
+        asked_headers: AskedHeaders | None = None,
+        clock: Clock = monotonic_ns,
+    ) -> None:
         self._models = services.models
         self._regions = services.regions
         self._traces = services.traces
         self._max_body_bytes = max_body_bytes
+        self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
         self._codecs: WeakKeyDictionary[ModelSpec, ModelCodec] = WeakKeyDictionary()
 
@@ -106,20 +127,25 @@ class InferEndpoint:
         try:
             handle = self._models.lease(model, version)
             handle.admit()
-            headers = InferHeaders(scope["headers"])
+            headers = InferHeaders(scope["headers"], self._asked_headers)
+            asked = headers.asked
+            # From its first bytes on: a caller that waits so long counts the sending of its body, too.
+            deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers)
             received_ns = self._clock()
             codec = self._codec(handle.spec)
-            request, plan = codec.decode(body, headers.header_size, received_ns)
+            request, plan = codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
             traced = self._traces.active
             queued_ns = self._clock() if traced else 0
             response = await _wait(handle.infer(request), connection, receive)
             if traced:
                 self._traces.record(handle.spec, request, response, queued_ns, self._clock())
-            size, parts = codec.encode(response, plan)
+            told = timing(response, received_ns, self._clock()) if plan.timing or asked.timing else None
+            size, parts = codec.encode(response, plan, told)
             answering = True
-            await _send_answer(send, connection, size, parts, headers.accept_encoding)
+            more = timing_headers(told) if told else ()
+            await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
         except HeadraceError as error:
             if handle is not None:
                 handle.failed(error, received_ns)
@@ -210,7 +236,12 @@ async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferR
 
 
 async def _send_answer(
-    send: Send, connection: Connection | None, header_size: int | None, parts: Body, accept_encoding: str
+    send: Send,
+    connection: Connection | None,
+    header_size: int | None,
+    parts: Body,
+    accept_encoding: str,
+    more: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
     size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
     encoding = compression.choose(accept_encoding) if accept_encoding and size >= _MIN_COMPRESSED_BYTES else ""
@@ -219,6 +250,8 @@ async def _send_answer(
         size = len(parts[0])
     elif connection is not None:
         head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
+        if more:
+            head += b"".join([b"%s: %s\r\n" % header for header in more])
         if connection.answer(send, head, parts):
             return
     headers = [_JSON_TYPE]
@@ -227,6 +260,7 @@ async def _send_answer(
     if encoding:
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))
+    headers.extend(more)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"".join(parts)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.core.errors import HeadraceError
+from server.frontends.asked import AskedHeaders
 from server.frontends.http_control import Metrics, check_path, control_application
 from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send, send_error, send_method_not_allowed
 from server.frontends.models import Services
@@ -15,10 +16,17 @@ class HttpApplication:
         services: of the server.
         max_body_bytes: of an inference request, or of a request that carries a model's files.
         metrics: gives the page for Prometheus as (content type, body), or None if it is served elsewhere.
+        asked_headers: what is read of inference requests besides.
     """
 
-    def __init__(self, services: Services, max_body_bytes: int, metrics: Metrics | None) -> None:
-        self._infer = InferEndpoint(services, max_body_bytes)
+    def __init__(
+        self,
+        services: Services,
+        max_body_bytes: int,
+        metrics: Metrics | None,
+        asked_headers: AskedHeaders | None = None,
+    ) -> None:
+        self._infer = InferEndpoint(services, max_body_bytes, asked_headers)
         self._control = control_application(services, max_body_bytes, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

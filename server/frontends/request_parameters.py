@@ -11,6 +11,8 @@ from server.core.errors import BadRequest, Unsupported
 
 _MAX_OFFSET = 2**63
 _RESERVED = ("triton_", "headrace.", "headrace_")
+# Ours, and yet the client's: true asks for the timing of the answer.
+TIMING_PARAMETER = "headrace_timing"
 _SHARED = "shared_memory_"
 _SHARED_PARAMETERS = frozenset({"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"})
 
@@ -37,6 +39,8 @@ def request_parameters(parameters: Mapping[str, Any]) -> None:
         Unsupported: sequences.
     """
     for name, value in parameters.items():
+        if name == TIMING_PARAMETER:
+            continue
         _check_parameter(name, value)
         if name.startswith(_SHARED):
             raise BadRequest(f"parameter {name[:64]!r} belongs to an input or an output, not to the request")

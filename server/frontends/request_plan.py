@@ -19,11 +19,10 @@ from server.core.errors import BadRequest, Forbidden, TooLarge
 from server.core.resident import as_input
 from server.core.tensor import BYTES, Array, ModelSpec, TensorSpec
 from server.frontends import tensor_codec
+from server.frontends.asked import MAX_TIMEOUT_NS, earlier
 from server.frontends.models import Region, Regions
-from server.frontends.request_parameters import SharedRange, flag, integer, tensor_parameters
+from server.frontends.request_parameters import TIMING_PARAMETER, SharedRange, flag, integer, tensor_parameters
 
-# A deadline further away than this is none; it also keeps 2**63 microseconds from overflowing a timer.
-_MAX_TIMEOUT_US = 86_400_000_000
 _MAX_PRIORITY = 2**31
 # Requests repeat what they say of themselves; this many plans are kept for a model version.
 MAX_PLANS = 256
@@ -78,6 +77,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         needs_regions: True if inputs or outputs are in shared memory: `attach` comes before the request is queued.
         targets: the regions to write outputs to, by output; empty until `attach`, and in every plan that is kept.
         request_id, priority, timeout_us: as the request says.
+        timing: the answer is to tell where its time has gone.
     """
 
     raw: tuple[RawInput, ...]
@@ -90,14 +90,12 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     request_id: str
     priority: int
     timeout_us: int
+    timing: bool = False
     targets: dict[str, Region] = {}
 
     def deadline_ns(self, received_ns: int, transport_ns: int = 0) -> int:
         """The earlier of the request's own deadline and the transport's, monotonic; 0 for none."""
-        if not self.timeout_us:
-            return transport_ns
-        own_ns = received_ns + self.timeout_us * NS_PER_US
-        return min(own_ns, transport_ns) if transport_ns else own_ns
+        return earlier(received_ns + self.timeout_us * NS_PER_US if self.timeout_us else 0, transport_ns)
 
     def attach(self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]) -> tuple[Plan, int]:
         """Look up the shared memory of one request: read or locate its inputs, find and check where its outputs will go.
@@ -290,6 +288,7 @@ class Draft:
             request_id=request_id,
             priority=min(max(integer(parameters, "priority"), 0), _MAX_PRIORITY),
             timeout_us=_clamped_timeout(integer(parameters, "timeout")),
+            timing=flag(parameters, TIMING_PARAMETER),
         )
 
     def _rows(self) -> int:
@@ -361,4 +360,4 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _clamped_timeout(timeout_us: int) -> int:
-    return timeout_us if 0 < timeout_us <= _MAX_TIMEOUT_US else 0
+    return timeout_us if 0 < timeout_us <= MAX_TIMEOUT_NS // NS_PER_US else 0

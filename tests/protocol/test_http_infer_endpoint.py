@@ -22,7 +22,7 @@ from server.core.errors import (
     QueueTimeout,
     Unavailable,
 )
-from server.core.request import InferRequest, InferResponse
+from server.core.request import BatchTimes, InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from server.frontends.http_infer import InferEndpoint
 from server.frontends.models import Services
@@ -32,11 +32,20 @@ X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
 SPEC = ModelSpec("twice", "1", "test", {"X": X}, {"Y": TensorSpec("Y", BY_NAME["FP32"], (-1, -1))}, 8)
 
 
+def timed(request: InferRequest, outputs: dict[str, Any]) -> InferResponse:
+    """Of a batch of three rows that was closed when the request came and took 2 us."""
+    at_ns = request.received_ns
+    return InferResponse(outputs, BatchTimes(at_ns, at_ns, at_ns + 2_000, at_ns + 2_000), 3, "full")
+
+
 class Handle:
     """A leased model that answers with twice the input, at once, or with an error, or never."""
 
-    def __init__(self, error: HeadraceError | Exception | None = None, silent: bool = False) -> None:
+    def __init__(
+        self, error: HeadraceError | Exception | None = None, silent: bool = False, timed: bool = False
+    ) -> None:
         self.spec = SPEC
+        self.timed = timed
         self.error = error
         self.silent = silent
         self.refuses: HeadraceError | None = None
@@ -54,7 +63,8 @@ class Handle:
         completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
         self.completions.append(completion)
         if not self.silent:
-            completion.settle(self.error or InferResponse({"Y": request.inputs["X"] * 2}))  # type: ignore[operator]
+            outputs = {"Y": request.inputs["X"] * 2}  # type: ignore[operator]
+            completion.settle(self.error or (timed(request, outputs) if self.timed else InferResponse(outputs)))
         return completion
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:

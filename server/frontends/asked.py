@@ -1,0 +1,101 @@
+"""What the headers of an inference request ask, the same over HTTP and as gRPC metadata: who it is, how long it waits, what it
+wants to be told besides the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from server.core.clock import NS_PER_MS
+from server.core.errors import BadRequest
+from server.core.names import CLIENT_HEADER, CLIENT_PATTERN
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMING_HEADER = "headrace-timing"
+# Of Open Request Cost Aggregation, by the name that Triton gives it.
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+
+_CLIENT = re.compile(CLIENT_PATTERN)
+_TIMEOUT = re.compile(r"[0-9]{1,20}")
+# A deadline further away than this is none; it also keeps a million years from overflowing a timer.
+MAX_TIMEOUT_NS = 86_400_000 * NS_PER_MS
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request's headers ask.
+
+    Attributes:
+        client: who asks, "" for nobody in particular.
+        timeout_ns: how long it waits for an answer, 0: for ever.
+        timing: the answer is to tell where its time has gone.
+        load_format: in which the answer is to tell the model's load, in lower case; "" for not at all.
+    """
+
+    client: str = ""
+    timeout_ns: int = 0
+    timing: bool = False
+    load_format: str = ""
+
+    def deadline_ns(self, begun_ns: int, transport_ns: int = 0) -> int:
+        """The earlier of the request's deadline, if it began at `begun_ns`, and the transport's; monotonic, 0 for none."""
+        return earlier(begun_ns + self.timeout_ns if self.timeout_ns else 0, transport_ns)
+
+
+NOTHING = Asked()
+
+
+class AskedHeaders:
+    """Reads them.
+
+    Args:
+        client_header: names the client; in lower case.
+
+    Attributes:
+        names: of all headers that matter.
+        wire_names: the same by what is on the wire.
+    """
+
+    def __init__(self, client_header: str = CLIENT_HEADER) -> None:
+        self._client_header = client_header
+        self.names = frozenset((client_header, TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER))
+        self.wire_names = {name.encode(): name for name in self.names}
+
+    def read(self, headers: Mapping[str, str]) -> Asked:
+        """What the headers ask; others than `names` are passed over.
+
+        Raises:
+            BadRequest: a value that its header does not take.
+        """
+        if not headers:
+            return NOTHING
+        client = headers.get(self._client_header, "")
+        if client and not _CLIENT.fullmatch(client):
+            raise BadRequest(f"{self._client_header}: {client[:32]!r} is not 1 to 128 visible ASCII characters")
+        return Asked(
+            client,
+            _timeout_ns(headers.get(TIMEOUT_HEADER, "0")),
+            _flag(headers.get(TIMING_HEADER, "0")),
+            headers.get(LOAD_FORMAT_HEADER, "").strip().lower(),
+        )
+
+
+def earlier(deadline_ns: int, other_ns: int) -> int:
+    """The earlier of two deadlines, of which 0 is none."""
+    return min(deadline_ns, other_ns) if deadline_ns and other_ns else deadline_ns or other_ns
+
+
+def _timeout_ns(text: str) -> int:
+    if not _TIMEOUT.fullmatch(text):
+        raise BadRequest(f"{TIMEOUT_HEADER}: {text[:32]!r} is not a whole number of milliseconds")
+    timeout_ns = int(text) * NS_PER_MS
+    return timeout_ns if timeout_ns <= MAX_TIMEOUT_NS else 0
+
+
+def _flag(text: str) -> bool:
+    found = _FLAGS.get(text.strip().lower())
+    if found is None:
+        raise BadRequest(f"{TIMING_HEADER}: {text[:32]!r} is neither 1 nor 0")
+    return found

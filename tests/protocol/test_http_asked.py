@@ -1,0 +1,79 @@
+"""What the headers of an inference request over HTTP ask besides, and what they cannot."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from server.core.clock import NS_PER_MS
+from tests.protocol.test_http_infer_endpoint import Handle, call, request
+
+
+def test_who_asks_and_how_long_he_waits_is_told_in_headers() -> None:
+    handle = Handle()
+    assert call(handle, request(), headers=[(b"x-headrace-client", b"shop"), (b"x-request-timeout-ms", b"250")])
+    (asked,) = handle.requests
+    assert asked.client == "shop"
+    # The deadline counts from the first bytes, `received_ns` from the last.
+    assert 0 < asked.deadline_ns - asked.received_ns <= 250 * NS_PER_MS
+    assert call(handle, request())
+    assert (handle.requests[1].client, handle.requests[1].deadline_ns) == ("", 0)
+
+
+def test_the_earlier_of_header_and_parameter_counts() -> None:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}
+    for own_us, expected_ms in ((1_000, 1), (900_000, 30), (0, 30), (-5, 30), (2**63, 30)):
+        handle = Handle()
+        body = json.dumps({"inputs": [tensor], "parameters": {"timeout": own_us}}).encode()
+        assert call(handle, body, headers=[(b"x-request-timeout-ms", b"30")])
+        (asked,) = handle.requests
+        assert expected_ms - 20 < (asked.deadline_ns - asked.received_ns) / NS_PER_MS <= expected_ms
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        *((b"x-request-timeout-ms", value) for value in (b"", b"-1", b"1.5", b"1e3", b"soon", b"9" * 21, b"\xb2")),
+        *((b"x-headrace-client", value) for value in (b"a b", b"x" * 129, b"\xe4", b"a\x7f", b" ")),
+        (b"headrace-timing", b"yes please"),
+    ],
+)
+def test_headers_that_say_nothing_that_they_can_are_refused(header: bytes, value: bytes) -> None:
+    handle = Handle()
+    answer = call(handle, request(), headers=[(header, value)])
+    assert answer is not None
+    assert answer[0] == 400
+    assert header.decode() in json.loads(answer[2])["error"]
+    assert not handle.requests
+
+
+def test_an_answer_tells_where_its_time_has_gone_to_who_asks() -> None:
+    body = json.loads(request())
+    asking = json.dumps({**body, "parameters": {"headrace_timing": True}}).encode()
+    parts = ("queue_us", "assemble_us", "compute_us", "split_us", "answer_us")
+    for sent, headers in ((request(), [(b"headrace-timing", b"1")]), (asking, [])):
+        answer = call(Handle(timed=True), sent, headers=headers)
+        assert answer is not None
+        status, named, content = answer
+        told = json.loads(content)["parameters"]
+        assert (status, told["headrace_batch_rows"], told["headrace_batch_closed"]) == (200, 3, "full")
+        assert told["headrace_compute_us"] == 2
+        assert abs(sum(told[f"headrace_{part}"] for part in parts) - told["headrace_total_us"]) <= len(parts)
+        listed = dict(part.split("=") for part in named["headrace-timing"].split(", "))
+        assert {f"headrace_{name}": value for name, value in listed.items()} == {
+            name: str(value) for name, value in told.items()
+        }
+        assert "compute;dur=0.002" in named["server-timing"].split(", ")
+        assert named["server-timing"].endswith(', batch;desc="3 rows, full"')
+    unasked = call(Handle(timed=True), request(), headers=[(b"headrace-timing", b"0")])
+    assert unasked is not None
+    assert "parameters" not in json.loads(unasked[2])
+    assert not {"headrace-timing", "server-timing"} & set(unasked[1])
+
+
+def test_of_a_request_that_was_cut_only_the_total_is_known() -> None:
+    answer = call(Handle(), request(), headers=[(b"headrace-timing", b"1")])
+    assert answer is not None
+    assert set(json.loads(answer[2])["parameters"]) == {"headrace_total_us"}
+    assert answer[1]["server-timing"].startswith("total;dur=")
