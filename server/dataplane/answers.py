@@ -82,6 +82,8 @@ class Answers:
             times,
             [times.taken_ns - entry.enqueued_ns for entry in leading],
             [times.split_ns - entry.received_ns for entry in leading],
+            busy_ns,
+            entries[0].shape_key,
         )
         self._report(busy_ns)
         # Behind another batch in the air it computed no longer than it kept the instance from the next.

@@ -25,7 +25,8 @@ from server.core.clock import NS_PER_S, NS_PER_US
 from server.core.ledger import HOST, Ledger
 from server.core.tensor import ModelSpec
 from server.observability.histogram import BUCKETS_S, Histogram
-from server.observability.recorder import PHASES, Recorder, Totals
+from server.observability.recorder import Recorder
+from server.observability.totals import PHASES, Totals
 
 _LABELS = ("model", "version")
 _PHASE_DOCS = {

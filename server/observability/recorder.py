@@ -8,66 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 
-from server.core.clock import NS_PER_MS
+from server.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
-from server.observability.histogram import Histogram
+from server.observability.recent import Marks, Recent
+from server.observability.totals import PHASES, SizeTotals, Totals
 
 _FOLD_AT = 2048  # few enough that nobody notices the pause
-
-PHASES = ("queue", "assembly", "compute", "split", "total")
 _TOTAL = PHASES.index("total")
-
-
-@dataclass(slots=True)
-class SizeTotals:
-    """Executions of one batch size.
-
-    Attributes:
-        count: executions.
-        assembly_ns, compute_ns, split_ns: their time, summed.
-    """
-
-    count: int = 0
-    assembly_ns: int = 0
-    compute_ns: int = 0
-    split_ns: int = 0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Everything counted since the version was loaded.
-
-    Attributes:
-        requests: answered with success.
-        request_ns: their time from arrival to settled answer, summed.
-        failures: requests that got an error, by reason.
-        failure_ns: their time, summed.
-        rows: rows of the successful requests.
-        executions: batches run, whatever became of them.
-        queue_ns, assembly_ns, compute_ns, split_ns: per successful request, summed (a batch's time counts for each member).
-        last_ms: wall clock of the last batch, milliseconds since 1970, 0 if there was none.
-        sizes: per batch size in rows.
-        reasons: batches by the reason why they were closed.
-        phases: histograms by phase.
-    """
-
-    requests: int = 0
-    request_ns: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    failure_ns: int = 0
-    rows: int = 0
-    executions: int = 0
-    queue_ns: int = 0
-    assembly_ns: int = 0
-    compute_ns: int = 0
-    split_ns: int = 0
-    last_ms: int = 0
-    sizes: dict[int, SizeTotals] = field(default_factory=dict)
-    reasons: Counter[str] = field(default_factory=Counter)
-    phases: dict[str, Histogram] = field(default_factory=lambda: {phase: Histogram() for phase in PHASES})
 
 
 class Recorder:
@@ -75,10 +23,14 @@ class Recorder:
 
     Args:
         histograms: keep latency histograms; the exact totals are kept in any case.
+        clock: monotonic nanoseconds.
     """
 
-    def __init__(self, histograms: bool = True) -> None:
+    def __init__(self, histograms: bool = True, clock: Clock = monotonic_ns) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
+        self._marks = Marks()
+        self._shape: object = None  # of the last batch
         self._histograms = histograms
         self._totals = Totals()
         self._phases = tuple(self._totals.phases.values())  # in the order of PHASES
@@ -91,6 +43,8 @@ class Recorder:
         times: BatchTimes,
         queue_ns: list[int],
         total_ns: list[int],
+        busy_ns: int = 0,
+        shape: object = None,
     ) -> None:
         """A batch was run and answered.
 
@@ -101,13 +55,22 @@ class Recorder:
             times: its stations.
             queue_ns: per successful request, how long it waited.
             total_ns: per successful request, from arrival to answer.
+            busy_ns: how long an instance was kept by it.
+            shape: equal for batches whose requests could have shared one.
         """
         members = len(queue_ns)
         assembly_ns = times.assembled_ns - times.taken_ns
         compute_ns = times.computed_ns - times.assembled_ns
         split_ns = times.split_ns - times.computed_ns
+        second = times.split_ns // NS_PER_S
         with self._lock:
             totals = self._totals
+            if second > self._marks.second:
+                self._marks.put(second, totals.copy())
+            totals.busy_ns += busy_ns
+            if shape != self._shape:
+                self._shape = shape
+                totals.shape_changes += 1
             totals.requests += members
             totals.rows += rows
             totals.executions += 1
@@ -144,7 +107,10 @@ class Recorder:
 
     def failure(self, reason: str, time_ns: int) -> None:
         """A request got an error `time_ns` after it had arrived."""
+        second = self._clock() // NS_PER_S
         with self._lock:
+            if second > self._marks.second:
+                self._marks.put(second, self._totals.copy())
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
 
@@ -161,26 +127,10 @@ class Recorder:
     def totals(self) -> Totals:
         """A consistent copy of everything counted so far."""
         with self._lock:
-            live = self._totals
-            copy = Totals(
-                requests=live.requests,
-                request_ns=live.request_ns,
-                failures=Counter(live.failures),
-                failure_ns=live.failure_ns,
-                rows=live.rows,
-                executions=live.executions,
-                queue_ns=live.queue_ns,
-                assembly_ns=live.assembly_ns,
-                compute_ns=live.compute_ns,
-                split_ns=live.split_ns,
-                last_ms=live.last_ms,
-                sizes={
-                    rows: SizeTotals(size.count, size.assembly_ns, size.compute_ns, size.split_ns)
-                    for rows, size in live.sizes.items()
-                },
-                reasons=Counter(live.reasons),
-            )
-            for phase, histogram in live.phases.items():
-                histogram.fold()
-                copy.phases[phase].add(histogram)
-        return copy
+            return self._totals.copy()
+
+    def recent(self) -> Recent:
+        """What was counted over the last seconds."""
+        now_ns = self._clock()
+        with self._lock:
+            return self._marks.recent(now_ns, self._totals.copy())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.observability.recorder import Totals
+from server.observability.totals import Totals
 
 
 def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:

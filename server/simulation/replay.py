@@ -95,7 +95,15 @@ class Tally(Recorder):
         self._batches = batches
 
     def batch(
-        self, rows: int, batch_rows: int, reason: str, times: BatchTimes, queue_ns: list[int], total_ns: list[int]
+        self,
+        rows: int,
+        batch_rows: int,
+        reason: str,
+        times: BatchTimes,
+        queue_ns: list[int],
+        total_ns: list[int],
+        busy_ns: int = 0,
+        shape: object = None,
     ) -> None:
         """A batch was run and answered; see `Recorder`."""
         batches = self._batches
