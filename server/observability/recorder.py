@@ -68,9 +68,8 @@ class Recorder:
             if second > self._marks.second:
                 self._marks.put(second, totals.copy())
             totals.busy_ns += busy_ns
-            if shape != self._shape:
-                self._shape = shape
-                totals.shape_changes += 1
+            totals.shape_changes += shape != self._shape
+            self._shape = shape
             totals.requests += members
             totals.rows += rows
             totals.executions += 1
@@ -84,10 +83,7 @@ class Recorder:
             size = totals.sizes.get(batch_rows)
             if size is None:
                 size = totals.sizes[batch_rows] = SizeTotals()
-            size.count += 1
-            size.assembly_ns += assembly_ns
-            size.compute_ns += compute_ns
-            size.split_ns += split_ns
+            size.add(assembly_ns, compute_ns, split_ns)
             if self._histograms:
                 queue, assembly, compute, split, total = self._phases
                 queue.observe_each(queue_ns)

@@ -25,6 +25,13 @@ class SizeTotals:
     compute_ns: int = 0
     split_ns: int = 0
 
+    def add(self, assembly_ns: int, compute_ns: int, split_ns: int) -> None:
+        """One more."""
+        self.count += 1
+        self.assembly_ns += assembly_ns
+        self.compute_ns += compute_ns
+        self.split_ns += split_ns
+
 
 @dataclass(slots=True)
 class Totals:
