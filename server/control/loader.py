@@ -14,15 +14,16 @@ from server.control.artefacts import Plan, check_engine, engine_parameters, plan
 from server.control.measuring import Measuring
 from server.control.residency import Residency
 from server.control.warmup import WarmUp, Warmup, make_warmups
-from server.core.clock import NS_PER_S, NS_PER_US
+from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
 from server.core.ledger import Account, NoRoom
-from server.core.model_config import DynamicBatching, ModelConfig
+from server.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
+from server.core.model_config import RateLimits as ConfiguredLimits
 from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
-from server.dataplane.policy import HandlePolicy
+from server.dataplane.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
@@ -228,25 +229,68 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
     merge = batching is not None and config.max_batch_size > 0
     batching = batching or DynamicBatching()
     queue = batching.default_queue_policy
-    limits = QueueLimits(max_count=queue.max_queue_size) if queue.max_queue_size else QueueLimits()
+    levels = max(batching.priority_levels, 1)
     return HandlePolicy(
         batch=BatchPolicy(
             max_rows=max(config.max_batch_size, 1),
             preferred_rows=tuple(sorted(batching.preferred_batch_size)),
             max_delay_ns=batching.max_queue_delay_microseconds * NS_PER_US,
             merge=merge,
+            objective_ns=int((config.slo.p99_ms or 0) * NS_PER_MS),
         ),
-        limits=limits,
+        limits=_limits(batching),
         instances=_instances(config),
         split_oversized=config.oversize == "split",
         preserve_ordering=batching.preserve_ordering,
-        levels=max(batching.priority_levels, 1),
+        levels=levels,
         default_level=max(batching.default_priority_level, 1),
         queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
         demote_on_timeout=queue.timeout_action == "DELAY",
         timeout_override=queue.allow_timeout_override,
         fill_threads=max(1, min(_MOST_FILL_THREADS, _cores() // 2)),
+        level_policies=_level_policies(batching),
+        aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
+        sharing=_sharing(config.fair_sharing),
+        rate_limits=_rate_limits(config.rate_limits),
     )
+
+
+def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
+    """Every level's own by 1-based level; none where there is but one queue."""
+    own, levels = batching.priority_queue_policy, range(1, batching.priority_levels + 1)
+    return {level: own.get(level, batching.default_queue_policy) for level in levels}
+
+
+def _limits(batching: DynamicBatching) -> QueueLimits:
+    """What may wait at all: where levels have bounds of their own, room for as many as those allow."""
+    default = QueueLimits()
+    queues = _queue_policies(batching) or {1: batching.default_queue_policy}
+    sizes = [queue.max_queue_size for queue in queues.values()]
+    return replace(default, max_count=sum(sizes) if all(sizes) else max(default.max_count, sum(sizes)))
+
+
+def _level_policies(batching: DynamicBatching) -> dict[int, LevelPolicy]:
+    return {
+        level: LevelPolicy(
+            max_count=queue.max_queue_size,
+            queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
+            demote_on_timeout=queue.timeout_action == "DELAY",
+            timeout_override=queue.allow_timeout_override,
+        )
+        for level, queue in _queue_policies(batching).items()
+    }
+
+
+def _sharing(told: FairSharing | None) -> Sharing | None:
+    return None if told is None else Sharing(dict(told.weights), told.default_weight)
+
+
+def _rate_limits(told: ConfiguredLimits | None) -> RateLimits | None:
+    if told is None:
+        return None
+    quotas = {client: Quota(limit.requests_per_s, limit.most_at_once) for client, limit in told.clients.items()}
+    default = told.default
+    return RateLimits(quotas, None if default is None else Quota(default.requests_per_s, default.most_at_once))
 
 
 def _instances(config: ModelConfig) -> int:
