@@ -11,6 +11,7 @@ from server.core.errors import HeadraceError, ModelFailed
 from server.core.request import BatchTimes, InferResponse
 from server.core.tensor import Array
 from server.dataplane.batching import CloseReason
+from server.dataplane.outlook import Outlook
 from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
 from server.observability.recorder import Recorder
@@ -27,17 +28,21 @@ class Answers:
         recorder: counts.
         deliver: settles answers; gives the number that still had a taker, if it knows.
         report: told how long an instance was busy with a batch, nanoseconds.
+        outlook: learns what became of its predictions; None: there are none.
 
     Attributes:
         profile: learns how long batches compute.
         at_work: the runners that have a batch under way; each puts itself in and takes itself out.
     """
 
-    def __init__(self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None], outlook: Outlook | None = None
+    ) -> None:
         self._recorder = recorder
         self._deliver = deliver
         self._report = report
-        self.profile = Profile()
+        self._outlook = outlook
+        self.profile = Profile() if outlook is None else outlook.profile
         self.at_work: set[object] = set()
 
     def settle(
@@ -87,7 +92,12 @@ class Answers:
         )
         self._report(busy_ns)
         # Behind another batch in the air it computed no longer than it kept the instance from the next.
-        self.profile.observe(batch_rows, min(times.computed_ns - times.assembled_ns, busy_ns), instances)
+        compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
+        self.profile.observe(batch_rows, compute_ns, instances)
+        if self._outlook is not None:
+            self._outlook.ran(batch_rows, busy_ns - compute_ns)
+            if self._outlook.promises:
+                self._outlook.learn(leading, times.split_ns)
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
         """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.

@@ -20,6 +20,7 @@ from server.core.clock import NS_PER_S, Clock
 from server.core.completion import settle_all
 from server.core.errors import ConfigError, Finding, HeadraceError, Unavailable
 from server.dataplane.instance import Instance, OnDeath, Runner, WarmUp
+from server.dataplane.outlook import UnderWay
 from server.dataplane.restarts import Restarts
 from server.dataplane.scheduler import Scheduler
 
@@ -144,6 +145,10 @@ class Crew:
             self._start(warm_up)
             self.parked = False
         return True
+
+    def under_way(self) -> list[UnderWay]:
+        """What each instance runs that lives."""
+        return [work for instance in list(self._instances) if (work := instance.under_way) is not None]
 
     @property
     def standing(self) -> Standing | None:

@@ -11,26 +11,29 @@ import threading
 from collections.abc import Callable
 
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
-from server.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
+from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.completion import LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from server.core.errors import Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.load import LevelLoad, Load
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
 from server.dataplane.admission import Admission
+from server.dataplane.alarms import Alarms
 from server.dataplane.answers import Answers
 from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
+from server.dataplane.outlook import Outlook
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.queue import Entry
+from server.dataplane.profile import Profile
+from server.dataplane.queue import FAR_NS
+from server.dataplane.quotas import Quotas
 from server.dataplane.scheduler import Scheduler
 from server.dataplane.sequencer import Sequencer
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 
-# uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
-_MAX_DELAY_NS = 86_400 * NS_PER_S
 _LATE = "the request's deadline had passed before it was queued"
 
 
@@ -87,8 +90,11 @@ class ModelHandle:
             sequencer,
             policy.batch.objective_ns,
         )
-        self._answers = Answers(recorder, deliver, self._scheduler.report)
-        self.profile = self._answers.profile
+        self.profile = Profile()
+        self._outlook = Outlook(self.profile, policy.batch, self._scheduler, lambda: self._crew.under_way())
+        self._answers = Answers(recorder, deliver, self._scheduler.report, self._outlook)
+        self._alarms = Alarms(policy, self._scheduler, clock)
+        self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted
         self._leases, self._wanted, self._closing = 0, False, False
         self._idle = threading.Event()
@@ -143,14 +149,20 @@ class ModelHandle:
             BadRequest: more rows than a batch holds, and the model does not split.
             DeadlineExceeded: the deadline has passed already.
             Overloaded: the queue is full.
+            WouldMiss: it would be answered too late.
+            QuotaExceeded: its client asks for more than it may.
             Unavailable: the model is being unloaded or its instances have died.
         """
         now_ns = self._clock()
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded(_LATE)
+        if self._quotas is not None:
+            self._quotas.charge(request.client, now_ns)
         completion = LoopCompletion(self._mailbox)
         entries = self._admission.entries(request, completion, now_ns)
         try:
+            if entries[-1].due_ns != FAR_NS:
+                self._outlook.admit(entries, now_ns)
             self._scheduler.enqueue(entries)
         except Unavailable as error:
             settle_all([(entry.completion, error) for entry in entries])  # so that a sequencer waits for none of them
@@ -158,8 +170,8 @@ class ModelHandle:
         self.used_ns = now_ns
         if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
             self._want()
-        if request.deadline_ns or self.policy.queue_timeout_ns:
-            self._set_alarms(request, completion, entries, now_ns)
+        if request.deadline_ns or self._alarms.timeouts:
+            self._alarms.set(request, completion, entries, now_ns)
         return completion
 
     def infer_blocking(self, request: InferRequest) -> InferResponse:
@@ -175,14 +187,18 @@ class ModelHandle:
         now_ns = self._clock()
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded(_LATE)
+        if self._quotas is not None:
+            self._quotas.charge(request.client, now_ns)
         completion = ThreadCompletion()
         entries = self._admission.entries(request, completion, now_ns)
         self.used_ns = now_ns
         try:
+            if entries[-1].due_ns != FAR_NS:
+                self._outlook.admit(entries, now_ns)
             self._scheduler.run(entries, stays=not request.deadline_ns and len(entries) == 1)
             if self._crew.parked:  # after the queueing, as in `infer`
                 self._want()
-            self._wait(request, completion, entries, now_ns)
+            self._alarms.wait(request, completion, entries, now_ns)
         except BaseException as error:  # refused, or the caller is called off: nobody waits for an answer any more
             refused = error if isinstance(error, Unavailable) else Cancelled("the caller has gone")
             settle_all([(entry.completion, refused) for entry in entries])
@@ -238,6 +254,27 @@ class ModelHandle:
     def depth(self) -> int:
         """Requests in the queue."""
         return self._scheduler.depth
+
+    def load(self) -> Load:
+        """How busy it is."""
+        now_ns, outlook, scheduler = self._clock(), self._outlook, self._scheduler
+        under_way = outlook.under_way()
+        levels = tuple(
+            LevelLoad(level, *scheduler.waiting(level - 1), outlook.wait_ns(level - 1, now_ns))
+            for level in range(1, self.policy.levels + 1)
+        )
+        return Load(
+            depth=scheduler.depth,
+            rows=scheduler.waiting_rows,
+            in_flight=self._leases,
+            running_rows=sum([rows for work in under_way for _, rows in work.batches]),
+            instances=self._crew.alive,
+            wait_ns=levels[self.policy.default_level - 1].wait_ns,
+            drain_ns=outlook.drain_ns(now_ns),
+            rows_hz=outlook.rows_hz,
+            late=outlook.late,
+            levels=levels,
+        )
 
     # By the control thread
 
@@ -327,38 +364,3 @@ class ModelHandle:
         return Pipeline(
             name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
         )
-
-    def _set_alarms(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
-        policy = self.policy
-        if request.deadline_ns:
-            late = _exceeded(request)
-            completion.call_after(min(request.deadline_ns - now_ns, _MAX_DELAY_NS), completion.settle, late)
-            if policy.timeout_override:
-                return
-        if policy.queue_timeout_ns:
-            for entry in entries:
-                completion.call_after(policy.queue_timeout_ns, self._scheduler.expire, entry, policy.demote_on_timeout)
-
-    def _wait(self, request: InferRequest, completion: ThreadCompletion, entries: list[Entry], now_ns: int) -> None:
-        """The same alarms for a thread that waits, which sees to them itself."""
-        policy, deadline_ns = self.policy, request.deadline_ns
-        if policy.queue_timeout_ns and not (deadline_ns and policy.timeout_override):
-            expiry_ns = now_ns + policy.queue_timeout_ns
-            if not deadline_ns or expiry_ns < deadline_ns:
-                if completion.wait(self._left_s(expiry_ns)):
-                    return
-                for entry in entries:
-                    self._scheduler.expire(entry, policy.demote_on_timeout)
-        if deadline_ns and completion.wait(self._left_s(deadline_ns)):
-            return
-        if deadline_ns:
-            completion.settle(_exceeded(request))
-        completion.wait()
-
-    def _left_s(self, time_ns: int) -> float:
-        return min(max(time_ns - self._clock(), 0), _MAX_DELAY_NS) / NS_PER_S
-
-
-def _exceeded(request: InferRequest) -> DeadlineExceeded:
-    after_us = (request.deadline_ns - request.received_ns) // NS_PER_US
-    return DeadlineExceeded(f"the request's deadline passed after {after_us} us")

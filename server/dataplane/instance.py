@@ -10,6 +10,7 @@ from typing import Protocol
 
 from server.backends.base import Execution
 from server.core.errors import ModelFailed
+from server.dataplane.outlook import UnderWay
 
 logger = logging.getLogger("headrace.instance")
 
@@ -25,6 +26,9 @@ class Runner(Protocol):
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that is under way with an error, since the backend does not come back."""
+
+    def under_way(self) -> UnderWay:
+        """From any thread: what is being run."""
 
 
 MakeRunner = Callable[[Execution, OnDeath], Runner]
@@ -92,6 +96,12 @@ class Instance:
         runner = self._runner
         if runner is not None:
             runner.give_up(error)
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """What it runs; None if it is not open (yet, or any more)."""
+        runner = self._runner
+        return None if runner is None or self._dead else runner.under_way()
 
     def _main(self) -> None:
         try:

@@ -23,6 +23,7 @@ from server.dataplane.batch import split
 from server.dataplane.batching import CloseReason
 from server.dataplane.filling import Filler
 from server.dataplane.instance import OnDeath
+from server.dataplane.outlook import UnderWay
 from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch, Scheduler
@@ -38,10 +39,11 @@ class _Run:
     Ownership: the instance's thread until it is put into `_launched`, the finisher from then on.
     """
 
-    __slots__ = ("assembled_ns", "entries", "flight", "instances", "reason", "taken_ns")
+    __slots__ = ("assembled_ns", "entries", "flight", "instances", "reason", "rows", "taken_ns")
 
     def __init__(self, entries: list[Entry], reason: CloseReason, taken_ns: int) -> None:
         self.entries = entries
+        self.rows = sum([entry.rows for entry in entries])
         self.reason = reason
         self.taken_ns = taken_ns
         self.assembled_ns = 0
@@ -142,6 +144,11 @@ class Pipeline:
         """From any thread: answer everything that was pulled and is not settled with an error."""
         self._answers.give_up([entry for run in list(self._held) for entry in run.entries], error)
 
+    def under_way(self) -> UnderWay:
+        """From any thread: what was pulled and is not settled."""
+        held = list(self._held)
+        return UnderWay(self._last_ns, sorted([(run.taken_ns, run.rows) for run in held]))
+
     # On the instance's thread
 
     def _pull(self) -> None:
@@ -213,7 +220,9 @@ class Pipeline:
 
     def _fly(self, run: _Run) -> bool:
         """Launch a batch, or do with it what else is to be done; True if it is in the air and must be finished."""
-        entries = run.entries = [entry for entry in run.entries if not entry.completion.done]
+        entries = [entry for entry in run.entries if not entry.completion.done]
+        if len(entries) != len(run.entries):
+            run.entries, run.rows = entries, sum([entry.rows for entry in entries])
         if not entries:
             self._let_go(run)
         elif len(entries[0].inputs) != self._inputs:
@@ -232,7 +241,7 @@ class Pipeline:
             if launched:
                 self._open += 1
                 if self._pace is not None:
-                    self._pace.launched(sum([entry.rows for entry in entries]), run.taken_ns, run.assembled_ns)
+                    self._pace.launched(run.rows, run.taken_ns, run.assembled_ns)
                 return True
             self._let_go(run)
         return False
@@ -240,7 +249,7 @@ class Pipeline:
     def _launch(self, run: _Run) -> bool:
         """Begin, fill and launch; False if all callers have left meanwhile."""
         execution, entries = self._execution, run.entries
-        flight = execution.begin(entries[0].inputs, sum([entry.rows for entry in entries]) if self._batched else 0)
+        flight = execution.begin(entries[0].inputs, run.rows if self._batched else 0)
         try:
             self._filler.fill(flight, entries)
         except Exception:

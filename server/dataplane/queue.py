@@ -43,6 +43,7 @@ class Entry:
         deadline_ns: monotonic, when the client gives up; `FAR_NS` if it does not.
         due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
         client: who asks, "" for nobody in particular.
+        promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
         leads: True for the one entry of a request that is counted as the request (the last part of a split one).
@@ -58,6 +59,7 @@ class Entry:
         "leads",
         "leave",
         "level",
+        "promised_ns",
         "queued",
         "received_ns",
         "rows",
@@ -79,6 +81,7 @@ class Entry:
         self.deadline_ns = self.due_ns = request.deadline_ns or FAR_NS
         if objective_ns:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
+        self.promised_ns = 0
         self.size_bytes = request.size_bytes
         self.queued = False
         self.leads = True

@@ -217,6 +217,14 @@ class Scheduler:
         """Rows waiting now."""
         return self._queue.total_rows
 
+    def waiting(self, level: int) -> tuple[int, int]:
+        """Requests and rows that wait at a priority level, from 0."""
+        return (self._queue.count, self._queue.total_rows) if level == 0 else (0, 0)
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        """Rows that would be served before a request like this, if it were queued now."""
+        return self._queue.total_rows
+
     def poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
         """What an idle instance should do at `now_ns`; never blocks.
 

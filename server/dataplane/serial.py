@@ -10,6 +10,7 @@ from server.core.request import BatchTimes
 from server.core.tensor import Array
 from server.dataplane.answers import Answers
 from server.dataplane.batch import Staging, split
+from server.dataplane.outlook import UnderWay
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch, Scheduler
 
@@ -39,6 +40,7 @@ class SerialRunner:
         self._answers = answers
         self._clock = clock
         self._held: list[Entry] = []
+        self._taken_ns = 0
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty."""
@@ -47,7 +49,7 @@ class SerialRunner:
         at_work = self._answers.at_work
         while (batch := self._scheduler.next_batch(sleeper)) is not None:
             batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
-            self._held = batch.entries
+            self._held, self._taken_ns = batch.entries, batch.taken_ns
             if batch.entries:
                 at_work.add(self)
                 try:
@@ -60,6 +62,11 @@ class SerialRunner:
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error."""
         self._answers.give_up(self._held, error)
+
+    def under_way(self) -> UnderWay:
+        """From any thread: what is being run."""
+        held = self._held
+        return UnderWay(0, [(self._taken_ns, sum([entry.rows for entry in held]))] if held else ())
 
     def execute(self, batch: Batch) -> None:
         """Run a batch and settle every member; if it fails as a whole, run its members one by one."""

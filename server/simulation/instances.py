@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from server.core.request import BatchTimes
 from server.core.tensor import Array
 from server.dataplane.answers import Answers
+from server.dataplane.outlook import UnderWay
 from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Batch
@@ -120,6 +121,11 @@ class VirtualInstance:
             self.loop.at(self.loop.now_ns + fill_ns, self._filled)
         else:
             self._launch(run)
+
+    def under_way(self) -> UnderWay:
+        """What it has pulled and not answered."""
+        runs = [*self._flying, self._filling] if self._filling else self._flying
+        return UnderWay(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
 
     def _filled(self) -> None:
         run, self._filling = self._filling, None

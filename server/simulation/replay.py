@@ -153,6 +153,7 @@ class _Handle(ModelHandle):
                     Pace(min(batch.preferred_rows, default=batch.max_rows)) if paced else None,
                 )
             )
+        self._outlook.under_way = lambda: [instance.under_way() for instance in instances.members]
         return instances
 
 

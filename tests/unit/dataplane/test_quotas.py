@@ -38,7 +38,7 @@ def test_named_clients_have_their_own_and_without_a_default_others_have_none() -
     assert asks(quotas, "poor", 0) == 1.0
     assert [asks(quotas, "rich", 0) for _ in range(1000)] == [0] * 1000
     assert asks(quotas, "", 0) == 0
-    with pytest.raises(QuotaExceeded, match="without a name together .* 2 requests a second"):
+    with pytest.raises(QuotaExceeded, match=r"without a name together .* 2 requests a second"):
         quotas.charge("", 0)
 
 

@@ -1,0 +1,86 @@
+"""What ends a request's waiting: its own deadline, and its queue's timeout."""
+
+from __future__ import annotations
+
+from server.core.clock import NS_PER_S, NS_PER_US, Clock
+from server.core.completion import LoopCompletion, ThreadCompletion
+from server.core.errors import DeadlineExceeded
+from server.core.request import InferRequest
+from server.dataplane.policy import HandlePolicy, LevelPolicy
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import Scheduler
+
+# uvloop and asyncio take delays as floats of seconds; beyond a day a deadline means none.
+_MAX_DELAY_NS = 86_400 * NS_PER_S
+
+
+class Alarms:
+    """Sets them: timers of the event loop, or on the thread of a caller that waits.
+
+    Args:
+        policy: with the timeouts of the levels.
+        scheduler: told of entries that have waited too long.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        timeouts: False if no level has a timeout.
+    """
+
+    def __init__(self, policy: HandlePolicy, scheduler: Scheduler, clock: Clock) -> None:
+        self._levels = _policies(policy)
+        self._scheduler = scheduler
+        self._clock = clock
+        self.timeouts = any(level.queue_timeout_ns for level in self._levels)
+
+    def set(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
+        """Have timers end it."""
+        deadline_ns = request.deadline_ns
+        if deadline_ns:
+            completion.call_after(min(deadline_ns - now_ns, _MAX_DELAY_NS), completion.settle, _exceeded(request))
+        level = self._levels[entries[0].level]
+        timeout_ns = _timeout_ns(level, deadline_ns, now_ns)
+        if timeout_ns:
+            for entry in entries:
+                completion.call_after(timeout_ns, self._scheduler.expire, entry, level.demote_on_timeout)
+
+    def wait(self, request: InferRequest, completion: ThreadCompletion, entries: list[Entry], now_ns: int) -> None:
+        """The same for a thread that waits, which sees to them itself; returns once the completion is settled and told."""
+        deadline_ns = request.deadline_ns
+        level = self._levels[entries[0].level]
+        timeout_ns = _timeout_ns(level, deadline_ns, now_ns)
+        if timeout_ns:
+            if completion.wait(self._left_s(now_ns + timeout_ns)):
+                return
+            for entry in entries:
+                self._scheduler.expire(entry, level.demote_on_timeout)
+        if deadline_ns and completion.wait(self._left_s(deadline_ns)):
+            return
+        if deadline_ns:
+            completion.settle(_exceeded(request))
+        completion.wait()
+
+    def _left_s(self, time_ns: int) -> float:
+        return min(max(time_ns - self._clock(), 0), _MAX_DELAY_NS) / NS_PER_S
+
+
+def _policies(policy: HandlePolicy) -> list[LevelPolicy]:
+    """Of each level, its own or the handle's."""
+    common = LevelPolicy(
+        queue_timeout_ns=policy.queue_timeout_ns,
+        demote_on_timeout=policy.demote_on_timeout,
+        timeout_override=policy.timeout_override,
+    )
+    return [policy.level_policies.get(level, common) for level in range(1, policy.levels + 1)]
+
+
+def _timeout_ns(level: LevelPolicy, deadline_ns: int, now_ns: int) -> int:
+    """How long an entry may wait by its queue's policy; 0 if that says nothing, or the request's own deadline stands for it."""
+    timeout_ns = level.queue_timeout_ns
+    if deadline_ns and (level.timeout_override or deadline_ns <= now_ns + timeout_ns):
+        return 0
+    return timeout_ns
+
+
+def _exceeded(request: InferRequest) -> DeadlineExceeded:
+    after_us = (request.deadline_ns - request.received_ns) // NS_PER_US
+    return DeadlineExceeded(f"the request's deadline passed after {after_us} us")
