@@ -6,6 +6,7 @@ After the gRPC project's "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" an
 from __future__ import annotations
 
 import re
+from binascii import b2a_base64
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,30 +17,11 @@ from server.core.errors import BadRequest, HeadraceError, TooLarge
 from server.frontends.asked import NOTHING, Asked, AskedHeaders
 from server.frontends.compression import decompress
 from server.frontends.grpc_methods import Methods, Stream, Unary
-from server.frontends.grpc_status import failure
+from server.frontends.grpc_status import CODES, failure
 from server.frontends.http2.connection import MalformedHeadersError
 from server.frontends.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEAD, HEADERS
 from server.frontends.http2.headers import Field, encode
 
-CODES = {
-    "OK": 0,
-    "CANCELLED": 1,
-    "UNKNOWN": 2,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "ALREADY_EXISTS": 6,
-    "PERMISSION_DENIED": 7,
-    "RESOURCE_EXHAUSTED": 8,
-    "FAILED_PRECONDITION": 9,
-    "ABORTED": 10,
-    "OUT_OF_RANGE": 11,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "DATA_LOSS": 15,
-    "UNAUTHENTICATED": 16,
-}
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
 _ACCEPTED: Field = (b"grpc-accept-encoding", b"identity, deflate, gzip")
 _UNIT_NS = {
@@ -112,7 +94,7 @@ class Status:
     def of(cls, error: Exception) -> Status:
         """The status of an error, to be called while it is handled; see `grpc_status.failure`."""
         end = failure(error)
-        return cls(end.code, end.text, tuple((name.encode(), value.encode()) for name, value in end.metadata))
+        return cls(end.code, end.text, tuple((name.encode(), _wire_value(value)) for name, value in end.metadata))
 
     def frame(self, stream_id: int, opened: bool) -> bytes:
         """The HEADERS frame that ends the call; `opened` if `opening` was sent before."""
@@ -121,6 +103,11 @@ class Status:
         if self.message:
             fields.append((b"grpc-message", percent_encode(self.message)))
         return _ending(stream_id, [*fields, *self.metadata])
+
+
+def _wire_value(value: str | bytes) -> bytes:
+    """Bytes travel in base64 without padding."""
+    return value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
 
 
 def percent_encode(text: str) -> bytes:

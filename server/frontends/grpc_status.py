@@ -5,9 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.core.errors import HeadraceError
+from server.frontends.grpc_details import DETAILS_TRAILER, details
 from server.frontends.grpc_infer import fault
 from server.frontends.status import grpc_code, retry_after_s
 
+CODES = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "UNKNOWN": 2,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "ALREADY_EXISTS": 6,
+    "PERMISSION_DENIED": 7,
+    "RESOURCE_EXHAUSTED": 8,
+    "FAILED_PRECONDITION": 9,
+    "ABORTED": 10,
+    "OUT_OF_RANGE": 11,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "DATA_LOSS": 15,
+    "UNAUTHENTICATED": 16,
+}
 # Trailers travel as a header block, which clients bound to 8 KiB by default; anything but printable ASCII is
 # percent-encoded there, a character beyond ASCII as up to four bytes of three characters each.
 _MAX_ASCII = 2048
@@ -21,12 +41,12 @@ class Failure:
     Attributes:
         code: the name of the gRPC code.
         text: for `grpc-message`; no lone surrogates, and not too long for a header.
-        metadata: trailing, e.g. (("retry-after", "1"),).
+        metadata: trailing, e.g. (("retry-after", "1"),); bytes where the name ends in "-bin".
     """
 
     code: str
     text: str
-    metadata: tuple[tuple[str, str], ...] = ()
+    metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
 def failure(error: Exception) -> Failure:
@@ -39,5 +59,8 @@ def failure(error: Exception) -> Failure:
     limit = _MAX_ASCII if text.isascii() and text.isprintable() else _MAX_OTHER
     if len(text) > limit:
         text = text[: limit - 3] + "..."
-    seconds = retry_after_s(told)
-    return Failure(grpc_code(told), text, () if seconds is None else (("retry-after", str(seconds)),))
+    code = grpc_code(told)
+    more = details(told, CODES[code], text)
+    if more is None:
+        return Failure(code, text)
+    return Failure(code, text, (("retry-after", str(retry_after_s(told))), (DETAILS_TRAILER, more)))

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from math import ceil
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from server.frontends.asked import NOTHING, AskedHeaders
 from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.models import Handle, Services
-from server.frontends.status import http_status, retry_after_s
+from server.frontends.status import http_status, retry_after_s, retry_delay_s
 from server.frontends.timing import timing, timing_headers
 
 logger = logging.getLogger("headrace.http")
@@ -266,12 +267,15 @@ async def _send_answer(
 
 
 def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers (Retry-After where coming back makes sense) and body, `{"error": text}`."""
+    """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer."""
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
     headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
-    seconds = retry_after_s(error)
-    if seconds is not None:
-        headers.append((b"retry-after", b"%d" % seconds))
+    delay_s = retry_delay_s(error)
+    if delay_s is not None:
+        headers += [
+            (b"retry-after", b"%d" % (retry_after_s(error) or 1)),
+            (b"retry-after-ms", b"%d" % ceil(delay_s * 1000)),
+        ]
     return http_status(error), headers, body
 
 

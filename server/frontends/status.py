@@ -41,6 +41,12 @@ def grpc_code(error: errors.HeadraceError) -> str:
     return next(code for kind, _, code in STATUS if isinstance(error, kind))
 
 
+def retry_delay_s(error: errors.HeadraceError) -> float | None:
+    """When to come back, in seconds; None where coming back makes no sense."""
+    return error.retry_after_s if isinstance(error, errors.Unavailable | errors.QuotaExceeded) else None
+
+
 def retry_after_s(error: errors.HeadraceError) -> int | None:
-    """Whole seconds for a Retry-After header, None where coming back makes no sense."""
-    return math.ceil(error.retry_after_s) if isinstance(error, errors.Unavailable | errors.QuotaExceeded) else None
+    """The same in whole seconds, at least 1: a Retry-After header cannot say less."""
+    delay_s = retry_delay_s(error)
+    return None if delay_s is None else max(math.ceil(delay_s), 1)

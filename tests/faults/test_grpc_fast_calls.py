@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from tests.grpc_echo import EchoServer, echo_server, wait_for
+from tests.rich_status import retry_delay_s, rich_status
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -177,7 +178,10 @@ def test_errors_reach_the_client_with_code_text_and_metadata(
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
     error = _refused(channel.unary_unary("/test.Echo/Overloaded"), b"")
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "come back later")
-    assert ("retry-after", "3") in [tuple(pair) for pair in error.trailing_metadata()]
+    trailers = dict(error.trailing_metadata())
+    assert trailers["retry-after"] == "3"
+    code, text, details = rich_status(trailers["grpc-status-details-bin"])
+    assert (code, text, retry_delay_s(details)) == (14, "come back later", 2.5)
     error = _refused(channel.unary_unary("/test.Echo/Fault"), b"")
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "secret" not in error.details()

@@ -372,7 +372,7 @@ def test_a_stream_is_drained() -> None:
 
 def test_how_a_call_ends() -> None:
     assert (failure(TooLarge("big")).code, failure(TooLarge("big")).text) == ("RESOURCE_EXHAUSTED", "big")
-    assert failure(Overloaded("full", 2.4)).metadata == (("retry-after", "3"),)
+    assert dict(failure(Overloaded("full", 2.4)).metadata)["retry-after"] == "3"
     assert failure(BadRequest("bad")).metadata == ()
 
 

@@ -20,7 +20,9 @@ from server.core.errors import (
     NotFound,
     Overloaded,
     QueueTimeout,
+    QuotaExceeded,
     Unavailable,
+    WouldMiss,
 )
 from server.core.request import BatchTimes, InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
@@ -212,6 +214,8 @@ def test_a_small_answer_is_not_packed() -> None:
     ("error", "status", "retry_after"),
     [
         (Overloaded("full", 3.0), 503, "3"),
+        (WouldMiss("late", 0.02), 503, "1"),
+        (QuotaExceeded("too many", 1.5), 429, "2"),
         (QueueTimeout("late"), 503, "1"),
         (Unavailable("away"), 503, "1"),
         (DeadlineExceeded("late"), 504, None),
@@ -225,6 +229,8 @@ def test_errors_of_the_data_plane(error: HeadraceError, status: int, retry_after
     assert (answer[0], answer[1].get("retry-after")) == (status, retry_after)
     assert json.loads(answer[2]) == {"error": str(error)}
     assert handle.failures == [error]
+    delay_s = getattr(error, "retry_after_s", None)
+    assert answer[1].get("retry-after-ms") == (None if delay_s is None else f"{delay_s * 1000:.0f}")
 
 
 def test_an_unknown_model_is_answered_without_reading_its_body() -> None:

@@ -1,0 +1,53 @@
+"""What a failed call says besides its code and text, read as gRPC's clients read it."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.core.errors import BadRequest, HeadraceError, ModelFailed, Overloaded, QuotaExceeded, Unavailable, WouldMiss
+from server.frontends.grpc_status import failure
+from tests.rich_status import retry_delay_s, rich_status
+
+
+@pytest.mark.parametrize(
+    ("error", "delay_s", "seconds"),
+    [
+        (WouldMiss("late", 0.0125), 0.0125, "1"),
+        (Overloaded("full", 2.4), 2.4, "3"),
+        (Unavailable("loading", 70.0), 70.0, "70"),
+        (Unavailable("now", 0.0), 0.0, "1"),
+        (QuotaExceeded("too many", 1e-9, "shop"), 1e-9, "1"),
+    ],
+)
+def test_when_to_come_back(error: HeadraceError, delay_s: float, seconds: str) -> None:
+    end = failure(error)
+    metadata = dict(end.metadata)
+    assert metadata["retry-after"] == seconds
+    content = metadata["grpc-status-details-bin"]
+    assert isinstance(content, bytes)
+    code, text, details = rich_status(content)
+    assert (code, text) == ({"UNAVAILABLE": 14, "RESOURCE_EXHAUSTED": 8}[end.code], str(error))
+    assert retry_delay_s(details) == pytest.approx(delay_s, abs=1e-9)
+    assert ("google.rpc.QuotaFailure" in details) == isinstance(error, QuotaExceeded)
+
+
+@pytest.mark.parametrize(("client", "subject"), [("shop", "client:shop"), ("", "client:clients without a name")])
+def test_whose_quota_it_is(client: str, subject: str) -> None:
+    content = dict(failure(QuotaExceeded("five a second", 1.0, client)).metadata)["grpc-status-details-bin"]
+    assert isinstance(content, bytes)
+    (violation,) = rich_status(content)[2]["google.rpc.QuotaFailure"].violations
+    assert (violation.subject, violation.description) == (subject, "five a second")
+
+
+@pytest.mark.parametrize("error", [BadRequest("no"), ModelFailed("no"), RuntimeError("no")])
+def test_where_coming_back_makes_no_sense_nothing_is_added(error: Exception) -> None:
+    assert failure(error).metadata == ()
+
+
+@pytest.mark.parametrize("text", ["a" * 100_000, "\u6771" * 100_000])
+def test_the_trailers_stay_within_what_clients_take(text: str) -> None:
+    end = failure(QuotaExceeded(text, 1.0, "x" * 128))
+    content = dict(end.metadata)["grpc-status-details-bin"]
+    assert isinstance(content, bytes)
+    percent = sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in end.text.encode())
+    assert percent + len(content) * 4 // 3 < 8000
