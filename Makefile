@@ -58,6 +58,7 @@ load: $(VENV)/.dev models ## locust, headless, against a server of its own
 
 docs: $(VENV)/.serve ## write the generated pages of docs/
 	$(BIN)/python -m server.config.schema docs
+	$(BIN)/python -m server.observability.metrics_docs docs
 
 lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \

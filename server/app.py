@@ -19,14 +19,17 @@ from server.control.residency import Residency
 from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
+from server.cuda.nvml import Nvml
 from server.cuda.shared_memory import find_client_memory
 from server.frontends.asked import AskedHeaders
+from server.frontends.certificates import certificate_expiry_s
 from server.frontends.http_server import HttpApplication
 from server.frontends.models import Services
 from server.frontends.tls import TlsFiles
 from server.listen import GrpcListener, UvicornServer, bind, grpc_engine, metrics_application, shown, tls_files
 from server.observability.log_settings import LogSettings
 from server.observability.metrics import MetricsPage
+from server.observability.metrics_server import LoopLag, ServerFacts
 from server.observability.traces import Tracer
 from server.settings import Settings, without_effect
 
@@ -51,6 +54,7 @@ class HeadraceServer:
         self._grpc: GrpcListener | None = None
         self._asked_headers = AskedHeaders(settings.client_header)
         self._tracer = Tracer(settings.trace_file)
+        self._lag = LoopLag()
         self._exit_status = 0
 
     def run(self) -> int:
@@ -82,12 +86,15 @@ class HeadraceServer:
         self._url = f"{'https' if tls else 'http'}://{shown(*sockets[0].getsockname()[:2])}"
         self._grpc_address = shown(settings.host, port) if self._grpc else ""
         reconciler.start()
+        if settings.metrics:
+            self._lag.start(loop)
         serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
         if self._grpc is not None:
             serving.append(self._grpc.serve())
         try:
             await asyncio.gather(*serving)
         finally:
+            self._lag.stop()
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
             await asyncio.to_thread(self._tracer.close)
         if not clean:
@@ -137,7 +144,7 @@ class HeadraceServer:
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
         settings = self._settings
-        page = MetricsPage(self._registry.sources, self._residency).render if settings.metrics else None
+        page = self._metrics(tls).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
         application = HttpApplication(services, settings.max_body_bytes, None if apart else page, self._asked_headers)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
@@ -147,6 +154,16 @@ class HeadraceServer:
             sockets.append(bind(settings.host, settings.metrics_port))
             self._servers.append(UvicornServer(metrics_application(page), settings, context))
         return sockets
+
+    def _metrics(self, tls: TlsFiles | None) -> MetricsPage:
+        facts = ServerFacts(
+            states=self._registry,
+            version=version("headrace"),
+            lag=self._lag,
+            connections={"http": lambda: sum(server.connections for server in self._servers)},
+            certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
+        )
+        return MetricsPage(self._registry.sources, self._residency, facts, Nvml())
 
     async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
         settings = self._settings

@@ -11,6 +11,7 @@ from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.requests import Request
 from starlette.responses import Response
 
 from server.core.errors import ConfigError, Finding
@@ -19,7 +20,7 @@ from server.frontends.http_protocol import HeadraceHttpProtocol
 from server.frontends.tls import TlsFiles
 from server.settings import Settings
 
-MetricsRender = Callable[[], tuple[str, bytes]]
+MetricsRender = Callable[[str], tuple[str, bytes]]
 
 
 class UvicornServer(uvicorn.Server):
@@ -48,6 +49,11 @@ class UvicornServer(uvicorn.Server):
             ssl_context_factory=None if tls is None else (lambda _config, _default: tls),
         )
         super().__init__(config)
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -126,8 +132,8 @@ def metrics_application(page: MetricsRender) -> FastAPI:
     app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        content_type, body = page()
+    async def metrics(request: Request) -> Response:
+        content_type, body = await asyncio.to_thread(page, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     return app

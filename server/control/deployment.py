@@ -24,6 +24,7 @@ from server.control.registry import Registry, Serving
 from server.core.errors import ConfigError, HeadraceError
 from server.core.ledger import NoRoom
 from server.dataplane.handle import ModelHandle
+from server.observability.tally import BUILDS, LOADS
 
 _T = TypeVar("_T")
 
@@ -119,6 +120,13 @@ class Deployments:
         Raises:
             ConfigError: some version, or all of it, cannot be served; the registry has the reason.
         """
+        try:
+            self._load(source)
+        except Exception:
+            LOADS.count(source.name, "failed")
+            raise
+
+    def _load(self, source: Source) -> None:
         looks = look_at_versions(source.path)
         live = self._versions(source.name)
         serves = any(version.handle.ready for version in live.values())
@@ -157,6 +165,7 @@ class Deployments:
         if model is None or number not in model.versions or model.order(number) != order:
             return
         version = model.versions[number]
+        BUILDS.count(name, "failed" if failure else "built")
         if failure:
             logger.error("model %s version %s: no engine was built: %s", name, number, failure)
             self._registry.note(name, self._remark(model, number), number)
@@ -185,7 +194,8 @@ class Deployments:
         for number, version in self._versions(name).items():
             self._registry.mark(name, number, State.UNLOADING)
             self._drains.begin(name, number, version.handle, version.closed)
-        self._live.pop(name, None)
+        if self._live.pop(name, None) is not None:
+            LOADS.count(name, "unloaded")
         self._registry.withdraw(name, "unloaded")
 
     def unload_all(self) -> None:
@@ -304,6 +314,7 @@ class Deployments:
         self._registry.prune(name, keep=wanted)
         if chosen and handles != {number: version.handle for number, version in before.items()}:
             logger.info("model %s serves version %s", name, ", ".join(chosen))
+            LOADS.count(name, "reloaded" if before else "loaded")
 
     def _discard(self, name: str, chosen: dict[str, _Version]) -> None:
         """Close what was built for a load that failed in another version."""

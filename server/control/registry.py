@@ -125,6 +125,11 @@ class Registry:
             for version, handle in serving.handles.items()
         ]
 
+    def states(self) -> Sequence[tuple[str, str, str]]:
+        """Name, version ("" before they are known) and state of every version found."""
+        with self._lock:
+            return [(name, version, record.state.name) for (name, version), record in sorted(self._records.items())]
+
     # For the control thread
 
     def set_complete(self, complete: bool) -> None:

@@ -8,6 +8,7 @@ from server.core.errors import HeadraceError
 from server.frontends.grpc_details import DETAILS_TRAILER, details
 from server.frontends.grpc_infer import fault
 from server.frontends.status import grpc_code, retry_after_s
+from server.observability.tally import ERRORS
 
 CODES = {
     "OK": 0,
@@ -52,10 +53,11 @@ class Failure:
 def failure(error: Exception) -> Failure:
     """What the caller is told of an exception; one that is no HeadraceError is a fault of ours and is logged.
 
-    To be called while the exception is handled.
+    Counts the error. To be called while the exception is handled.
     """
     told = error if isinstance(error, HeadraceError) else fault()
     text = str(told).encode("utf-8", "replace").decode()
+    ERRORS.count("grpc", told.reason)
     limit = _MAX_ASCII if text.isascii() and text.isprintable() else _MAX_OTHER
     if len(text) > limit:
         text = text[: limit - 3] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -20,13 +21,13 @@ from starlette.responses import Response
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, NotFound, TooLarge
 from server.core.names import REGION_PATTERN
 from server.frontends.http_infer import error_answer
-from server.frontends.http_routes import JSON, Call, Route, routes
+from server.frontends.http_routes import JSON, Call, Page, Route, routes
 from server.frontends.models import Services
 from server.frontends.openapi import page
 
 logger = logging.getLogger("headrace.http")
 
-Metrics = Callable[[], tuple[str, bytes]]
+Metrics = Callable[[str], tuple[str, bytes]]
 
 # JSON by its name; what clients send that name none (Triton's among them); and what curl sends if it is not told better.
 _MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
@@ -42,7 +43,8 @@ def control_application(services: Services, max_body_bytes: int, metrics: Metric
     Args:
         services: of the server.
         max_body_bytes: of a request that may carry a model's files.
-        metrics: gives the page for Prometheus as (content type, body), or None if it is served elsewhere.
+        metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
+            served elsewhere.
     """
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _no_route)
@@ -80,6 +82,8 @@ async def _answer(route: Route, request: Request) -> Response:
             result = await result
         if result is None:
             return Response()
+        if isinstance(result, Page):
+            return Response(result.content, headers={"content-type": result.media_type})
         content = result if isinstance(result, bytes) else _json(result)
         return Response(content, headers={"content-type": route.media_type})
     except HeadraceError as error:
@@ -98,7 +102,8 @@ async def _call(route: Route, request: Request) -> Call:
     if route.body is not None:
         _check_media_type(request)
         body = _decode(await _read(request, route.max_body_bytes), route)
-    return Call(names.get("model", ""), names.get("version", ""), names.get("region", ""), body)
+    accept = request.headers.get("accept", "")
+    return Call(names.get("model", ""), names.get("version", ""), names.get("region", ""), body, accept)
 
 
 def _check_media_type(request: Request) -> None:
@@ -204,8 +209,11 @@ def _pages(metrics: Metrics | None, described: Callable[[Call], bytes]) -> list[
         Route("GET", "/docs", "pages", "This page, for people", lambda call: docs, str, media_type=html),
     ]
     if metrics is not None:
-        text = metrics()[0]
-        found.append(
-            Route("GET", "/metrics", "pages", "For Prometheus", lambda call: metrics()[1], str, media_type=text)
-        )
+        text = metrics("")[0]
+
+        async def scraped(call: Call) -> Page:
+            # Not on the loop: with many models it takes longer than requests should wait.
+            return Page(*await asyncio.to_thread(metrics, call.accept))
+
+        found.append(Route("GET", "/metrics", "pages", "For Prometheus", scraped, str, media_type=text))
     return found

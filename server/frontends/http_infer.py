@@ -27,6 +27,7 @@ from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s, retry_delay_s
 from server.frontends.timing import timing, timing_headers
+from server.observability.tally import ERRORS
 
 logger = logging.getLogger("headrace.http")
 
@@ -267,7 +268,11 @@ async def _send_answer(
 
 
 def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer."""
+    """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer.
+
+    Counts the error.
+    """
+    ERRORS.count("http", error.reason)
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
     headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
     delay_s = retry_delay_s(error)

@@ -32,12 +32,27 @@ class Call:
     Attributes:
         model, version, region: out of the path; "" where the route has none.
         body: decoded, None where the route takes none.
+        accept: the header of that name.
     """
 
     model: str
     version: str
     region: str
     body: Any
+    accept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a route gives that answers in a form of the client's choice.
+
+    Attributes:
+        media_type: of the form.
+        content: as it is sent.
+    """
+
+    media_type: str
+    content: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,7 @@ class Route:
         path: with its parameters in braces: model, version, region.
         tag: under which the API page shows it.
         summary: one line.
-        run: gives what is to be sent: bytes as they are, None for an empty body, anything else as JSON.
+        run: gives what is to be sent: bytes or a Page as they are, None for an empty body, anything else as JSON.
         answer: type of what is sent, as the page describes it; None for an empty body.
         body: type of the request's body, None if it takes none.
         body_required: False where an empty body stands for one without fields.

@@ -15,7 +15,8 @@ class HttpApplication:
     Args:
         services: of the server.
         max_body_bytes: of an inference request, or of a request that carries a model's files.
-        metrics: gives the page for Prometheus as (content type, body), or None if it is served elsewhere.
+        metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
+            served elsewhere.
         asked_headers: what is read of inference requests besides.
     """
 

@@ -1,4 +1,4 @@
-"""Counts of what never reaches a model: refusals and limits. Counted where it happens, read when Prometheus asks."""
+"""Counts of what no model's recorder sees: refusals, limits, loads. Counted where it happens, read when Prometheus asks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 class Tally:
     """Counts by labels; any thread may call any method.
 
-    Labels come from the code, never from a client: each combination is kept for ever.
+    Labels come from the code or the operator, never from a client: each combination is kept for ever.
 
     Args:
         labels: their names, in the order in which `count` takes their values.
@@ -40,3 +40,7 @@ LIMITS = Tally("limit")
 """Requests, connections or streams that met a limit, by its name: headrace_limit_hits_total."""
 ERRORS = Tally("protocol", "reason")
 """Answers that were an error, by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
+LOADS = Tally("model", "result")
+"""Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
+BUILDS = Tally("model", "result")
+"""Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""

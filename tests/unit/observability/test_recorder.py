@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +110,8 @@ class _Profile:
 
 
 class _Source:
-    depth, in_flight, alive, restarts = 4, 5, 2, 3
+    depth, in_flight, alive, restarts, parked = 4, 5, 2, 3, False
+    policy = SimpleNamespace(instances=4)
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     standing = Standing(False, "", 6)
     profile = _Profile()
@@ -142,6 +144,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_queue_depth", None].value == 4
     assert samples["headrace_in_flight", None].value == 5
     assert samples["headrace_instances", None].value == 2
+    assert samples["headrace_instances_wanted", None].value == 4
     profile = {
         (sample.labels["rows"], sample.labels["quantile"]): sample.value
         for family in text_string_to_metric_families(body.decode())

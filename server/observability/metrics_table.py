@@ -1,0 +1,342 @@
+"""Every metric of the server in one table: its name, kind, labels and meaning. `docs/metrics.md` is written from it.
+
+A family's name is the one that Prometheus stores: that of a counter ends in `_total`. Once released, a name stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.samples import Exemplar as OpenMetricsExemplar
+
+from server.core.clock import NS_PER_S
+from server.observability.histogram import BUCKETS_S, Exemplar, Histogram
+
+Kind = Literal["counter", "gauge", "histogram", "summary", "unknown"]
+MODEL = ("model", "version")
+_LE = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+
+
+class Durations(HistogramMetricFamily):
+    """A histogram of both kinds.
+
+    Attributes:
+        natives: label values and histogram of each series, in the order in which they were added.
+    """
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        super().__init__(name, text, labels=labels)
+        self.natives: list[tuple[list[str], Histogram]] = []
+
+    def add(self, labels: list[str], histogram: Histogram) -> None:
+        """A series; the histogram must be folded and change no more."""
+        self.natives.append((labels, histogram))
+        buckets = [_sample(bucket) for bucket in classic_buckets(histogram)]
+        self.add_metric(labels, buckets, histogram.sum_ns / NS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        section: of the page of documentation.
+        name: as Prometheus stores it.
+        kind: as Prometheus types it; unknown is a counter whose name lacks the suffix.
+        text: what it says, one or two sentences.
+        labels: their names.
+        native: a histogram of durations that is a native one too.
+        when: where it is absent otherwise; "" if it is always there.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    native: bool = False
+    when: str = ""
+
+    def counter(self) -> CounterMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return CounterMetricFamily(self.name.removesuffix("_total"), self.text, labels=self.labels)
+
+    def gauge(self) -> GaugeMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return GaugeMetricFamily(self.name, self.text, labels=self.labels)
+
+    def summary(self) -> SummaryMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return SummaryMetricFamily(self.name, self.text, labels=self.labels)
+
+    def histogram(self) -> HistogramMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return HistogramMetricFamily(self.name, self.text, labels=self.labels)
+
+    def durations(self) -> Durations:
+        """Empty, to be filled with `add`."""
+        return Durations(self.name, self.text, self.labels)
+
+    def unknown(self) -> Metric:
+        """Empty, to be filled with `add_sample`."""
+        return Metric(self.name, self.text, "unknown")
+
+
+def classic_buckets(histogram: Histogram) -> list[tuple[str, int, Exemplar | None]]:
+    """Upper bound as text, how many durations keep to it, and an example."""
+    cumulative: list[int] = histogram.counts.cumsum().tolist()
+    return [
+        (bound, count, histogram.exemplars.get(place))
+        for place, (bound, count) in enumerate(zip(_LE, cumulative, strict=True))
+    ]
+
+
+def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tuple[str, float, OpenMetricsExemplar]:
+    bound, count, example = bucket
+    if example is None:
+        return bound, count
+    return (
+        bound,
+        count,
+        OpenMetricsExemplar({"trace_id": example.trace_id}, example.value_ns / NS_PER_S, example.time_s),
+    )
+
+
+_AT = "Requests and their time"
+_ONCE = "once per request in it"
+PHASE_SECONDS = {
+    phase: Family(_AT, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
+    for phase, text in {
+        "queue": "Time a request waited for an instance.",
+        "assembly": f"Time to put a batch together, {_ONCE}.",
+        "compute": f"Time the backend ran a batch, {_ONCE}.",
+        "split": f"Time to give every request of a batch its part of the answer, {_ONCE}.",
+        "total": "Time from the arrival of a request to its settled answer.",
+    }.items()
+}
+REQUESTS = Family(_AT, "headrace_requests_total", "counter", "Requests answered with success.", MODEL)
+ROWS = Family(_AT, "headrace_rows_total", "counter", "Rows of the requests answered with success.", MODEL)
+FAILURES = Family(
+    _AT,
+    "headrace_failures_total",
+    "counter",
+    "Requests for a model that were answered with an error or refused, or whose caller left (reason cancelled).",
+    (*MODEL, "reason"),
+)
+ERRORS = Family(
+    _AT,
+    "headrace_errors_total",
+    "counter",
+    "Answers that were an error, whether they were about a model or not.",
+    ("protocol", "reason"),
+)
+LIMIT_HITS = Family(
+    _AT, "headrace_limit_hits_total", "counter", "Requests, connections or streams that met a limit.", ("limit",)
+)
+
+_BATCHES = "Batches"
+BATCHES = Family(
+    _BATCHES, "headrace_batches_total", "counter", "Batches run, by the reason why they were closed.",
+    (*MODEL, "closed_by"),
+)  # fmt: skip
+BATCH_ROWS = Family(_BATCHES, "headrace_batch_rows", "histogram", "Rows of each batch that was run.", MODEL)
+PROFILE = Family(
+    _BATCHES,
+    "headrace_profile_microseconds",
+    "gauge",
+    "How long the backend is expected to run a batch of so many rows.",
+    (*MODEL, "rows", "quantile"),
+)
+
+_LOAD = "Load"
+BUSY = Family(
+    _LOAD,
+    "headrace_busy_seconds_total",
+    "counter",
+    "Time that instances were kept by the batches they answered, summed: rate() of it by instance is their utilisation.",
+    MODEL,
+)
+QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
+IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and answer.", MODEL)
+
+_MODELS = "Models"
+READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")
+MODEL_STATE = Family(
+    _MODELS, "headrace_model_state", "gauge", "1 for the state that a version is in, 0 for the others.",
+    (*MODEL, "state"),
+)  # fmt: skip
+MODEL_LOADS = Family(
+    _MODELS,
+    "headrace_model_loads_total",
+    "counter",
+    "Loads (result loaded), replacements of what served (reloaded), unloads (unloaded), and attempts that failed (failed).",
+    ("model", "result"),
+    when="once a model has been loaded",
+)
+LOAD_SECONDS = Family(_MODELS, "headrace_load_seconds", "summary", "Time to load a version.", MODEL)
+INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Instances that live.", MODEL)
+INSTANCES_WANTED = Family(
+    _MODELS, "headrace_instances_wanted", "gauge", "Instances that should live: 0 while the version is parked.", MODEL
+)
+RESTARTS = Family(
+    _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were started anew.", MODEL
+)
+PROCESS_UP = Family(
+    _MODELS, "headrace_model_process_up", "gauge", "1 while an isolated model's process serves.", MODEL,
+    when="with `isolation: process`",
+)  # fmt: skip
+PROCESS_RESTARTS = Family(
+    _MODELS,
+    "headrace_model_process_restarts_total",
+    "counter",
+    "Processes of an isolated model that died and were replaced.",
+    MODEL,
+    when="with `isolation: process`",
+)
+
+_ENGINES = "Engines"
+ENGINE_INFO = Family(
+    _ENGINES,
+    "headrace_engine_info",
+    "gauge",
+    "1 for a model that a built engine serves.",
+    (*MODEL, "precision", "file", "below_accuracy_bar"),
+    when="for a model that a built engine serves",
+)
+ENGINE_ACCURACY = Family(
+    _ENGINES,
+    "headrace_engine_accuracy",
+    "gauge",
+    "How near the engine's answers were to those of the FP32 model when it was built, by measure; 1 is the same.",
+    (*MODEL, "measure"),
+    when="for a model that a built engine serves",
+)
+ENGINE_BUILDS = Family(
+    _ENGINES,
+    "headrace_engine_builds_total",
+    "counter",
+    "Engines that the server had built (`build_on_load`), by result: built, failed.",
+    ("model", "result"),
+    when="with `build_on_load`, once a build has ended",
+)
+
+_MEMORY = "GPU memory that models hold"
+GPU_MODEL = "once a model on a GPU has been loaded"
+GPU_MEMORY = Family(
+    _MEMORY,
+    "headrace_gpu_memory_bytes",
+    "gauge",
+    "Memory booked for models; gpu is a number, or host for pinned memory.",
+    ("gpu", *MODEL, "kind"),
+    when=GPU_MODEL,
+)
+GPU_MEMORY_LIMIT = Family(
+    _MEMORY, "headrace_gpu_memory_limit_bytes", "gauge", "What all models together may take of a GPU.", ("gpu",),
+    when=GPU_MODEL,
+)  # fmt: skip
+ON_DEMAND_LOADS = Family(
+    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads because a request waited for a parked version.", MODEL
+)
+EVICTIONS = Family(
+    _MEMORY, "headrace_evictions_total", "counter", "How often a version was parked to make room for another.", MODEL
+)
+
+_GPUS = "GPUs"
+_NVML = "with an NVIDIA driver"
+
+
+def _gpu(name: str, text: str, kind: Kind = "gauge", *labels: str) -> Family:
+    return Family(_GPUS, name, kind, text, ("gpu", *labels), when=_NVML)
+
+
+GPU_INFO = _gpu("headrace_gpu_info", "1; names the GPU.", "gauge", "name", "uuid", "driver")
+GPU_UP = _gpu("headrace_gpu_up", "1 while the driver answers for the GPU, 0 once it is lost.")
+GPU_UTILIZATION = _gpu("headrace_gpu_utilization_ratio", "Share of the last moments in which a kernel ran, 0 to 1.")
+GPU_MEMORY_USED = _gpu("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU, by whomever.")
+GPU_MEMORY_TOTAL = _gpu("headrace_gpu_device_memory_total_bytes", "Memory of the GPU.")
+GPU_POWER = _gpu("headrace_gpu_power_watts", "Power drawn.")
+GPU_POWER_LIMIT = _gpu("headrace_gpu_power_limit_watts", "Power that the GPU keeps to.")
+GPU_ENERGY = _gpu("headrace_gpu_energy_joules_total", "Energy used since the driver was loaded.", "counter")
+GPU_TEMPERATURE = _gpu("headrace_gpu_temperature_celsius", "Temperature of the GPU's core.")
+GPU_CLOCK = _gpu("headrace_gpu_clock_hertz", "Clock, of the processors (sm) or the memory.", "gauge", "clock")
+GPU_ECC = _gpu(
+    "headrace_gpu_ecc_errors_total", "Errors in memory since the driver was loaded: corrected, uncorrected.",
+    "counter", "kind",
+)  # fmt: skip
+GPU_SLOWED = _gpu(
+    "headrace_gpu_slowed", "1 while the GPU keeps its clocks down for this reason.", "gauge", "reason"
+)  # fmt: skip
+
+_SERVER = "The server"
+BUILD_INFO = Family(_SERVER, "headrace_build_info", "gauge", "1; names the version.", ("version", "python"))
+LOOP_LAG = Family(
+    _SERVER,
+    "headrace_event_loop_lag_seconds",
+    "histogram",
+    "How late the event loop comes to a timer, looked at four times a second: everything else that it does waits as long.",
+    native=True,
+)
+CONNECTIONS = Family(_SERVER, "headrace_connections", "gauge", "Connections that are open.", ("protocol",))
+THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
+CERTIFICATE = Family(
+    _SERVER,
+    "headrace_tls_certificate_expiry_timestamp_seconds",
+    "gauge",
+    "When the server's certificate expires, in seconds since 1970.",
+    when="with `--tls-cert`",
+)
+
+_TRITON = "Triton's names, for dashboards made for it"
+TRITON = {
+    name: Family(_TRITON, f"nv_inference_{name}", "unknown", text, MODEL)
+    for name, text in {
+        "request_success": "Requests answered with success.",
+        "request_failure": "Requests answered with an error.",
+        "count": "Rows inferred.",
+        "exec_count": "Batches run.",
+        "request_duration_us": "Time of successful requests.",
+        "queue_duration_us": "Time in the queue.",
+        "compute_input_duration_us": "Time to assemble batches.",
+        "compute_infer_duration_us": "Time of the backend.",
+        "compute_output_duration_us": "Time to split batches.",
+    }.items()
+}
+TRITON_PENDING = Family(_TRITON, "nv_inference_pending_request_count", "gauge", "Requests in the queue.", MODEL)
+TRITON_GPU = {
+    name: Family(_TRITON, f"nv_{name}", "gauge", text, ("gpu_uuid",), when=_NVML)
+    for name, text in {
+        "gpu_utilization": "Share of the last moments in which a kernel ran, 0 to 1.",
+        "gpu_memory_total_bytes": "Memory of the GPU.",
+        "gpu_memory_used_bytes": "Memory in use on the GPU.",
+        "gpu_power_usage": "Power drawn, in watts.",
+        "gpu_power_limit": "Power that the GPU keeps to, in watts.",
+    }.items()
+}
+
+_PROCESS = "The process, as prometheus-client tells of it"
+_LINUX = "on Linux"
+PROCESS = tuple(
+    Family(_PROCESS, f"process_{name}", "counter" if name.endswith("_total") else "gauge", text, when=_LINUX)
+    for name, text in {
+        "virtual_memory_bytes": "Virtual memory size in bytes.",
+        "resident_memory_bytes": "Resident memory size in bytes.",
+        "start_time_seconds": "Start time of the process since unix epoch in seconds.",
+        "cpu_seconds_total": "Total user and system CPU time spent in seconds.",
+        "open_fds": "Number of open file descriptors.",
+        "max_fds": "Maximum number of open file descriptors.",
+    }.items()
+)
+
+
+def families() -> list[Family]:
+    """All of them, in the order of this file."""
+    found: list[Family] = []
+    for value in globals().values():
+        if isinstance(value, Family):
+            found.append(value)
+        elif isinstance(value, dict | tuple):
+            found += [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Family)]
+    return found

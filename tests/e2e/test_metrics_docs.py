@@ -1,0 +1,37 @@
+"""docs/metrics.md says what a server shows: the same names, types and labels, no more and no less."""
+
+from __future__ import annotations
+
+import json
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.observability.metrics_docs import NAME, page
+from server.observability.metrics_table import families
+from tests.serving import ROOT, Server
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert (ROOT / "docs" / NAME).read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_no_name_is_there_twice() -> None:
+    names = [family.name for family in families()]
+    assert len(set(names)) == len(names)
+
+
+def test_the_table_is_what_a_server_shows(server: Server) -> None:
+    server.request("POST", "/v2/models/affine/infer", b"{}")  # an error to count
+    tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}
+    server.request("POST", "/v2/models/affine/infer", json.dumps({"inputs": [tensor]}).encode())
+    told = {family.name: family for family in families()}
+    shown = {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(server.request("GET", "/metrics")[2].decode())
+    }
+    assert set(shown) == set(told)
+    for name, family in shown.items():
+        assert (family.type, family.documentation) == (told[name].kind, told[name].text), name
+        labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+        assert labels <= {frozenset(told[name].labels)}, name
+        assert family.samples or told[name].when or name == "headrace_limit_hits_total", f"{name} has no series"

@@ -1,0 +1,113 @@
+"""What NVML tells, in the units of the metrics; and what becomes of the page where it tells nothing."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.cuda.nvml import Nvml
+from server.observability.metrics import MetricsPage
+from tests.fake_nvml import FakeNvml
+
+ALL_SILENT = {
+    f"nvmlDeviceGet{name}"
+    for name in (
+        "UtilizationRates", "PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsumption", "Temperature", "ClockInfo",
+        "TotalEccErrors", "CurrentClocksThrottleReasons",
+    )
+}  # fmt: skip
+
+
+def samples(nvml: Nvml) -> dict[tuple[str, ...], float]:
+    """Values by name, GPU, and the other labels' values in the order of their names."""
+    text = MetricsPage(list, gpus=nvml).render()[1].decode()
+    return {
+        (
+            sample.name,
+            *(value for _, value in sorted(sample.labels.items(), key=lambda pair: (pair[0] != "gpu", pair))),
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "gpu" in sample.name
+    }
+
+
+def watched(fake: FakeNvml, buses: list[str] | None = None) -> Nvml:
+    return Nvml(lambda: fake, lambda: buses)
+
+
+def test_every_figure_has_its_unit() -> None:
+    found = samples(watched(FakeNvml(buses=("0000:01:00.0",))))
+    assert found == {
+        ("headrace_gpu_up", "0"): 1,
+        ("headrace_gpu_info", "0", "580.95.05", "NVIDIA Fake", "GPU-00000001"): 1,
+        ("headrace_gpu_utilization_ratio", "0"): 0.73,
+        ("headrace_gpu_device_memory_used_bytes", "0"): 3 << 30,
+        ("headrace_gpu_device_memory_total_bytes", "0"): 80 << 30,
+        ("headrace_gpu_power_watts", "0"): pytest.approx(412.5),
+        ("headrace_gpu_power_limit_watts", "0"): pytest.approx(700),
+        ("headrace_gpu_energy_joules_total", "0"): pytest.approx(5e6),
+        ("headrace_gpu_temperature_celsius", "0"): 61,
+        ("headrace_gpu_clock_hertz", "0", "sm"): pytest.approx(1.98e9),
+        ("headrace_gpu_clock_hertz", "0", "memory"): pytest.approx(2.619e9),
+        ("headrace_gpu_ecc_errors_total", "0", "corrected"): 7,
+        ("headrace_gpu_ecc_errors_total", "0", "uncorrected"): 1,
+        ("headrace_gpu_slowed", "0", "power_cap"): 1,
+        ("headrace_gpu_slowed", "0", "hardware"): 0,
+        ("headrace_gpu_slowed", "0", "thermal"): 0,
+        ("headrace_gpu_slowed", "0", "power_brake"): 0,
+        ("nv_gpu_utilization", "GPU-00000001"): 0.73,
+        ("nv_gpu_memory_total_bytes", "GPU-00000001"): 80 << 30,
+        ("nv_gpu_memory_used_bytes", "GPU-00000001"): 3 << 30,
+        ("nv_gpu_power_usage", "GPU-00000001"): pytest.approx(412.5),
+        ("nv_gpu_power_limit", "GPU-00000001"): pytest.approx(700),
+    }
+
+
+def test_gpus_have_cudas_numbers() -> None:
+    """CUDA may show fewer of them, in another order."""
+    nvml = watched(FakeNvml(), ["0000:02:00.0"])
+    (reading,) = nvml.readings()
+    assert (reading.gpu, reading.uuid) == (0, "GPU-00000002")
+
+
+def test_a_lost_gpu_is_down_and_keeps_its_name() -> None:
+    fake = FakeNvml()
+    nvml = watched(fake)
+    nvml.readings()
+    fake.lost.add(1)
+    found = samples(nvml)
+    assert (found["headrace_gpu_up", "0"], found["headrace_gpu_up", "1"]) == (1, 0)
+    assert found["headrace_gpu_info", "1", "580.95.05", "NVIDIA Fake", "GPU-00000002"] == 1
+    assert ("headrace_gpu_power_watts", "1") not in found
+    fake.lost.clear()
+    assert samples(nvml)["headrace_gpu_up", "1"] == 1
+
+
+def test_a_board_that_tells_little_shows_little() -> None:
+    fake = FakeNvml(buses=("0000:01:00.0",))
+    fake.silent = ALL_SILENT
+    names = {key[0] for key in samples(watched(fake))}
+    assert names == {
+        "headrace_gpu_up", "headrace_gpu_info", "headrace_gpu_device_memory_used_bytes",
+        "headrace_gpu_device_memory_total_bytes", "nv_gpu_memory_used_bytes", "nv_gpu_memory_total_bytes",
+    }  # fmt: skip
+
+
+def test_without_a_driver_there_are_no_series() -> None:
+    asked: list[int] = []
+
+    def missing() -> NoReturn:
+        asked.append(1)
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    nvml = Nvml(missing)
+    assert samples(nvml) == samples(nvml) == {}
+    assert asked == [1], "asked once, not at every scrape"
+
+
+def test_a_gpu_that_nvml_does_not_know_is_down() -> None:
+    (reading,) = watched(FakeNvml(), ["0000:09:00.0"]).readings()
+    assert (reading.up, reading.name) == (False, "")
