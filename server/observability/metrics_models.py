@@ -9,6 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from server.core.clock import NS_PER_S, NS_PER_US
+from server.core.load import Load
 from server.core.tensor import ModelSpec
 from server.observability import metrics_table as table
 from server.observability.recorder import Recorder
@@ -34,12 +35,24 @@ class Standing(Protocol):
         """How many have died while they served."""
 
 
+class Batching(Protocol):
+    """See `server.dataplane.batching.BatchPolicy`."""
+
+    @property
+    def objective_ns(self) -> int:
+        """How long after its arrival a request should be answered, 0 if nothing is promised."""
+
+
 class Policy(Protocol):
-    """See `server.dataplane.handle.HandlePolicy`."""
+    """See `server.dataplane.policy.HandlePolicy`."""
 
     @property
     def instances(self) -> int:
         """How many run at the same time."""
+
+    @property
+    def batch(self) -> Batching:
+        """How requests may be merged."""
 
 
 class Life(Protocol):
@@ -76,13 +89,8 @@ class Source(Life, Protocol):
     def profile(self) -> Profile:
         """How long its batches compute."""
 
-    @property
-    def depth(self) -> int:
-        """Requests in the queue."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests being served."""
+    def load(self) -> Load:
+        """How busy it is."""
 
 
 Sources = Callable[[], Iterable[tuple[str, str, Source]]]
@@ -158,11 +166,21 @@ def _batch_sizes(rows: _Rows) -> Metric:
 
 def _load(sources: _Sources) -> Iterator[Metric]:
     depth, in_flight, pending = table.QUEUE_DEPTH.gauge(), table.IN_FLIGHT.gauge(), table.TRITON_PENDING.gauge()
+    wait, drain, capacity = table.PREDICTED_WAIT.gauge(), table.DRAIN.gauge(), table.CAPACITY.gauge()
+    objective, late = table.OBJECTIVE.gauge(), table.LATE.counter()
     for labels, source in sources:
-        depth.add_metric(labels, source.depth)
-        in_flight.add_metric(labels, source.in_flight)
-        pending.add_metric(labels, source.depth)
-    yield from (depth, in_flight, pending)
+        load = source.load()
+        depth.add_metric(labels, load.depth)
+        pending.add_metric(labels, load.depth)
+        in_flight.add_metric(labels, load.in_flight)
+        for level in load.levels:
+            wait.add_metric([*labels, str(level.level)], level.wait_ns / NS_PER_S)
+        drain.add_metric(labels, load.drain_ns / NS_PER_S)
+        capacity.add_metric(labels, load.rows_hz)
+        late.add_metric(labels, load.late)
+        if source.policy.batch.objective_ns:
+            objective.add_metric(labels, source.policy.batch.objective_ns / NS_PER_S)
+    yield from (depth, in_flight, wait, drain, capacity, objective, late, pending)
 
 
 def _lives(sources: _Sources) -> Iterator[Metric]:

@@ -161,6 +161,31 @@ BUSY = Family(
 )
 QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
 IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and answer.", MODEL)
+PREDICTED_WAIT = Family(
+    _LOAD,
+    "headrace_predicted_wait_seconds",
+    "gauge",
+    "How long a request of one row would wait if it came now, by priority level (1 is the first); 0 while nothing is known.",
+    (*MODEL, "level"),
+)
+DRAIN = Family(
+    _LOAD, "headrace_drain_seconds", "gauge", "How long what waits and runs would take if nothing came.", MODEL
+)
+CAPACITY = Family(
+    _LOAD,
+    "headrace_capacity_rows_per_second",
+    "gauge",
+    "Rows a second that the living instances can run by what is known of them; 0 while nothing is.",
+    MODEL,
+)
+OBJECTIVE = Family(
+    _LOAD, "headrace_objective_seconds", "gauge", "Time that the model promises for 99 of 100 requests.", MODEL,
+    when="with `slo` in the model's configuration",
+)  # fmt: skip
+LATE = Family(
+    _LOAD, "headrace_late_total", "counter", "Answers that came after the model's objective or the request's deadline.",
+    MODEL,
+)  # fmt: skip
 
 _MODELS = "Models"
 READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")

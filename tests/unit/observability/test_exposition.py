@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from server.core.clock import NS_PER_S
+from server.core.load import Load
 from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
 from server.observability.exposition import OPENMETRICS, PROTOBUF
@@ -112,8 +113,9 @@ def page(totals_ns: list[int]) -> MetricsPage:
     recorders[0].exemplar(totals_ns[0], TRACE)
     sources = [
         SimpleNamespace(
-            recorder=recorder, depth=1, in_flight=2, alive=1, restarts=0, parked=False, standing=None,
-            policy=SimpleNamespace(instances=1), profile=SimpleNamespace(summary=list),
+            recorder=recorder, load=lambda: Load(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
+            alive=1, restarts=0, parked=False, standing=None,
+            policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)), profile=SimpleNamespace(summary=list),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),
         )
         for name, recorder in zip(('hostile"\n\\näme', "second"), recorders, strict=True)

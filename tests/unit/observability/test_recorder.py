@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.backends.base import Standing
 from server.core.clock import NS_PER_S
+from server.core.load import LevelLoad, Load
 from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
 from server.observability.histogram import BUCKETS_S, Histogram
@@ -110,14 +111,18 @@ class _Profile:
 
 
 class _Source:
-    depth, in_flight, alive, restarts, parked = 4, 5, 2, 3, False
-    policy = SimpleNamespace(instances=4)
+    alive, restarts, parked = 2, 3, False
+    policy = SimpleNamespace(instances=4, batch=SimpleNamespace(objective_ns=50_000_000))
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     standing = Standing(False, "", 6)
     profile = _Profile()
 
     def __init__(self) -> None:
         self.recorder = Recorder()
+
+    def load(self) -> Load:
+        levels = (LevelLoad(1, 4, 9, 30_000_000), LevelLoad(2, 0, 0, 70_000_000))
+        return Load(4, 9, 5, 8, 2, 30_000_000, 20_000_000, 1500.0, 6, levels)
 
 
 def test_the_page_is_what_prometheus_reads() -> None:
@@ -143,6 +148,10 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_batch_rows_bucket", "4.0"].value == 1
     assert samples["headrace_queue_depth", None].value == 4
     assert samples["headrace_in_flight", None].value == 5
+    assert samples["headrace_drain_seconds", None].value == 0.02
+    assert samples["headrace_capacity_rows_per_second", None].value == 1500
+    assert samples["headrace_objective_seconds", None].value == 0.05
+    assert samples["headrace_late_total", None].value == 6
     assert samples["headrace_instances", None].value == 2
     assert samples["headrace_instances_wanted", None].value == 4
     profile = {
