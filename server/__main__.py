@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | validate | infer | simulate`, and `build | inspect | compare | ...` of the builders."""
+"""The command line: `headrace serve | validate | infer | explain | simulate`; `build | compare | ...` are the builders'."""
 
 from __future__ import annotations
 
@@ -57,12 +57,16 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument("path", nargs="+", type=Path, help="a model repository, or the folder of one model")
     validate.set_defaults(run=_validate)
 
-    from server.client import infer_command
+    from server.client import explain_command, infer_command
     from server.simulation import options as simulation
 
     infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
     infer_command.add_arguments(infer)
     infer.set_defaults(run=infer_command.main)
+
+    explain = commands.add_parser("explain", help="what limits a model of a running server now")
+    explain_command.add_arguments(explain)
+    explain.set_defaults(run=explain_command.main)
 
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
+from server.control.explaining import Explainer
 from server.control.loader import Loader
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
@@ -140,6 +141,7 @@ class HeadraceServer:
             logs=LogSettings(logging.getLogger("headrace")),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
+            explain=Explainer(self._registry),
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:

@@ -89,6 +89,10 @@ class Client:
         """Counts and times (nanoseconds) since the model was loaded, in Triton's JSON."""
         return self._json(_route(model, version) + "/stats")
 
+    def explain(self, model: str, version: str = "") -> dict[str, Any]:
+        """What limits the model now; Headrace's own."""
+        return self._json(_route(model, version) + "/explain")
+
     def infer(
         self,
         model: str,

@@ -68,6 +68,7 @@ class Measuring:
             return
         told = backend_table(self._model)
         if told:
+            self._profile.buckets = tuple(sorted(backend_buckets(self._model)))
             self._profile.seed({rows: [time_ns] for rows, time_ns in told.items()})
         elif self._limit_ns:
             self._measure(execution)
@@ -130,19 +131,23 @@ def unmeasurable(config: ModelConfig) -> str:
     return "" if sizes(config) else f"a row has more than {_MOST_BYTES} bytes"
 
 
-def backend_table(model: LoadedModel) -> Mapping[int, int]:
-    """By rows the nanoseconds that the backend itself has measured, of a bucket from the first of its rows on; empty if none.
+def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
+    """By the rows of its buckets the microseconds that the backend itself has measured; empty if it has none.
 
-    The model, or what stands behind it as its `inner`, tells by `profile`: microseconds by the rows of its buckets.
+    The model, or what stands behind it as its `inner`, tells by `profile`.
     """
     inner: Any = model
     while inner is not None and not hasattr(inner, "profile"):
         inner = getattr(inner, "inner", None)
-    if inner is None:
-        return {}
+    found: Mapping[int, float] = {} if inner is None else inner.profile
+    return found
+
+
+def backend_table(model: LoadedModel) -> Mapping[int, int]:
+    """By rows the nanoseconds that the backend itself has measured, of a bucket from the first of its rows on; empty if none."""
     table: dict[int, int] = {}
     before = 0
-    for rows, time_us in sorted(inner.profile.items()):
+    for rows, time_us in sorted(backend_buckets(model).items()):
         table[min(before + 1, rows)] = table[rows] = int(time_us * NS_PER_US)
         before = rows
     return table

@@ -240,9 +240,13 @@ class Profile:
     """Compute times of one version; any thread may call any method.
 
     Ownership: `_lock` guards everything; `_tables` is replaced under it and read without, `_crowd` read without.
+
+    Attributes:
+        buckets: rows to which the backend pads batches, ascending; empty if it does not, or if it does not say.
     """
 
     def __init__(self) -> None:
+        self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._first = first = _Table(1)
         self._tables = (first,) * _TABLES  # by `_place` of the instances at work; one may stand for several

@@ -72,6 +72,10 @@ class ControlPlane:
         finally:
             handle.release()
 
+    def explain(self, model: str, version: str) -> Mapping[str, object]:
+        """What limits a version now; raises NotFound or Unavailable."""
+        return self.services.explain(model, version)
+
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason; only those that serve if `ready`."""
         rows = self.services.models.index()

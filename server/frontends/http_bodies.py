@@ -231,9 +231,12 @@ class ProfileRow(Struct, forbid_unknown_fields=True):
         int, Meta(ge=0, description="batches that were run for requests since the model was loaded")
     ]
     source: Annotated[
-        Literal["load", "requests"],
-        Meta(description="`load`: measured before the model served; `requests`: while it serves"),
+        Literal["load", "requests", "stored"],
+        Meta(
+            description="`load`: measured before the model served; `requests`: while it serves; `stored`: by an earlier process"
+        ),
     ]
+    instances: Annotated[int, Meta(ge=1, description="at work as the batch began, at the most")]
 
 
 class Profile(Struct, forbid_unknown_fields=True):
@@ -242,6 +245,27 @@ class Profile(Struct, forbid_unknown_fields=True):
     name: str
     version: str
     profile: list[ProfileRow]
+
+
+class Finding(Struct, forbid_unknown_fields=True):
+    """One thing that limits a model."""
+
+    kind: Annotated[str, Meta(description="one word, for scripts")]
+    explanation: Annotated[str, Meta(description="what it is, with the figures it is told from")]
+    cure: Annotated[str, Meta(description="what to change, if anything")]
+    setting: Annotated[str, Meta(description="field of the configuration that the cure changes, if it is one")]
+    expected: Annotated[str, Meta(description="what the change would bring, as far as the profile tells")]
+
+
+class Explanation(Struct, forbid_unknown_fields=True):
+    """What limits one version of a model now, by what happened in the last seconds."""
+
+    name: str
+    version: str
+    limit: Annotated[str, Meta(description="kind of the first finding")]
+    summary: Annotated[str, Meta(description="the first finding in a sentence")]
+    findings: Annotated[list[Finding], Meta(description="what matters most first")]
+    numbers: Annotated[dict[str, Any], Meta(description="the figures of the last seconds, and what the profile has")]
 
 
 class IndexRow(Struct, forbid_unknown_fields=True):

@@ -203,6 +203,14 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             lambda call: control.profile(call.model, call.version),
             bodies.Profile,
         ),
+        Route(
+            "GET",
+            "/explain",
+            "profile",
+            "What limits the model now, in words, and what would help",
+            lambda call: control.explain(call.model, call.version),
+            bodies.Explanation,
+        ),
     )
     for route in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -194,6 +194,7 @@ class Services:
         logs: log settings.
         version: of Headrace.
         extensions: of the protocol, exactly those that are switched on.
+        explain: tells in JSON what limits a model's version now ("" is the latest); see `server.control.explaining.Explainer`.
     """
 
     models: Models
@@ -203,3 +204,4 @@ class Services:
     logs: LogControl
     version: str
     extensions: Sequence[str]
+    explain: Callable[[str, str], Mapping[str, object]]

@@ -42,7 +42,7 @@ def test_a_model_is_measured_before_it_serves_and_by_what_it_runs(folder: Path) 
         assert [row["rows"] for row in at_first["profile"]] == [1, 2, 4, 6]
         for row in at_first["profile"]:
             assert 0 < row["median_us"] <= row["p95_us"] < 10e6
-            assert (row["observations"], row["source"]) == (0, "load")
+            assert (row["observations"], row["source"], row["instances"]) == (0, "load", 1)
         with triton.InferenceServerClient(server.address) as client:
             (stats,) = client.get_inference_statistics("affine")["model_stats"]
             assert (stats["execution_count"], stats["inference_count"]) == (0, 0)

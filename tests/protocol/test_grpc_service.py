@@ -89,7 +89,7 @@ class Model:
 
     def services(self) -> Services:
         this: Any = self
-        return Services(this, this, this, this, this, "1", ())
+        return Services(this, this, this, this, this, "1", (), this)
 
 
 class Call:

@@ -1,0 +1,58 @@
+"""What limits a model now, told to whoever asks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from server.control.registry import Registry
+from server.dataplane.limits import limits
+from server.dataplane.situation import Situation, numbers
+
+
+class Explainer:
+    """Explains how a version fares; any thread may call it.
+
+    Args:
+        registry: of the versions that serve.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def __call__(self, model: str, version: str) -> dict[str, object]:
+        """What limits a version now, what matters most first, and the figures of the last seconds.
+
+        Args:
+            model: its name.
+            version: "" for the latest.
+
+        Returns:
+            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting, expected of each)
+            and numbers.
+
+        Raises:
+            NotFound, Unavailable: as of `Registry.lease`.
+        """
+        handle = self._registry.lease(model, version)
+        try:
+            now = Situation(
+                handle.recorder.recent(),
+                handle.policy,
+                handle.profile,
+                handle.alive,
+                handle.depth,
+                handle.spec.max_batch_size > 0,
+                handle.profile.buckets,
+            )
+            found = limits(now)
+            first = found[0]
+            return {
+                "name": model,
+                "version": handle.spec.version,
+                "limit": first.kind,
+                "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
+                "findings": [asdict(limit) for limit in found],
+                "numbers": numbers(now),
+            }
+        finally:
+            handle.release()

@@ -1,0 +1,66 @@
+"""What limits a model, asked of a real server that is under a real load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+
+from tests import models
+from tests.serving import ROOT, Server, serving
+
+
+def explanation(server: Server, model: str, path: str = "") -> Any:
+    status, headers, content = server.request("GET", f"/v2/models/{model}{path}/explain")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    return json.loads(content)
+
+
+def ask(server: Server, times: int) -> None:
+    with triton.InferenceServerClient(server.address) as client:
+        array = np.zeros((1, 16), np.float32)
+        for _ in range(times):
+            client.infer("affine", [triton.InferInput("X", [1, 16], "FP32").set_data_from_numpy(array)])
+
+
+def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path) -> None:
+    config = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+    models.add_model(tmp_path / "repository", "affine", models.affine(), config=config)
+    with serving(tmp_path / "repository", tmp_path) as server:
+        before = explanation(server, "affine")
+        assert (before["limit"], before["numbers"]["requests_per_s"]) == ("idle", 0)
+        ask(server, 20)
+        told = explanation(server, "affine")
+        assert (told["name"], told["version"], told["limit"]) == ("affine", "1", "delay_too_long")
+        assert "for company, and then run 1.0 together" in told["summary"]
+        assert told["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
+        assert told["numbers"]["queue_us"] > 15_000
+        assert told["numbers"]["closed"] == {"delay": 20}
+        command = [sys.executable, "-m", "server", "explain", "affine", "--url", server.url]
+        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert "delay_too_long" in printed
+        threads = [threading.Thread(target=ask, args=(server, 30)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert explanation(server, "affine")["numbers"]["requests_per_batch"] > 1
+
+
+def test_a_version_can_be_asked_for(server: Server) -> None:
+    assert explanation(server, "versioned")["version"] == "20"
+    assert explanation(server, "versioned", "/versions/3")["version"] == "3"
+
+
+@pytest.mark.parametrize("path", ["/v2/models/nobody/explain", "/v2/models/versioned/versions/4/explain"])
+def test_what_is_not_there_is_not_explained(server: Server, path: str) -> None:
+    status, _, content = server.request("GET", path)
+    assert status == 404
+    assert "not found" in json.loads(content)["error"]

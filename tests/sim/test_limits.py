@@ -1,0 +1,230 @@
+"""What limits a model, told of loads whose limit is known: replayed in virtual time by the server's own data plane."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from server.core.clock import NS_PER_MS
+from server.core.request import BatchTimes, InferRequest
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.limits import Limit, limits
+from server.dataplane.policy import HandlePolicy
+from server.dataplane.profile import Profile
+from server.dataplane.scheduler import QueueLimits
+from server.dataplane.situation import Situation, numbers
+from server.observability.recorder import Recorder
+from server.simulation import replay
+from server.simulation.profiles import Latency
+from server.simulation.profiles import Profile as Steps
+from server.simulation.replay import Batches, SimulatedModel, Tally
+from server.simulation.traces import Load, Shape, make_trace
+
+MS = NS_PER_MS
+
+
+class Kept(Tally):
+    """Keeps totals as a server does; virtual time is over when somebody asks."""
+
+    made: list[Kept]
+    now_ns = 0
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__(batches)
+        Recorder.__init__(self, True, lambda: self.now_ns)
+        Kept.made = [self]
+
+    def batch(
+        self,
+        rows: int,
+        batch_rows: int,
+        reason: str,
+        times: BatchTimes,
+        queue_ns: list[int],
+        total_ns: list[int],
+        busy_ns: int = 0,
+        shape: object = None,
+    ) -> None:
+        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns)
+        Recorder.batch(self, rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
+
+
+@pytest.fixture
+def explained(monkeypatch: pytest.MonkeyPatch) -> object:
+    """Replays a load for some seconds and gives the situation after it."""
+    monkeypatch.setattr(replay, "Tally", Kept)
+
+    def explain(
+        rate_hz: float,
+        policy: HandlePolicy,
+        batch_us: float = 1000,
+        row_us: float = 100,
+        shapes: int = 1,
+        **load: object,
+    ) -> Situation:
+        def request(number: int = 0, **told: object) -> InferRequest:
+            counted[0] += 1
+            return InferRequest(**{**told, "shape_key": (counted[0] % shapes,) if shapes > 1 else None})  # type: ignore[arg-type]
+
+        counted = [0]
+        monkeypatch.setattr(replay, "InferRequest", request)
+        trace = make_trace(Load(rate_hz, 5.0, **load), ["m"], np.random.default_rng(1))  # type: ignore[arg-type]
+        done = replay.replay(trace, [SimulatedModel(policy, Steps(Latency.line(batch_us, row_us)))])
+        (recorder,) = Kept.made
+        recorder.now_ns = int(trace.times_ns[-1])
+        for outcome in done.outcomes:
+            if outcome != replay.ANSWERED:
+                recorder.failure(outcome, MS)
+        profile, most = Profile(), policy.batch.max_rows
+        for rows in {most, *(1 << power for power in range(most.bit_length()))}:
+            profile.seed({rows: [int((batch_us + rows * row_us) * 1000)]})
+        return Situation(recorder.recent(), policy, profile, policy.instances)
+
+    return explain
+
+
+def first(now: Situation) -> Limit:
+    return limits(now)[0]
+
+
+def policy(max_rows: int = 16, delay_ms: float = 0, queue: int = 4096, **more: object) -> HandlePolicy:
+    batch = BatchPolicy(max_rows, max_delay_ns=int(delay_ms * MS))
+    handle = {name: more.pop(name) for name in list(more) if name == "instances"}
+    return HandlePolicy(dataclasses.replace(batch, **more), QueueLimits(max_count=queue), **handle)  # type: ignore[arg-type]
+
+
+def test_nobody_asks() -> None:
+    now = Situation(Recorder().recent(), policy(), Profile(), 1)
+    assert [limit.kind for limit in limits(now)] == ["idle"]
+    assert numbers(now)["requests_per_s"] == 0
+
+
+def test_arrivals_too_sparse_to_batch(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(50, policy())
+    limit = first(now)
+    assert (limit.kind, limit.setting) == ("arrivals", "")
+    assert "0.1 requests are in the server at a time" in limit.explanation
+    assert limit.expected == f"up to {16 / 0.0026:,.0f} rows/s, now {now.per_s(now.recent.totals.rows):,.0f}"
+    assert numbers(now)["busy"] == pytest.approx(0.055, rel=0.2)
+
+
+def test_requests_that_are_not_merged(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(1500, policy(merge=False))
+    assert [limit.kind for limit in limits(now)] == ["unmerged"]
+    assert first(now).setting == "dynamic_batching {}"
+    gain = (16 / 2.6) / (1 / 1.1)
+    assert first(now).expected.startswith(
+        f"{gain:.1f} times as much: 6,154 rows/s in batches of 16, 909 in those of now"
+    )
+
+
+def test_a_full_queue_is_told_beside_its_cause(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(3000, policy(merge=False, queue=50))
+    assert [limit.kind for limit in limits(now)] == ["overloaded", "unmerged"]
+    assert "the profile has 6,154 rows/s at the most, in batches of 16" in first(now).explanation
+
+
+def test_shapes_split_batches(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(6000, policy(queue=16), shapes=8)
+    found = {limit.kind: limit for limit in limits(now)}
+    assert list(found)[:2] == ["overloaded", "shapes"]
+    assert "had another shape than the one before" in found["shapes"].explanation
+
+
+def test_a_preferred_size_that_is_too_small(explained) -> None:  # type: ignore[no-untyped-def]
+    found = {limit.kind: limit for limit in limits(explained(6000, policy(preferred_rows=(4,), queue=200)))}
+    assert found["preferred"].cure == "prefer 16 rows, or nothing"
+    assert "in batches of 16, 2,857 in those of now" in found["preferred"].expected
+
+
+def test_batches_that_close_too_soon(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(3500, policy())
+    limit = first(now)
+    assert (limit.kind, limit.setting) == ("delay_too_short", "dynamic_batching.max_queue_delay_microseconds")
+    assert now.busy > 0.9
+    assert now.mean_rows < 8
+
+
+def test_full_batches_on_a_busy_instance(explained) -> None:  # type: ignore[no-untyped-def]
+    found = {limit.kind: limit for limit in limits(explained(8000, policy(queue=300)))}
+    assert (next(iter(found)), found["compute"].setting) == ("overloaded", "max_batch_size")
+    assert found["compute"].cure == "allow 32 rows in a batch"
+    # Where a row costs as much in any batch, size is no cure.
+    found = {limit.kind: limit for limit in limits(explained(2000, policy(queue=300), batch_us=10, row_us=1000))}
+    assert found["compute"].setting == "instance_group"
+
+
+def test_instances_that_disturb_each_other_are_told(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(6000, policy(queue=300, instances=2), batch_us=10, row_us=1000)
+    now.profile.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
+    (limit,) = [limit for limit in limits(now) if limit.kind == "compute"]
+    assert "2 instances get 1.1 times as much done as one" in limit.explanation
+    assert limit.cure.startswith("keep one instance")
+
+
+def test_a_delay_that_nobody_shares(explained) -> None:  # type: ignore[no-untyped-def]
+    limit = first(explained(20, policy(delay_ms=10)))
+    assert (limit.kind, limit.cure) == ("delay_too_long", "wait less")
+    assert "too sparse for a delay of 10 ms" in limit.explanation
+    assert limit.expected.startswith("answers 9.")
+
+
+def test_bursts_wait_though_there_is_time(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(250, policy(max_rows=1), shape=Shape("bursty", 10.0, 0.05, 0.3))
+    assert now.busy < 0.6
+    assert (first(now).kind, first(now).cure) == ("queue", "try a second instance")
+
+
+def test_a_promise_that_is_not_kept(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(50, policy())
+    late = dataclasses.replace(now, policy=policy(objective_ns=MS // 2))
+    assert (
+        "0.5 ms are promised: a single row takes 1.1 ms"
+        in {limit.kind: limit for limit in limits(late)}["late"].explanation
+    )
+    kept = dataclasses.replace(now, policy=policy(objective_ns=10 * MS))
+    assert [limit.kind for limit in limits(kept)] == ["arrivals"]
+
+
+def batches(rows: int, reason: str, assembly_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
+    """A second of batches of 1 ms each."""
+    recorder = Recorder(clock=lambda: 101 * 1000 * MS)
+    for number in range(count):
+        end_ns = 100_000 * MS + number * MS
+        times = BatchTimes(end_ns - int((1 + assembly_ms) * MS), end_ns - MS, end_ns, end_ns)
+        wait_ns = int(queue_ms * MS)
+        recorder.batch(rows, rows, reason, times, [wait_ns], [wait_ns + end_ns - times.taken_ns], MS)
+    return recorder
+
+
+def test_padding_copies_and_quotas() -> None:
+    profile = Profile()
+    profile.seed({1: [MS], 5: [MS], 8: [MS]})
+    padded = Situation(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
+    limit = {limit.kind: limit for limit in limits(padded)}["padding"]
+    assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times as much", True)
+    copied = Situation(batches(4, "idle", assembly_ms=2, count=300).recent(), policy(), profile, 1)
+    assert first(copied).kind == "copies"
+    recorder = batches(4, "idle", count=100)
+    for _ in range(20):
+        recorder.failure("quota", 1)
+    limit = first(Situation(recorder.recent(), policy(), profile, 1))
+    assert (limit.kind, limit.setting) == ("quota", "rate_limits")
+    assert limit.explanation.startswith("17 % of the requests were refused")
+
+
+def test_a_promise_that_keeps_batches_small() -> None:
+    profile = Profile()
+    profile.seed({1: [MS], 2: [MS], 32: [4 * MS]})
+    now = Situation(batches(2, "deadline", count=960).recent(), policy(32, objective_ns=5 * MS), profile, 1)
+    limit = {limit.kind: limit for limit in limits(now)}["promise"]
+    assert (limit.setting, limit.cure) == ("slo.p99_ms", "promise 8 ms or more")
+    assert limit.expected.startswith("4.0 times as much")
+
+
+def test_something_is_said_of_any_load() -> None:
+    now = Situation(batches(8, "full", queue_ms=0.1, count=600).recent(), policy(8), Profile(), 1)
+    assert limits(now)
+    assert numbers(now)["rows_per_batch"] == 8
