@@ -195,26 +195,31 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             lambda call: control.statistics(call.model, call.version),
             bodies.Statistics,
         ),
-        Route(
-            "GET",
-            "/profile",
-            "profile",
-            "How long the model computes on batches of each size",
-            lambda call: control.profile(call.model, call.version),
-            bodies.Profile,
-        ),
-        Route(
-            "GET",
-            "/explain",
-            "profile",
-            "What limits the model now, in words, and what would help",
-            lambda call: control.explain(call.model, call.version),
-            bodies.Explanation,
-        ),
+        *_scheduling(control),
     )
     for route in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
             yield replace(route, path=prefix + route.path, statuses=(404, 503))
+
+
+def _scheduling(control: ControlPlane) -> Iterator[Route]:
+    """Of one model, without the path in front."""
+    yield Route(
+        "GET",
+        "/profile",
+        "profile",
+        "How long the model computes on batches of each size",
+        lambda call: control.profile(call.model, call.version),
+        bodies.Profile,
+    )
+    yield Route(
+        "GET",
+        "/explain",
+        "profile",
+        "What limits the model now, in words, and what would help",
+        lambda call: control.explain(call.model, call.version),
+        bodies.Explanation,
+    )
 
 
 def _shared_memory(services: Services) -> Iterator[Route]:
