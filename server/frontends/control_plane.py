@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from server.core.errors import BadRequest, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
+from server.frontends.load_report import describe_load
 from server.frontends.models import Services
 
 _FILE = "file:"
@@ -75,6 +76,16 @@ class ControlPlane:
     def explain(self, model: str, version: str) -> Mapping[str, object]:
         """What limits a version now; raises NotFound or Unavailable."""
         return self.services.explain(model, version)
+
+    def load_of(self, model: str, version: str) -> dict[str, object]:
+        """How busy a version is; raises NotFound or Unavailable."""
+        handle = self.services.models.lease(model, version)
+        try:
+            load = handle.load()
+            load = load._replace(in_flight=load.in_flight - 1)  # less this lease
+            return describe_load(model, handle.spec.version, load)
+        finally:
+            handle.release()
 
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason; only those that serve if `ready`."""

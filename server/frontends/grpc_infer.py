@@ -14,10 +14,10 @@ from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from server.core.request import InferRequest, InferResponse
-from server.core.tensor import ModelSpec
 from server.frontends.asked import NOTHING, Asked
 from server.frontends.grpc_codec import Envelope, GrpcCodec, Plan, scan
 from server.frontends.grpc_methods import Call, Message
+from server.frontends.load_report import load_parameters
 from server.frontends.models import Handle, Services
 from server.frontends.timing import timing
 
@@ -31,9 +31,10 @@ class Pending:
         completion: await it, or have it call back.
         id: the caller's own, "" if there is none.
         timing: the answer is to tell where its time has gone.
+        load: it is to tell how busy the version is.
     """
 
-    __slots__ = ("codec", "completion", "handle", "id", "plan", "queued_ns", "received_ns", "timing", "traced")
+    __slots__ = ("codec", "completion", "handle", "id", "load", "plan", "queued_ns", "received_ns", "timing", "traced")
 
     def __init__(
         self, handle: Handle, codec: GrpcCodec, plan: Plan, request: InferRequest, completion: LoopCompletion
@@ -45,6 +46,7 @@ class Pending:
         self.id = request.id
         self.received_ns = request.received_ns
         self.timing = plan.timing
+        self.load = False
         self.queued_ns = 0
         self.traced: InferRequest | None = None
 
@@ -64,7 +66,7 @@ class InferService:
         self._regions = services.regions
         self._traces = services.traces
         self._clock = clock
-        self._codecs: WeakKeyDictionary[ModelSpec, GrpcCodec] = WeakKeyDictionary()
+        self._codecs: WeakKeyDictionary[Handle, GrpcCodec] = WeakKeyDictionary()
 
     async def infer(self, message: bytes, call: Call) -> Message:
         """The method: one ModelInferRequest in, one ModelInferResponse out.
@@ -103,16 +105,17 @@ class InferService:
         handle = self._models.lease(envelope.model_name, envelope.model_version)
         try:
             handle.admit()
-            codec = self._codecs.get(handle.spec)
+            codec = self._codecs.get(handle)
             if codec is None:
-                codec = self._codecs[handle.spec] = GrpcCodec(handle.spec, self._regions, self._max_shared_bytes)
+                codec = self._codecs[handle] = GrpcCodec(handle.spec, self._regions, self._max_shared_bytes)
             if asked.timeout_ns:
                 deadline_ns = asked.deadline_ns(received_ns, deadline_ns)
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
             queued_ns = self._clock() if self._traces.active else 0
             pending = Pending(handle, codec, plan, request, handle.infer(request))
-            if asked.timing:
-                pending.timing = True
+            if asked.timing or asked.load_format:
+                pending.timing |= asked.timing
+                pending.load = bool(asked.load_format)
             if queued_ns:
                 pending.queued_ns = queued_ns
                 pending.traced = request
@@ -136,7 +139,9 @@ class InferService:
             self._failed(handle, error, pending.received_ns)
             raise error
         try:
-            told = timing(outcome, pending.received_ns, self._clock()) if pending.timing else None
+            told = timing(outcome, pending.received_ns, self._clock()) if pending.timing else {}
+            if pending.load:
+                told |= load_parameters(handle.load())
             message = pending.codec.encode(outcome, pending.plan, pending.id, told)
         except HeadraceError as error:
             self._failed(handle, error, pending.received_ns)

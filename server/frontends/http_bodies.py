@@ -268,6 +268,37 @@ class Explanation(Struct, forbid_unknown_fields=True):
     numbers: Annotated[dict[str, Any], Meta(description="the figures of the last seconds, and what the profile has")]
 
 
+class LevelLoad(Struct, forbid_unknown_fields=True):
+    """One priority level."""
+
+    level: Annotated[int, Meta(ge=1, description="1 is the most urgent")]
+    queue_depth: Annotated[int, Meta(ge=0, description="requests that wait")]
+    queue_rows: Annotated[int, Meta(ge=0, description="rows that wait")]
+    predicted_wait_us: Annotated[
+        int, Meta(ge=0, description="of a request of one row, until it is run; 0: unknown, too")
+    ]
+
+
+class Load(Struct, forbid_unknown_fields=True):
+    """How busy a version is at this moment."""
+
+    name: str
+    version: str
+    queue_depth: Annotated[int, Meta(ge=0, description="requests that wait")]
+    queue_rows: Annotated[int, Meta(ge=0, description="rows that wait")]
+    in_flight: Annotated[int, Meta(ge=0, description="requests between their arrival and their answer")]
+    running_rows: Annotated[int, Meta(ge=0, description="rows that instances have taken and not answered")]
+    predicted_wait_us: Annotated[
+        int,
+        Meta(ge=0, description="of a request of one row and the default priority, until it is run; 0: unknown, too"),
+    ]
+    drain_us: Annotated[int, Meta(ge=0, description="until all that waits and runs is done, if nothing came")]
+    instances: Annotated[int, Meta(ge=0, description="that live")]
+    rows_per_s: Annotated[float, Meta(ge=0, description="what the instances can do by the latency profile; 0: unknown")]
+    late_answers: Annotated[int, Meta(ge=0, description="since the model was loaded, that came after they were due")]
+    levels: Annotated[list[LevelLoad], Meta(description="each priority level by itself")]
+
+
 class IndexRow(Struct, forbid_unknown_fields=True):
     """A version in the repository; `version` is empty where none could be told."""
 

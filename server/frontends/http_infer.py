@@ -10,7 +10,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from math import ceil
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import orjson
@@ -19,11 +19,11 @@ from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge, Unavailable
 from server.core.request import InferResponse
-from server.core.tensor import ModelSpec
 from server.frontends import compression
 from server.frontends.asked import NOTHING, AskedHeaders
 from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
+from server.frontends.load_report import Header, Headers, LoadHeaders, orca_headers
 from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s, retry_delay_s
 from server.frontends.timing import timing, timing_headers
@@ -96,6 +96,13 @@ class InferHeaders:
             self.asked = asked_headers.read(asked)
 
 
+class _Version(NamedTuple):
+    """What is kept of one version between its requests."""
+
+    codec: ModelCodec
+    load: LoadHeaders
+
+
 class InferEndpoint:
     """Serves inference requests.
 
@@ -119,15 +126,15 @@ class InferEndpoint:
         self._max_body_bytes = max_body_bytes
         self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
-        self._codecs: WeakKeyDictionary[ModelSpec, ModelCodec] = WeakKeyDictionary()
+        self._versions: WeakKeyDictionary[Handle, _Version] = WeakKeyDictionary()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, number: str) -> None:
         """Serve one request for a model; never raises for what the client did."""
         received_ns = self._clock()
         handle: Handle | None = None
         answering = False
         try:
-            handle = self._models.lease(model, version)
+            handle = self._models.lease(model, number)
             handle.admit()
             headers = InferHeaders(scope["headers"], self._asked_headers)
             asked = headers.asked
@@ -136,23 +143,30 @@ class InferEndpoint:
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers)
             received_ns = self._clock()
-            codec = self._codec(handle.spec)
-            request, plan = codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
+            version = self._version(handle)
+            request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
             traced = self._traces.active
             queued_ns = self._clock() if traced else 0
             response = await _wait(handle.infer(request), connection, receive)
             if traced:
                 self._traces.record(handle.spec, request, response, queued_ns, self._clock())
-            told = timing(response, received_ns, self._clock()) if plan.timing or asked.timing else None
-            size, parts = codec.encode(response, plan, told)
+            now_ns = self._clock()
+            more, told = version.load.at(now_ns, handle), None
+            if plan.timing or asked.timing:
+                told = timing(response, received_ns, now_ns)
+                more = more.and_more(timing_headers(told))
+            if asked.load_format:
+                more = more.and_more(orca_headers(handle.load(), asked.load_format))
+            size, parts = version.codec.encode(response, plan, told)
             answering = True
-            more = timing_headers(told) if told else ()
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
         except HeadraceError as error:
+            busy: Sequence[Header] = ()
             if handle is not None:
                 handle.failed(error, received_ns)
+                busy = self._version(handle).load.at(self._clock(), handle).pairs
             if not isinstance(error, Cancelled):
-                await send_error(send, error)
+                await send_error(send, error, busy)
         except asyncio.CancelledError:  # the time to drain is over: who waits is told so, and that is the end of it
             if answering:
                 raise
@@ -171,11 +185,12 @@ class InferEndpoint:
             if handle is not None:
                 handle.release()
 
-    def _codec(self, spec: ModelSpec) -> ModelCodec:
-        codec = self._codecs.get(spec)
-        if codec is None:
-            codec = self._codecs[spec] = ModelCodec(spec, self._regions, self._max_body_bytes)
-        return codec
+    def _version(self, handle: Handle) -> _Version:
+        version = self._versions.get(handle)
+        if version is None:
+            codec = ModelCodec(handle.spec, self._regions, self._max_body_bytes)
+            version = self._versions[handle] = _Version(codec, LoadHeaders())
+        return version
 
     async def _read(
         self, send: Send, receive: Receive, connection: Connection | None, headers: InferHeaders
@@ -243,7 +258,7 @@ async def _send_answer(
     header_size: int | None,
     parts: Body,
     accept_encoding: str,
-    more: Sequence[tuple[bytes, bytes]] = (),
+    more: Headers,
 ) -> None:
     size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
     encoding = compression.choose(accept_encoding) if accept_encoding and size >= _MIN_COMPRESSED_BYTES else ""
@@ -252,9 +267,7 @@ async def _send_answer(
         size = len(parts[0])
     elif connection is not None:
         head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
-        if more:
-            head += b"".join([b"%s: %s\r\n" % header for header in more])
-        if connection.answer(send, head, parts):
+        if connection.answer(send, head + more.lines, parts):
             return
     headers = [_JSON_TYPE]
     if header_size is not None:
@@ -262,7 +275,7 @@ async def _send_answer(
     if encoding:
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))
-    headers.extend(more)
+    headers.extend(more.pairs)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"".join(parts)})
 
@@ -284,9 +297,10 @@ def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], 
     return http_status(error), headers, body
 
 
-async def send_error(send: Send, error: HeadraceError) -> None:
-    """Answer with an error."""
+async def send_error(send: Send, error: HeadraceError, more: Sequence[Header] = ()) -> None:
+    """Answer with an error, and more headers."""
     status, headers, body = error_answer(error)
+    headers.extend(more)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

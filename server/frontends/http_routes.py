@@ -214,6 +214,14 @@ def _scheduling(control: ControlPlane) -> Iterator[Route]:
     )
     yield Route(
         "GET",
+        "/load",
+        "load",
+        "How busy the model is: what waits, what runs, how long a request that came now would wait",
+        lambda call: control.load_of(call.model, call.version),
+        bodies.Load,
+    )
+    yield Route(
+        "GET",
         "/explain",
         "profile",
         "What limits the model now, in words, and what would help",

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from server.core.completion import LoopCompletion
 from server.core.errors import HeadraceError
+from server.core.load import Load
 from server.core.request import InferRequest, InferResponse
 from server.core.resident import ResidentRows
 from server.core.tensor import Array, ModelSpec
@@ -34,6 +35,9 @@ class Handle(Protocol):
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request."""
+
+    def load(self) -> Load:
+        """How busy it is."""
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         """Count an error."""

@@ -22,6 +22,7 @@ _TAGS = {
     "repository": "Triton's model repository extension",
     "statistics": "Triton's statistics extension",
     "profile": "Headrace's own",
+    "load": "Headrace's own",
     "system shared memory": "Triton's extension; needs --allow-client-shm",
     "cuda shared memory": "Triton's extension; needs --allow-client-shm and a GPU",
     "trace": "Triton's trace extension",
@@ -34,9 +35,10 @@ _ERRORS = {
     404: "There is no such model, version or region",
     409: "At odds with what is there",
     413: "The body is larger than the server takes",
+    429: "The client asks for more than its quota; others are served",
     431: "The request's headers are larger than the server takes",
     500: "The server or the model failed; the log has the cause under the reference in the text",
-    503: "Right request, wrong moment: overloaded, loading, not available or draining",
+    503: "Right request, wrong moment: overloaded, would be answered too late, loading, not available or draining",
     504: "The deadline that the request carried has passed",
 }
 # What any request may get: bytes that are no HTTP, headers without end, a fault of the server.
@@ -125,7 +127,13 @@ def _error(status: int) -> dict[str, Any]:
         "description": _ERRORS[status],
         "content": {JSON: {"schema": {"$ref": _REFERENCE.format(name="Error")}}},
     }
-    if status == 503:
-        header = {"description": "seconds", "required": True, "schema": {"type": "integer", "minimum": 1}}
-        described["headers"] = {"Retry-After": header}
+    if status in (429, 503):
+        described["headers"] = {
+            "Retry-After": {"description": "seconds", "required": True, "schema": {"type": "integer", "minimum": 1}},
+            "Retry-After-Ms": {
+                "description": "the same in milliseconds",
+                "required": True,
+                "schema": {"type": "integer", "minimum": 0},
+            },
+        }
     return described

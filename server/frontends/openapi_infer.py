@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from server.core.names import CLIENT_PATTERN
 from server.core.tensor import DATATYPES
 
 _DATATYPES = [datatype.name for datatype in DATATYPES]
@@ -68,6 +69,10 @@ SCHEMAS: dict[str, Any] = {
                     "binary_data_output": {"type": "boolean", "description": "send all outputs behind the JSON"},
                     "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent, 0 the default"},
                     "timeout": {"type": "integer", "minimum": 0, "description": "microseconds, 0 for none"},
+                    "headrace_timing": {
+                        "type": "boolean",
+                        "description": "tell with the answer where its time has gone",
+                    },
                 },
             },
         },
@@ -90,13 +95,25 @@ SCHEMAS: dict[str, Any] = {
             "model_name": {"type": "string"},
             "model_version": {"type": "string"},
             "id": {"type": "string"},
+            "parameters": {
+                "type": "object",
+                "description": "where the answer's time has gone, if that was asked for",
+                "properties": {
+                    **{
+                        f"headrace_{part}_us": {"type": "integer", "minimum": 0}
+                        for part in ("queue", "assemble", "compute", "split", "answer", "total")
+                    },
+                    "headrace_batch_rows": {"type": "integer", "minimum": 1},
+                    "headrace_batch_closed": {"type": "string"},
+                },
+            },
             "outputs": {"type": "array", "items": {"$ref": "#/components/schemas/InferOutput"}},
         },
     },
 }
 
 PATHS = ("/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer")
-STATUSES = (403, 404, 413, 503, 504)
+STATUSES = (403, 404, 413, 429, 503, 504)
 
 _BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 _HEADER_SIZE: dict[str, Any] = {"type": "integer", "minimum": 0}
@@ -119,6 +136,30 @@ HEADERS: list[dict[str, Any]] = [
         "in": "header",
         "description": "gzip and deflate are offered for answers of 1 KiB and more",
         "schema": {"type": "string", "examples": ["gzip"]},
+    },
+    {
+        "name": "X-Request-Timeout-Ms",
+        "in": "header",
+        "description": "how long the caller waits, from the first bytes of its request on; 0 for ever",
+        "schema": {"type": "integer", "minimum": 0, "examples": [250]},
+    },
+    {
+        "name": "X-Headrace-Client",
+        "in": "header",
+        "description": "who asks, for quotas and fair shares; another header with --client-header",
+        "schema": {"type": "string", "pattern": CLIENT_PATTERN, "examples": ["shop"]},
+    },
+    {
+        "name": "Headrace-Timing",
+        "in": "header",
+        "description": "1: tell with the answer where its time has gone",
+        "schema": {"type": "string", "enum": ["0", "1"]},
+    },
+    {
+        "name": "Endpoint-Load-Metrics-Format",
+        "in": "header",
+        "description": "tell with the answer how busy the model is, as Open Request Cost Aggregation has it",
+        "schema": {"type": "string", "enum": ["text", "json"]},
     },
 ]
 
@@ -147,6 +188,14 @@ ANSWER: dict[str, Any] = {
             "schema": _HEADER_SIZE,
         },
         "Content-Encoding": {"schema": {"type": "string", "enum": ["gzip", "deflate"]}},
+        "Headrace-Queue-Depth": {"description": "requests that wait for the model", "schema": _HEADER_SIZE},
+        "Headrace-Predicted-Wait-Us": {
+            "description": "how long a request that came now would wait until it is run; 0: unknown, too",
+            "schema": _HEADER_SIZE,
+        },
+        "Headrace-Timing": {"description": "if it was asked for", "schema": {"type": "string"}},
+        "Server-Timing": {"description": "the same as W3C has it", "schema": {"type": "string"}},
+        "Endpoint-Load-Metrics": {"description": "if it was asked for", "schema": {"type": "string"}},
     },
     "content": {
         "application/json": {"schema": {"$ref": "#/components/schemas/InferAnswer"}},

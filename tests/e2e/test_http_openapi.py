@@ -22,16 +22,16 @@ from tests.serving import Server, serving
 FORM_IS_NOT_ENOUGH = """
 [[operations]]
 include-path-regex = "/infer$|sharedmemory/region/.*/register$"
-checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "403", "404", "409", "503"]
+checks.positive_data_acceptance.expected-statuses = ["2xx", "400", "403", "404", "409", "503", "504"]
 """
-# 503 is what the page promises for a model that is being unloaded.
+# 503 is what the page promises for a model that is being unloaded, 504 for a deadline that was too short.
 CONFIG = """
 seed = 4
 continue-on-failure = true
 [generation]
 max-examples = 10
 [checks]
-not_a_server_error.expected-statuses = ["2xx", "4xx", "503"]
+not_a_server_error.expected-statuses = ["2xx", "4xx", "503", "504"]
 """
 REAL_NAMES = """
 [parameters]

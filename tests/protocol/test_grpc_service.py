@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from server.core.clock import monotonic_ns
 from server.core.completion import LoopCompletion, Mailbox
 from server.core.errors import (
     BadRequest,
@@ -22,7 +21,8 @@ from server.core.errors import (
     TooLarge,
     Unavailable,
 )
-from server.core.request import BatchTimes, InferRequest, InferResponse
+from server.core.load import Load
+from server.core.request import InferRequest, InferResponse
 from server.core.tensor import FP32, ModelSpec, TensorSpec
 from server.frontends.asked import NOTHING, Asked
 from server.frontends.grpc_infer import InferService
@@ -68,6 +68,9 @@ class Model:
 
     def admit(self) -> None:
         pass
+
+    def load(self) -> Load:
+        return Load(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         self.failures.append(error)
@@ -148,68 +151,6 @@ def test_a_request_from_message_to_message() -> None:
         assert (response.id, response.model_name) == ("7", "fake")
         assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
         assert (model.leases, model.failures, call.caller) == (0, [], None)
-
-    run(test)
-
-
-def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() -> None:
-    async def test() -> None:
-        model, call = Model(), Call()
-        call.asked = Asked("shop", timeout_ns=1_000, timing=True)
-        call.received_ns = monotonic_ns()
-        call.deadline_ns = call.received_ns + 5_000
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), call))
-        await until(lambda: model.waiting)
-        request, _ = model.waiting[0]
-        assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
-        at_ns = call.received_ns
-        times = BatchTimes(at_ns + 2_000, at_ns + 3_000, at_ns + 7_000, at_ns + 8_000)
-        model.answer(outcome=InferResponse({"y": request.inputs["x"]}, times, 5, "preferred"))
-        told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
-        assert told["headrace_queue_us"].int64_param == 2
-        assert told["headrace_compute_us"].int64_param == 4
-        assert told["headrace_total_us"].int64_param >= told["headrace_answer_us"].int64_param
-        assert told["headrace_batch_rows"].int64_param == 5
-        assert told["headrace_batch_closed"].string_param == "preferred"
-
-    run(test)
-
-
-def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
-    async def test() -> None:
-        model = Model()
-        call = Streaming()
-        call.asked = Asked("shop", timeout_ns=10**9, timing=True)
-        serving = asyncio.ensure_future(InferStreams(InferService(model.services(), 1 << 20), 1 << 20).serve(call))
-        call.sent.put_nowait(message("1"))
-        call.sent.put_nowait(message("2"))
-        call.sent.put_nowait(None)
-        await until(lambda: len(model.waiting) == 2)
-        for request, _ in model.waiting:
-            assert (request.client, request.deadline_ns) == ("shop", request.received_ns + 10**9)
-        model.answer(2)
-        await serving
-        for response in call.got:
-            assert set(response.infer_response.parameters) == {"headrace_total_us", "triton_final_response"}
-
-    run(test)
-
-
-def test_a_request_may_ask_for_its_timing_itself() -> None:
-    async def test() -> None:
-        model = Model()
-        asked = pb.ModelInferRequest.FromString(message())
-        asked.parameters["headrace_timing"].bool_param = True
-        service = InferService(model.services(), 1 << 20)
-        asking = asyncio.ensure_future(service.infer(asked.SerializeToString(), Call()))
-        await until(lambda: model.waiting)
-        model.answer()
-        response = pb.ModelInferResponse.FromString(b"".join(await asking))
-        assert set(response.parameters) == {"headrace_total_us"}
-        asked.parameters["headrace_timing"].int64_param = 1
-        with pytest.raises(BadRequest, match="headrace_timing"):
-            await service.infer(asked.SerializeToString(), Call())
-        assert model.leases == 0
 
     run(test)
 

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from server.core.clock import NS_PER_MS
-from tests.protocol.test_http_infer_endpoint import Handle, call, request
+from server.core.errors import QuotaExceeded, WouldMiss
+from server.frontends.load_report import FRESH_NS, LoadHeaders
+from tests.protocol.test_http_infer_endpoint import BUSY, Handle, call, request
 
 
 def test_who_asks_and_how_long_he_waits_is_told_in_headers() -> None:
@@ -77,3 +79,43 @@ def test_of_a_request_that_was_cut_only_the_total_is_known() -> None:
     assert answer is not None
     assert set(json.loads(answer[2])["parameters"]) == {"headrace_total_us"}
     assert answer[1]["server-timing"].startswith("total;dur=")
+
+
+def test_every_answer_tells_the_load_and_refusals_do() -> None:
+    for handle, status in (
+        (Handle(), 200),
+        (Handle(WouldMiss("late", 0.01)), 503),
+        (Handle(QuotaExceeded("many")), 429),
+    ):
+        answer = call(handle, request())
+        assert answer is not None
+        assert answer[0] == status
+        assert BUSY.items() <= answer[1].items()
+    unknown = call(Handle(), model="other")
+    assert unknown is not None
+    assert not BUSY.keys() & unknown[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (b"text", "TEXT named_metrics.queue_depth=3, named_metrics.queue_rows=5, named_metrics.in_flight=4, "),
+        (b"JSON", 'JSON {"named_metrics":{"queue_depth":3,"queue_rows":5,"in_flight":4,'),
+        (b"bin", None),
+        (b"\xff", None),
+    ],
+)
+def test_the_load_as_load_balancers_ask_for_it(form: bytes, expected: str | None) -> None:
+    answer = call(Handle(), request(), headers=[(b"endpoint-load-metrics-format", form)])
+    assert answer is not None
+    assert answer[0] == 200
+    told = answer[1].get("endpoint-load-metrics")
+    assert (told is None) == (expected is None)
+    assert told is None or told.startswith(expected or "")
+
+
+def test_the_load_is_looked_at_once_in_a_while() -> None:
+    handle, headers = Handle(), LoadHeaders()
+    told = [headers.at(now_ns, handle) for now_ns in range(1, 3 * FRESH_NS, FRESH_NS // 10)]  # type: ignore[arg-type]
+    assert handle.loads == 3
+    assert {each.lines for each in told} == {b"headrace-queue-depth: 3\r\nheadrace-predicted-wait-us: 1\r\n"}

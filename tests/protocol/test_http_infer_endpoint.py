@@ -24,12 +24,15 @@ from server.core.errors import (
     Unavailable,
     WouldMiss,
 )
+from server.core.load import LevelLoad, Load
 from server.core.request import BatchTimes, InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from server.frontends.http_infer import InferEndpoint
 from server.frontends.models import Services
 
 LIMIT = 4_000
+LOAD = Load(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
+BUSY = {"headrace-queue-depth": "3", "headrace-predicted-wait-us": "1"}
 X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
 SPEC = ModelSpec("twice", "1", "test", {"X": X}, {"Y": TensorSpec("Y", BY_NAME["FP32"], (-1, -1))}, 8)
 
@@ -54,7 +57,7 @@ class Handle:
         self.requests: list[InferRequest] = []
         self.completions: list[LoopCompletion] = []
         self.failures: list[HeadraceError] = []
-        self.leases = 0
+        self.leases = self.loads = 0
 
     def admit(self) -> None:
         if self.refuses is not None:
@@ -68,6 +71,10 @@ class Handle:
             outputs = {"Y": request.inputs["X"] * 2}  # type: ignore[operator]
             completion.settle(self.error or (timed(request, outputs) if self.timed else InferResponse(outputs)))
         return completion
+
+    def load(self) -> Load:
+        self.loads += 1
+        return LOAD
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         assert received_ns > 0
@@ -168,7 +175,7 @@ def binary_request(columns: int = 2) -> tuple[bytes, tuple[bytes, bytes]]:
 def test_a_json_request() -> None:
     assert call(Handle(), request()) == (
         200,
-        {"content-type": "application/json", "content-length": str(len(ANSWER))},
+        {"content-type": "application/json", "content-length": str(len(ANSWER)), **BUSY},
         ANSWER,
     )
 

@@ -1,0 +1,164 @@
+"""How busy a model is: asked for, with every answer, with every refusal. And what is refused under load, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.test_grpc_stream import STEPS_PER_S, message, steps, tensor, until
+from tests.models import add_model, affine, busy
+from tests.rich_status import retry_delay_s, rich_status
+from tests.serving import Server, serving
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+X = np.ones((1, 16), np.float32)
+LIMITED = """
+max_batch_size: 8
+rate_limits:
+  default: {requests_per_s: 0.01, burst: 2}
+  clients: {shop: {requests_per_s: 1000}}
+"""
+LEVELS = """
+max_batch_size: 8
+dynamic_batching: {priority_levels: 3, default_priority_level: 2}
+"""
+
+
+@pytest.fixture(scope="module", params=["grpcio", "fast"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(f"load_{request.param}")
+    repository = folder / "repository"
+    add_model(repository, "busy", busy())
+    for name, config in (("limited", LIMITED), ("levels", LEVELS)):
+        add_model(repository, name, affine())
+        (repository / name / "config.pbtxt").unlink(missing_ok=True)
+        (repository / name / "config.yaml").write_text(config)
+    with serving(repository, folder, "--grpc-engine", request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def channel(loaded: Server) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(loaded.grpc_address) as connected:
+        yield connected
+
+
+def load(server: Server, model: str, version: str = "") -> Any:
+    status, headers, content = server.request("GET", f"/v2/models/{model}{version}/load")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    return json.loads(content)
+
+
+def test_a_model_at_rest(loaded: Server) -> None:
+    told = load(loaded, "levels")
+    assert (told["name"], told["version"], told["instances"]) == ("levels", "1", 1)
+    for name in (
+        "queue_depth",
+        "queue_rows",
+        "in_flight",
+        "running_rows",
+        "predicted_wait_us",
+        "drain_us",
+        "late_answers",
+    ):
+        assert told[name] == 0, name
+    assert told["rows_per_s"] > 0  # by the profile measured at load
+    assert [level["level"] for level in told["levels"]] == [1, 2, 3]
+    assert load(loaded, "levels", "/versions/1") == told
+    assert loaded.request("GET", "/v2/models/nothing/load")[0] == 404
+
+
+def test_a_model_at_work(loaded: Server, channel: grpc.Channel) -> None:
+    call = channel.unary_unary(INFER)
+    running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
+    until(lambda: load(loaded, "busy")["in_flight"] == 4)
+    until(lambda: load(loaded, "busy")["queue_depth"] == 3)
+    told = load(loaded, "busy")
+    assert (told["queue_rows"], told["running_rows"]) == (3, 1)
+    time.sleep(0.01)  # what was told before counts as fresh for 5 ms
+    _, headers, _ = loaded.request("POST", "/v2/models/busy/infer", b"{", {"endpoint-load-metrics-format": "json"})
+    assert headers["headrace-queue-depth"] == "3"
+    assert int(headers["headrace-predicted-wait-us"]) >= 0
+    for each in running:
+        each.result(60)
+    assert load(loaded, "busy")["in_flight"] == 0
+
+
+def test_an_answer_tells_the_load(loaded: Server) -> None:
+    body = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}]}).encode()
+    asked = {"endpoint-load-metrics-format": "json"}
+    status, headers, _ = loaded.request("POST", "/v2/models/levels/infer", body, asked)
+    assert (status, headers["headrace-queue-depth"], headers["headrace-predicted-wait-us"]) == (200, "0", "0")
+    kind, _, report = headers["endpoint-load-metrics"].partition(" ")
+    metrics = json.loads(report)["named_metrics"]
+    assert (kind, metrics["queue_depth"], metrics["in_flight"]) == ("JSON", 0, 1)
+    _, headers, _ = loaded.request("POST", "/v2/models/levels/infer", body, {"endpoint-load-metrics-format": "text"})
+    assert headers["endpoint-load-metrics"].startswith("TEXT named_metrics.queue_depth=0, ")
+    with triton_grpc.InferenceServerClient(loaded.grpc_address) as client:
+        answer = client.infer("levels", [tensor("X", X)], headers=asked).get_response()
+    assert answer.parameters["headrace_queue_depth"].int64_param == 0
+    assert "headrace_predicted_wait_us" in answer.parameters
+
+
+def test_a_client_over_its_quota_is_refused_and_others_are_not(loaded: Server, channel: grpc.Channel) -> None:
+    """Both protocols draw on one bucket."""
+    inputs = [triton.InferInput("X", [1, 16], "FP32").set_data_from_numpy(X)]
+    with triton.InferenceServerClient(loaded.address) as client:
+        greedy, shop = {"X-Headrace-Client": "greedy"}, {"X-Headrace-Client": "shop"}
+        client.infer("limited", inputs, headers=greedy)
+        channel.unary_unary(INFER)(message("limited", "", X), metadata=(("x-headrace-client", "greedy"),))
+        with pytest.raises(InferenceServerException, match="greedy") as caught:
+            client.infer("limited", inputs, headers=greedy)
+        assert caught.value.status() == "429"
+        for _ in range(10):
+            client.infer("limited", inputs, headers=shop)
+        client.infer("limited", inputs)  # who gives no name has a bucket of his own
+    status, headers, _ = loaded.request(
+        "POST",
+        "/v2/models/limited/infer",
+        json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": X[0].tolist()}]}).encode(),
+        {"X-Headrace-Client": "greedy"},
+    )
+    assert status == 429
+    assert 90 < int(headers["retry-after"]) <= 100
+    assert int(headers["retry-after"]) - 1 < int(headers["retry-after-ms"]) / 1000 <= int(headers["retry-after"])
+    with pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(INFER)(message("limited", "", X), metadata=(("x-headrace-client", "greedy"),))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    trailers = dict(refused.value.trailing_metadata())
+    code, _, details = rich_status(trailers["grpc-status-details-bin"])
+    assert code == 8
+    assert 90 < retry_delay_s(details) <= 100
+    assert details["google.rpc.QuotaFailure"].violations[0].subject == "client:greedy"
+
+
+def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Channel) -> None:
+    """Once its times are known: behind others who take long a deadline of 20 ms cannot be met, and is not waited for."""
+    call = channel.unary_unary(INFER)
+    for _ in range(9):
+        call(steps("", STEPS_PER_S // 20))
+    running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
+    until(lambda: load(loaded, "busy")["queue_depth"] == 3)
+    begun = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        call(steps("", 1), metadata=(("x-request-timeout-ms", "20"),))
+    error = caught.value
+    assert (error.code(), time.monotonic() - begun < 0.5) == (grpc.StatusCode.UNAVAILABLE, True), error.details()
+    code, text, details = rich_status(dict(error.trailing_metadata())["grpc-status-details-bin"])
+    assert (code, text) == (14, error.details())
+    assert retry_delay_s(details) > 0
+    inputs = [triton.InferInput("STEPS", [1], "INT64").set_data_from_numpy(np.array([1], np.int64))]
+    with triton.InferenceServerClient(loaded.address) as client, pytest.raises(InferenceServerException) as late:
+        client.infer("busy", inputs, headers={"X-Request-Timeout-Ms": "20"})
+    assert late.value.status() == "503"
+    for each in running:
+        each.result(60)

@@ -1,0 +1,118 @@
+"""What the metadata of a gRPC call ask besides, and the parameters that answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from server.core.clock import monotonic_ns
+from server.core.errors import BadRequest
+from server.core.request import BatchTimes, InferResponse
+from server.frontends.asked import Asked
+from server.frontends.grpc_infer import InferService
+from server.frontends.grpc_stream import InferStreams
+from tests.protocol.test_grpc_service import Call, Model, Streaming, message, run, until
+
+pb: Any = service_pb2
+
+
+def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() -> None:
+    async def test() -> None:
+        model, call = Model(), Call()
+        call.asked = Asked("shop", timeout_ns=1_000, timing=True)
+        call.received_ns = monotonic_ns()
+        call.deadline_ns = call.received_ns + 5_000
+        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), call))
+        await until(lambda: model.waiting)
+        request, _ = model.waiting[0]
+        assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
+        at_ns = call.received_ns
+        times = BatchTimes(at_ns + 2_000, at_ns + 3_000, at_ns + 7_000, at_ns + 8_000)
+        model.answer(outcome=InferResponse({"y": request.inputs["x"]}, times, 5, "preferred"))
+        told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
+        assert told["headrace_queue_us"].int64_param == 2
+        assert told["headrace_compute_us"].int64_param == 4
+        assert told["headrace_total_us"].int64_param >= told["headrace_answer_us"].int64_param
+        assert told["headrace_batch_rows"].int64_param == 5
+        assert told["headrace_batch_closed"].string_param == "preferred"
+
+    run(test)
+
+
+def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
+    async def test() -> None:
+        model = Model()
+        call = Streaming()
+        call.asked = Asked("shop", timeout_ns=10**9, timing=True)
+        serving = asyncio.ensure_future(InferStreams(InferService(model.services(), 1 << 20), 1 << 20).serve(call))
+        call.sent.put_nowait(message("1"))
+        call.sent.put_nowait(message("2"))
+        call.sent.put_nowait(None)
+        await until(lambda: len(model.waiting) == 2)
+        for request, _ in model.waiting:
+            assert (request.client, request.deadline_ns) == ("shop", request.received_ns + 10**9)
+        model.answer(2)
+        await serving
+        for response in call.got:
+            assert set(response.infer_response.parameters) == {"headrace_total_us", "triton_final_response"}
+
+    run(test)
+
+
+def test_a_request_is_told_the_load_if_its_metadata_ask() -> None:
+    async def test() -> None:
+        model, call = Model(), Call()
+        call.asked = Asked(load_format="text")
+        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), call))
+        await until(lambda: model.waiting)
+        model.answer()
+        told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
+        assert {name: value.int64_param for name, value in told.items()} == {
+            "headrace_queue_depth": 3,
+            "headrace_predicted_wait_us": 1,
+        }
+
+    run(test)
+
+
+def test_what_is_kept_of_a_version_goes_with_it() -> None:
+    async def test() -> None:
+        models = [Model()]
+        nothing: Any = None
+        service = InferService(replace(models[0].services(), regions=nothing), 1 << 20)
+        asking = asyncio.ensure_future(service.infer(message(), Call()))
+        await until(lambda: models[0].waiting)
+        models[0].answer()
+        await asking
+        assert len(service._codecs) == 1
+        service._models = service._traces = nothing
+        del asking
+        models.clear()
+        gc.collect()
+        assert not service._codecs
+
+    run(test)
+
+
+def test_a_request_may_ask_for_its_timing_itself() -> None:
+    async def test() -> None:
+        model = Model()
+        asked = pb.ModelInferRequest.FromString(message())
+        asked.parameters["headrace_timing"].bool_param = True
+        service = InferService(model.services(), 1 << 20)
+        asking = asyncio.ensure_future(service.infer(asked.SerializeToString(), Call()))
+        await until(lambda: model.waiting)
+        model.answer()
+        response = pb.ModelInferResponse.FromString(b"".join(await asking))
+        assert set(response.parameters) == {"headrace_total_us"}
+        asked.parameters["headrace_timing"].int64_param = 1
+        with pytest.raises(BadRequest, match="headrace_timing"):
+            await service.infer(asked.SerializeToString(), Call())
+        assert model.leases == 0
+
+    run(test)
