@@ -1,17 +1,20 @@
 """The decision when a batch closes, as a plain function of a view, the time and a policy.
 
 No clock, no lock, no queue in here: the scheduler asks, the simulator asks, tests ask in virtual time.
-The rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an idle instance that
-asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever waits, when the
-oldest has waited for the allowed delay.
+
+Where nothing is due, the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an
+idle instance that asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever
+waits, when the oldest has waited for the allowed delay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from server.dataplane.order import FAR_NS
 
 
 class CloseReason(Enum):
@@ -64,11 +67,34 @@ class LaneView(Protocol):
         """Rows waiting, over all requests."""
 
     @property
+    def dated(self) -> int:
+        """Requests that are due some time."""
+
+    @property
     def oldest_ns(self) -> int:
         """When the one that waits longest was queued."""
 
     def row_counts(self) -> Iterable[int]:
         """Rows of each request, first to be served first."""
+
+    def members(self) -> Iterable[tuple[int, int]]:
+        """The same, and when each is due; `FAR_NS`: never, or it will be late in any case."""
+
+
+class Plan(NamedTuple):
+    """What batches take; see `server.dataplane.plan`. All by rows from 0 to the most that a batch holds.
+
+    Attributes:
+        promises_ns: what nearly all keep to, from now to the answers.
+        estimates_ns: what they take as a rule.
+        best: of the batches with no more rows, the one with the most rows a second that leaves time for who comes after it.
+        instances: how many pull.
+    """
+
+    promises_ns: Sequence[int]
+    estimates_ns: Sequence[int]
+    best: Sequence[int]
+    instances: int = 1
 
 
 @dataclass(slots=True)  # not frozen, which would double what making one costs, once a batch
@@ -77,6 +103,13 @@ class Take:
 
     count: int
     reason: CloseReason
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """The first `count` requests cannot be in time any more, or only at the cost of more others: put them last, and ask again."""
+
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +124,25 @@ class Idle:
     """Nothing waits."""
 
 
-Decision = Take | WaitUntil | Idle
+Decision = Take | Skip | WaitUntil | Idle
 
 IDLE = Idle()
 
 
-def decide(view: LaneView, now_ns: int, policy: BatchPolicy) -> Decision:
-    """What an idle instance should do with the requests in `view` at `now_ns`."""
+def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None = None) -> Decision:
+    """What an idle instance should do with the requests in `view`.
+
+    Args:
+        view: what waits.
+        now_ns: monotonic, when a batch would begin to be computed.
+        policy: how requests may be merged.
+        plan: what batches take; None: unknown, so that it does not matter when anything is due.
+    """
     count = view.count
     if count == 0:
         return IDLE
+    if plan is not None and view.dated:
+        return _in_time(view, now_ns, policy, plan)
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
     if policy.preferred_rows:
@@ -119,6 +161,61 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy) -> Decision:
     if now_ns >= closes_ns:
         return Take(count, CloseReason.DELAY)
     return WaitUntil(closes_ns)
+
+
+def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+    """The best batch that has all its members in time, and those behind it."""
+    most, promises_ns = policy.max_rows, plan.promises_ns
+    wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
+    rows = count = 0
+    due_ns = FAR_NS
+    for member_rows, member_due_ns in view.members():
+        more = rows + member_rows
+        if count and more > wanted:
+            return Take(count, CloseReason.FULL if policy.merge else CloseReason.SINGLE)
+        due_ns = min(due_ns, member_due_ns)
+        if now_ns + promises_ns[min(more, most)] > due_ns:
+            break
+        rows, count = more, count + 1
+    else:
+        if rows >= plan.best[most]:
+            return Take(count, CloseReason.FULL)
+        return _worth_waiting(view, now_ns, policy, due_ns - promises_ns[rows + 1])
+    if count:  # a smaller batch would do for these: and for those behind it?
+        behind = plan.best[min(view.total_rows - rows, most)]
+        if now_ns + promises_ns[rows] // plan.instances + promises_ns[behind] <= member_due_ns:
+            return Take(count, CloseReason.DEADLINE)
+    return _without_late(view, now_ns, policy, plan)
+
+
+def _worth_waiting(view: LaneView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
+    """All that wait fit: run them, or keep them for the allowed delay, but not beyond the latest start of a larger batch."""
+    if policy.max_delay_ns <= 0 or not policy.merge:
+        return Take(view.count, CloseReason.IDLE)
+    closes_ns = view.oldest_ns + policy.max_delay_ns
+    if now_ns >= closes_ns:
+        return Take(view.count, CloseReason.DELAY)
+    if now_ns >= latest_ns:
+        return Take(view.count, CloseReason.DEADLINE)
+    return WaitUntil(min(closes_ns, latest_ns))
+
+
+def _without_late(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+    """Rather than one small batch after the other for the sake of those who are nearly too late, go on with those who are not.
+
+    The first that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
+    (early drop in Nexus: H. Shen and others, SOSP 2019). Where others would take their place, so do those that may be late.
+    """
+    most, left, skipped = policy.max_rows, view.total_rows, 0
+    for rows, due_ns in view.members():
+        wanted = max(plan.best[min(left, most)] if policy.merge else 0, min(rows, most))
+        takes_ns = plan.estimates_ns if left - rows < wanted else plan.promises_ns
+        if now_ns + takes_ns[wanted] <= due_ns:
+            break
+        skipped, left = skipped + 1, left - rows
+    if skipped:
+        return Skip(skipped)
+    return Take(_fitting(view, wanted), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
 
 
 def _fitting(view: LaneView, max_rows: int) -> int:

@@ -22,6 +22,7 @@ from server.dataplane.alarms import Alarms
 from server.dataplane.answers import Answers
 from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
+from server.dataplane.order import Order
 from server.dataplane.outlook import Outlook
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
@@ -76,7 +77,10 @@ class ModelHandle:
         self._mailbox = mailbox
         self._on_wanted = on_wanted
         self._clock = clock
-        self._scheduler = Scheduler(policy.batch, policy.limits, policy.levels, clock, mailbox.loop.call_soon)
+        order = Order(policy.aging_ns, policy.sharing)
+        self._scheduler = Scheduler(
+            policy.batch, policy.queue_limits, policy.levels, clock, mailbox.loop.call_soon, order
+        )
         sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
         self._admission = Admission(
@@ -91,7 +95,9 @@ class ModelHandle:
             policy.batch.objective_ns,
         )
         self.profile = Profile()
+        self._scheduler.plan_by(self.profile)
         self._outlook = Outlook(self.profile, policy.batch, self._scheduler, lambda: self._crew.under_way())
+        self._scheduler.on_dropped = self._outlook.missed
         self._answers = Answers(recorder, deliver, self._scheduler.report, self._outlook)
         self._alarms = Alarms(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.scheduler import QueueLimits
@@ -102,3 +102,9 @@ class HandlePolicy:
     aging_ns: int = 0
     sharing: Sharing | None = None
     rate_limits: RateLimits | None = None
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """`limits` with those of the levels that have their own."""
+        counts = {level - 1: own.max_count for level, own in self.level_policies.items() if own.max_count}
+        return replace(self.limits, level_counts=counts) if counts else self.limits

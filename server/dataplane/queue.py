@@ -1,25 +1,22 @@
-"""Requests that wait, apart by shape and in order of priority within each shape.
+"""Requests that wait, apart by shape and in the order of their keys within each shape.
 
 Nothing here locks or reads a clock: the scheduler owns the lock under which every method is called.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from server.core.completion import Completion
 from server.core.tensor import Array
+from server.dataplane.lane import Lane
+from server.dataplane.order import FAR_NS, Order
 
 if TYPE_CHECKING:
     from server.core.request import InferRequest
 
-FAR_NS = (1 << 63) - 1
-"""A time that never comes."""
-
-# A lane is compacted when it holds this many dead entries more than live ones.
-_DEAD_SLACK = 64
+__all__ = ["FAR_NS", "Entry", "Lane", "Queue"]
 
 
 class Entry:
@@ -44,6 +41,8 @@ class Entry:
         due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
         client: who asks, "" for nobody in particular.
         promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
+        key: what orders it; see `server.dataplane.order`.
+        last: it is served behind all that are not.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
         leads: True for the one entry of a request that is counted as the request (the last part of a split one).
@@ -56,6 +55,8 @@ class Entry:
         "due_ns",
         "enqueued_ns",
         "inputs",
+        "key",
+        "last",
         "leads",
         "leave",
         "level",
@@ -83,7 +84,8 @@ class Entry:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
         self.promised_ns = 0
         self.size_bytes = request.size_bytes
-        self.queued = False
+        self.key = 0
+        self.queued = self.last = False
         self.leads = True
         self.leave: Callable[[Entry], None] | None = None
 
@@ -93,105 +95,12 @@ class Entry:
             self.leave(self)
 
 
-class Lane:
-    """Requests of one shape: a `LaneView` for the decision, one FIFO per priority level.
-
-    Entries that left early stay as dead ones in the middle of a FIFO (they hold no tensors) until they reach its front or
-    the lane is compacted; `count` and `total_rows` never include them.
-    """
-
-    __slots__ = ("_dead", "_levels", "count", "total_rows")
-
-    def __init__(self, levels: int) -> None:
-        self._levels: list[deque[Entry]] = [deque() for _ in range(levels)]
-        self._dead = 0
-        self.count = 0
-        self.total_rows = 0
-
-    @property
-    def oldest_ns(self) -> int:
-        """When the entry that waits longest was queued; only for a lane that is not empty."""
-        if len(self._levels) == 1:
-            return self._levels[0][0].enqueued_ns
-        return min(fifo[0].enqueued_ns for fifo in self._levels if fifo)
-
-    @property
-    def first_level(self) -> int:
-        """The most urgent level that has an entry; only for a lane that is not empty."""
-        return next(level for level, fifo in enumerate(self._levels) if fifo)
-
-    @property
-    def front(self) -> Entry:
-        """The entry to be served first; only for a lane that is not empty."""
-        return next(fifo[0] for fifo in self._levels if fifo)
-
-    def row_counts(self) -> Iterator[int]:
-        """Rows of each live entry in the order of serving."""
-        for fifo in self._levels:
-            for entry in fifo:
-                if entry.queued:
-                    yield entry.rows
-
-    def push(self, entry: Entry) -> None:
-        """Append an entry to its level."""
-        entry.queued = True
-        self._levels[entry.level].append(entry)
-        self.count += 1
-        self.total_rows += entry.rows
-
-    def take(self, count: int) -> list[Entry]:
-        """Remove the first `count` live entries."""
-        taken: list[Entry] = []
-        rows = 0
-        for fifo in self._levels:
-            while fifo and len(taken) < count:
-                entry = fifo.popleft()
-                if entry.queued:
-                    entry.queued = False
-                    rows += entry.rows
-                    taken.append(entry)
-                else:
-                    self._dead -= 1
-        self.count -= len(taken)
-        self.total_rows -= rows
-        self._trim()
-        return taken
-
-    def discard(self, entry: Entry) -> None:
-        """Turn a live entry of this lane into a dead one."""
-        entry.queued = False
-        entry.inputs = {}
-        self.count -= 1
-        self.total_rows -= entry.rows
-        self._dead += 1
-        self._trim()
-
-    def demote(self, entry: Entry, level: int) -> None:
-        """Move a live entry to the back of another level."""
-        self._levels[entry.level].remove(entry)
-        entry.level = level
-        self._levels[level].append(entry)
-        self._trim()
-
-    def _trim(self) -> None:
-        """Keep the fronts live (`oldest_ns` reads them) and the dead few."""
-        if not self._dead:
-            return
-        if self._dead > self.count + _DEAD_SLACK:
-            self._levels = [deque(entry for entry in fifo if entry.queued) for fifo in self._levels]
-            self._dead = 0
-            return
-        for fifo in self._levels:
-            while fifo and not fifo[0].queued:
-                fifo.popleft()
-                self._dead -= 1
-
-
 class Queue:
     """All lanes of one model version.
 
     Args:
         levels: number of priority levels.
+        order: makes the keys.
 
     Attributes:
         count: live entries.
@@ -199,10 +108,11 @@ class Queue:
         size_bytes: memory the live entries hold.
     """
 
-    __slots__ = ("_lanes", "_levels", "count", "size_bytes", "total_rows")
+    __slots__ = ("_lanes", "_levels", "count", "order", "size_bytes", "total_rows")
 
-    def __init__(self, levels: int = 1) -> None:
-        self._levels = levels
+    def __init__(self, levels: int = 1, order: Order | None = None) -> None:
+        self.order = order or Order()
+        self._levels = [[0, 0] for _ in range(levels)] if levels > 1 else []  # live entries of each, and rows
         self._lanes: dict[object, Lane] = {}
         self.count = 0
         self.total_rows = 0
@@ -220,39 +130,76 @@ class Queue:
             return None
         return next(lane.front for lane in self._lanes.values() if lane.count)
 
+    def level(self, level: int) -> tuple[int, int]:
+        """Live entries of a level, and their rows."""
+        if not self._levels:
+            return self.count, self.total_rows
+        count, rows = self._levels[level]
+        return count, rows
+
+    def rows_ahead(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
+        """About how many rows would be served before such an entry, if it were queued now."""
+        key = self.order.key(level, due_ns, enqueued_ns, client)
+        return sum([lane.rows_before(key) for lane in self._lanes.values()])
+
     def push(self, entry: Entry) -> Lane:
-        """Append an entry to the lane of its shape."""
+        """Put an entry into the lane of its shape; it keeps its key if it is to be among the last."""
         lane = self._lanes.get(entry.shape_key)
         if lane is None:
-            lane = self._lanes[entry.shape_key] = Lane(self._levels)
+            lane = self._lanes[entry.shape_key] = Lane()
+        if not entry.last:
+            order = self.order
+            entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+            if order.shares is not None:
+                order.shares.queued(entry.client, entry.rows)
         lane.push(entry)
         self.count += 1
         self.total_rows += entry.rows
         self.size_bytes += entry.size_bytes
+        if self._levels:
+            level = self._levels[entry.level]
+            level[0] += 1
+            level[1] += entry.rows
         return lane
 
     def take(self, lane: Lane, count: int) -> list[Entry]:
-        """Remove the first `count` entries of a lane."""
+        """Remove the first `count` entries of a lane, to be run."""
         taken = lane.take(count)
         self._forget(taken)
+        shares = self.order.shares
+        if shares is not None:
+            shares.served(
+                max([entry.key - entry.level * self.order.handicap_ns for entry in taken if not entry.last], default=0)
+            )
         self._close_if_empty(lane, taken[0].shape_key)
         return taken
+
+    def skip(self, lane: Lane, count: int) -> list[Entry]:
+        """Remove the first `count` entries of a lane, to be put last or refused."""
+        skipped = lane.take(count)
+        self._forget(skipped)
+        for entry in skipped:
+            self._unserved(entry)
+        self._close_if_empty(lane, skipped[0].shape_key)
+        return skipped
 
     def discard(self, entry: Entry) -> bool:
         """Remove an entry before its turn; False if it is not waiting any more."""
         if not entry.queued:
             return False
         lane = self._lanes[entry.shape_key]
+        self._unserved(entry)
         lane.discard(entry)
         self._forget([entry])
         self._close_if_empty(lane, entry.shape_key)
         return True
 
-    def demote(self, entry: Entry, level: int) -> bool:
-        """Move a waiting entry to the back of another level; False if it is not waiting any more."""
+    def put_last(self, entry: Entry) -> bool:
+        """Have a waiting entry served behind all others; False if it is not waiting any more."""
         if not entry.queued:
             return False
-        self._lanes[entry.shape_key].demote(entry, level)
+        self._unserved(entry)
+        self._lanes[entry.shape_key].put_last(entry)
         return True
 
     def clear(self) -> list[Entry]:
@@ -262,10 +209,21 @@ class Queue:
         self._lanes.clear()
         return taken
 
+    def _unserved(self, entry: Entry) -> None:
+        shares = self.order.shares
+        if shares is not None and not entry.last:
+            shares.unserved(entry.client, entry.rows)
+
     def _forget(self, entries: list[Entry]) -> None:
         self.count -= len(entries)
         self.total_rows -= sum([entry.rows for entry in entries])
         self.size_bytes -= sum([entry.size_bytes for entry in entries])
+        for entry in entries if self._levels else ():
+            level = self._levels[entry.level]
+            level[0] -= 1
+            level[1] -= entry.rows
+        if not self.count and self.order.shares is not None:
+            self.order.shares.rest()
 
     def _close_if_empty(self, lane: Lane, shape_key: object) -> None:
         # A model with one shape keeps its lane; hostile or rare shapes must not pile lanes up.

@@ -11,44 +11,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
-from server.core.errors import Overloaded, QueueTimeout, Unavailable
-from server.dataplane.batching import IDLE, BatchPolicy, CloseReason, Idle, Take, WaitUntil, decide
-from server.dataplane.queue import Entry, Lane, Queue
+from server.core.completion import settle_all
+from server.core.errors import QueueTimeout, Unavailable
+from server.dataplane.batching import IDLE, BatchPolicy, Idle, WaitUntil
+from server.dataplane.order import FAR_NS, Order
+from server.dataplane.plan import Planner
+from server.dataplane.profile import Profile
+from server.dataplane.queue import Entry
+from server.dataplane.selection import Batch, QueueLimits, Selection
 from server.dataplane.shortcut import Claim, Shortcut
 
+__all__ = ["Batch", "QueueLimits", "Scheduler"]
+
 _FOREVER = -1.0
-
-
-@dataclass(slots=True)
-class Batch:
-    """Requests that run together.
-
-    Attributes:
-        entries: live entries of one shape, in the order of serving.
-        reason: why the batch was closed.
-        taken_ns: monotonic, when it was closed.
-    """
-
-    entries: list[Entry]
-    reason: CloseReason
-    taken_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """What may wait at most.
-
-    Attributes:
-        max_count: requests.
-        max_size_bytes: memory that waiting requests hold.
-    """
-
-    max_count: int = 4096
-    max_size_bytes: int = 1 << 30
 
 
 class Scheduler:
@@ -61,6 +39,10 @@ class Scheduler:
         clock: monotonic nanoseconds.
         defer: calls back once the caller of `enqueue` is done with what it has at hand: on an event loop `call_soon`, so that
             requests which arrive together are woken for once and run together.
+        order: which request goes first; by priority, then by when it is due, if absent.
+
+    Attributes:
+        on_dropped: told of entries that were given up since they could not be in time any more; called without the lock.
     """
 
     def __init__(
@@ -70,13 +52,14 @@ class Scheduler:
         levels: int = 1,
         clock: Clock = monotonic_ns,
         defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
+        order: Order | None = None,
     ) -> None:
-        self.policy = policy
-        self.limits = limits or QueueLimits()
-        self._levels = levels
+        self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
+        self._policy = policy
         self._clock = clock
         self._lock = threading.Lock()
-        self._queue = Queue(levels + 1)
+        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order())
+        self._queue = self._selection.queue
         self._defer = defer
         self._waking = False  # `_wake` is about to be called
         self._sleepers: list[threading.Lock] = []
@@ -101,10 +84,11 @@ class Scheduler:
         """
         with self._lock:
             self._push(entries)
-            if self._waking:
-                return
-            self._waking = True
-        self._defer(self._wake)
+            waking, self._waking = self._waking, True
+        if self._selection.dropped:
+            self._settle_dropped()
+        if not waking:
+            self._defer(self._wake)
 
     def run(self, entries: list[Entry], stays: bool) -> None:
         """As `enqueue`, from any thread, and without waiting for others that may come.
@@ -117,6 +101,8 @@ class Scheduler:
         with self._lock:
             self._push(entries)
             claim = self._claim(stays=True) if stays else None
+        if self._selection.dropped:
+            self._settle_dropped()
         if claim is None:
             self._wake()
         else:
@@ -125,18 +111,7 @@ class Scheduler:
     def _push(self, entries: list[Entry]) -> None:
         if self._closed:
             raise self._failure or Unavailable("the model is being unloaded")
-        size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
-        queue, limits = self._queue, self.limits
-        if queue.count + len(entries) > limits.max_count or (
-            queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
-        ):
-            raise Overloaded(
-                f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
-                f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
-                self._drain_time_s(),
-            )
-        for entry in entries:
-            queue.push(entry)
+        self._selection.push(entries, self._drain_time_s)
 
     def _wake(self) -> None:
         """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
@@ -146,6 +121,8 @@ class Scheduler:
                 return
             claim = self._claim(stays=False)
             sleeper = None if claim else self._sleepers.pop()
+        if self._selection.dropped:
+            self._settle_dropped()
         if claim is not None:
             claim.shortcut.take(claim.batch)
             self._go_on(claim)
@@ -161,7 +138,7 @@ class Scheduler:
             shortcut = self._shortcuts.get(sleeper)
             if shortcut is None or not shortcut.takes(entry, stays):
                 continue
-            answer = self._poll(self._clock())
+            answer = self._selection.poll(self._clock(), 0, self._closed)
             if not isinstance(answer, Batch):
                 return None
             self._sleepers.remove(sleeper)
@@ -198,7 +175,7 @@ class Scheduler:
         """
         with self._lock:
             if demote:
-                self._queue.demote(entry, self._levels)
+                self._queue.put_last(entry)
                 return
             if not self._queue.discard(entry):
                 return
@@ -218,20 +195,35 @@ class Scheduler:
         return self._queue.total_rows
 
     def waiting(self, level: int) -> tuple[int, int]:
-        """Requests and rows that wait at a priority level, from 0."""
-        return (self._queue.count, self._queue.total_rows) if level == 0 else (0, 0)
+        """Requests of a priority level that wait, and their rows."""
+        with self._lock:
+            return self._queue.level(level)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
-        """Rows that would be served before a request like this, if it were queued now."""
-        return self._queue.total_rows
+        """About how many rows would be served before such a request, if it were queued now.
 
-    def poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
-        """What an idle instance should do at `now_ns`; never blocks.
-
-        The lane that is ready and most urgent wins: by priority level, then by how long its oldest request has waited.
+        Args:
+            level: its priority, from 0.
+            due_ns: monotonic; `FAR_NS`: never.
+            client: who asks.
         """
         with self._lock:
-            return self._poll(now_ns)
+            return self._queue.rows_ahead(level, due_ns, self._clock(), client)
+
+    def poll(self, now_ns: int, begins_ns: int = 0) -> Batch | WaitUntil | Idle:
+        """What an idle instance should do at `now_ns`; never blocks.
+
+        Of the lanes that are ready, that with the most urgent request wins; see `server.dataplane.order`.
+
+        Args:
+            now_ns: monotonic.
+            begins_ns: when a batch would begin to be computed, if that is later.
+        """
+        with self._lock:
+            answer = self._selection.poll(now_ns, begins_ns, self._closed)
+        if self._selection.dropped:
+            self._settle_dropped()
+        return answer
 
     def next_batch(
         self,
@@ -239,6 +231,7 @@ class Scheduler:
         interrupted: Callable[[], bool] = lambda: False,
         busy: bool = False,
         shortcut: Shortcut | None = None,
+        begins_ns: int = 0,
     ) -> Batch | None:
         """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
         and `interrupted` says so.
@@ -248,15 +241,18 @@ class Scheduler:
             interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
             busy: the instance has batches under way: those that have none are woken first.
             shortcut: called in its place, by whoever calls `enqueue` (or where `defer` calls back), while the thread sleeps.
+            begins_ns: when a batch would begin to be computed, if it would not at once.
         """
         while True:
+            if self._selection.dropped:
+                self._settle_dropped()
             with self._lock:
                 self._shortcuts.pop(sleeper, None)
                 changed = sleeper in self._changed
                 self._changed.discard(sleeper)
                 if self._paused:
                     return None
-                answer = IDLE if changed else self._poll(self._clock())
+                answer = IDLE if changed else self._selection.poll(self._clock(), begins_ns, self._closed)
                 if type(answer) is Batch or changed or interrupted():
                     # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
                     if self._queue.count and self._sleepers and self._worth_waking():
@@ -290,13 +286,21 @@ class Scheduler:
             self._sleepers.remove(sleeper)
         sleeper.release()
 
+    def plan_by(self, profile: Profile) -> None:
+        """Keep to what requests are due, by what is known of the times of batches."""
+        self._selection.planner = Planner(profile, self._policy)
+
     def report(self, busy_ns: int) -> None:
         """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""
         self._batch_ns += (busy_ns - self._batch_ns) >> 3 if self._batch_ns else busy_ns
+        if self._selection.planner is not None:
+            self._selection.planner.batch()
 
     def set_instances(self, count: int) -> None:
         """How many instances pull."""
         self._instances = max(count, 1)
+        if self._selection.planner is not None:
+            self._selection.planner.instances = self._instances
 
     # What the owner calls
 
@@ -347,46 +351,19 @@ class Scheduler:
         sleepers, self._sleepers = self._sleepers, []
         return sleepers
 
-    def _poll(self, now_ns: int) -> Batch | WaitUntil | Idle:
-        lanes = self._queue.lanes
-        if len(lanes) == 1:  # as for most models: there is nothing to compare
-            return self._poll_only(next(iter(lanes)), now_ns)
-        best: Take | None = None
-        best_lane: Lane | None = None
-        best_rank = (0, 0)
-        wait: WaitUntil | None = None
-        for lane in lanes:
-            answer = decide(lane, now_ns, self.policy)
-            if type(answer) is Take:
-                rank = (lane.first_level, lane.oldest_ns)
-                if best is None or rank < best_rank:
-                    best, best_lane, best_rank = answer, lane, rank
-            elif type(answer) is WaitUntil:
-                if self._closed:
-                    best, best_lane = Take(lane.count, CloseReason.DRAIN), lane
-                    break
-                if wait is None or answer.time_ns < wait.time_ns:
-                    wait = answer
-        if best is None or best_lane is None:
-            return wait or IDLE
-        return Batch(self._queue.take(best_lane, best.count), best.reason, now_ns)
-
-    def _poll_only(self, lane: Lane, now_ns: int) -> Batch | WaitUntil | Idle:
-        answer = decide(lane, now_ns, self.policy)
-        if type(answer) is WaitUntil and self._closed:
-            answer = Take(lane.count, CloseReason.DRAIN)
-        if not isinstance(answer, Take):
-            return answer
-        return Batch(self._queue.take(lane, answer.count), answer.reason, now_ns)
-
     def _worth_waking(self) -> bool:
         """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""
-        lanes, policy = self._queue.lanes, self.policy
         if not self._timed_sleepers:
             return bool(self._queue.count)
-        now_ns = self._clock()
-        return any(type(decide(lane, now_ns, policy)) is Take for lane in lanes)
+        return self._selection.ready(self._clock())
+
+    def _settle_dropped(self) -> None:
+        """Without the lock: tell those whose requests were given up."""
+        with self._lock:
+            dropped, self._selection.dropped = self._selection.dropped, []
+        settle_all([(entry.completion, error) for entry, error in dropped])
+        self.on_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
 
     def _drain_time_s(self) -> float:
-        batches = self._queue.total_rows / self.policy.max_rows
+        batches = self._queue.total_rows / self._policy.max_rows
         return max(batches * self._batch_ns / self._instances / NS_PER_S, 1.0)

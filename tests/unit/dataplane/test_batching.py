@@ -16,6 +16,7 @@ from server.dataplane.batching import BatchPolicy, CloseReason, Idle, Take, Wait
 class View:
     rows: list[int]
     oldest_ns: int = 0
+    dated: int = 0
 
     @property
     def count(self) -> int:
@@ -27,6 +28,9 @@ class View:
 
     def row_counts(self) -> Iterable[int]:
         return iter(self.rows)
+
+    def members(self) -> Iterable[tuple[int, int]]:
+        raise AssertionError("nothing is due")
 
 
 CASES = [

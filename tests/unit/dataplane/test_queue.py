@@ -20,7 +20,7 @@ def test_shapes_wait_apart_and_levels_in_order() -> None:
     assert queue.count == 3
     assert lane.count == 2
     assert lane.oldest_ns == 0
-    assert lane.first_level == 0
+    assert lane.front is first
     assert queue.take(lane, 2) == [first, late]
     assert queue.count == 1
 
@@ -45,7 +45,7 @@ def test_leavers_behind_a_stalled_head_do_not_pile_up() -> None:
         queue.push(leaver)
         queue.discard(leaver)
     assert queue.count == 1
-    assert sum(len(fifo) for fifo in lane._levels) < 200
+    assert len(lane._entries) < 200
 
 
 def test_lanes_of_rare_shapes_are_forgotten() -> None:
@@ -60,9 +60,9 @@ def test_demoted_entries_come_last() -> None:
     slow, quick = entry(), entry()
     lane = queue.push(slow)
     queue.push(quick)
-    assert queue.demote(slow, 1)
+    assert queue.put_last(slow)
     assert queue.take(lane, 2) == [quick, slow]
-    assert not queue.demote(slow, 1)
+    assert not queue.put_last(slow)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["push", "take", "discard", "demote"]), st.integers(0, 5)), max_size=80))
@@ -87,7 +87,7 @@ def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
                 assert queue.discard(chosen)
                 model.remove(chosen)
             else:
-                assert queue.demote(chosen, 2)
+                assert queue.put_last(chosen)
         assert queue.count == len(model)
         assert queue.total_rows == sum(waiting.rows for waiting in model)
         for lane in queue.lanes:

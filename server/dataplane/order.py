@@ -1,0 +1,103 @@
+"""In what order requests are served: a key for each, fixed when it is queued; the least goes first.
+
+A key is a time: when the request is due. One that is never due counts as due `HORIZON_NS` after it was queued, and none counts as
+due later than that, so that nobody waits for ever behind those in a hurry. A priority level is a handicap: a request of the next
+lower level counts as due later by the time of ageing. So levels are strict among requests of about the same age, whatever their
+dues, and yet none starves: what comes later than a request's key is served behind it. Since a key never changes, nothing has to
+be moved when requests age.
+
+Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time Fair
+Queuing, SIGCOMM 1996): each client's requests follow each other in a virtual time, in which a row takes the longer the less its
+weight. A client with little to ask begins at the present of that time and is served at once; one that floods waits behind itself.
+There a handicap is counted in rows, `ROW_NS` of it for each, since that time has no seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from server.core.clock import NS_PER_MS, NS_PER_S
+
+if TYPE_CHECKING:
+    from server.dataplane.policy import Sharing
+
+FAR_NS = (1 << 63) - 1
+"""A time that never comes."""
+HORIZON_NS = 10 * NS_PER_S
+ROW_NS = NS_PER_MS
+_MOST_CLIENTS = 16_384
+_FOR_EVER_NS = 1 << 80  # levels that do not age: more than any clock or virtual time comes to
+
+
+class Order:
+    """Makes keys.
+
+    Args:
+        aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.
+        sharing: how clients share; None: a request is a request, whoever sent it.
+    """
+
+    def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None) -> None:
+        self.handicap_ns = aging_ns or _FOR_EVER_NS
+        self.horizon_ns = min(HORIZON_NS, self.handicap_ns)
+        self.shares = None if sharing is None else Shares(sharing)
+
+    def key(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
+        """What a request would get if it were queued now.
+
+        Args:
+            level: its priority, from 0.
+            due_ns: monotonic; a time that never comes: never.
+            enqueued_ns: monotonic, now.
+            client: who asks.
+        """
+        key = enqueued_ns + self.horizon_ns
+        if self.shares is not None:
+            key = self.shares.start(client)
+        elif due_ns < key:
+            key = due_ns
+        return key + level * self.handicap_ns if level else key
+
+
+class Shares:
+    """The virtual time of one queue.
+
+    Attributes:
+        now: start tag of what was served last.
+    """
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self.now = 0
+        self._ends: dict[str, int] = {}  # of clients with something in the queue, or who were served before their time
+
+    def start(self, client: str) -> int:
+        """The tag of the client's next request."""
+        return max(self.now, self._ends.get(client, 0))
+
+    def queued(self, client: str, rows: int) -> None:
+        """A request was queued."""
+        ends = self._ends
+        ends[client] = self.start(client) + self._virtual(client, rows)
+        if len(ends) > _MOST_CLIENTS:  # names cost their sender nothing
+            self._ends = {name: end for name, end in ends.items() if end > self.now}
+            if len(self._ends) > _MOST_CLIENTS // 2:
+                self._ends = {}
+
+    def unserved(self, client: str, rows: int) -> None:
+        """A request has left the queue without having been served: the client's next ones need not wait for it."""
+        end = self._ends.get(client)
+        if end is not None:
+            self._ends[client] = end - self._virtual(client, rows)
+
+    def served(self, tag: int) -> None:
+        """A request is being run."""
+        self.now = max(self.now, tag)
+
+    def rest(self) -> None:
+        """Nothing waits: nobody has to make up for anything, and no name need be remembered."""
+        self._ends.clear()
+
+    def _virtual(self, client: str, rows: int) -> int:
+        sharing = self._sharing
+        return int(rows * ROW_NS / sharing.weights.get(client, sharing.default_weight))
