@@ -59,8 +59,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
-    "slo": "nothing is promised yet",
-    "rate_limits": "clients may ask for as much as they like",
     "fair_sharing": "requests are served in the order of their arrival",
     "priority_aging_microseconds": "what is of a higher level is served first, however long others wait",
 }

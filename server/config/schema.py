@@ -108,6 +108,22 @@ With `source: [480, 640]` clients send pictures of that size, which are resized 
 are taller than wide a GPU's result may differ from Pillow's: bilinear by 1 of 255, bicubic by a few at hard edges. With
 `backend: tensorrt` the GPU does both, within the batch's CUDA graph; the CPU where NVRTC is missing, of which the log tells.
 
+**A latency promised.** With `slo` the server closes batches, orders requests and refuses what would come too late by how long
+the model takes ([protocol.md](protocol.md)); `max_queue_delay_microseconds` need not be tuned. A deadline that a request brings
+itself counts, too. Levels, and what clients may ask for, go together with it:
+
+```yaml
+slo: {{p99_ms: 50}}
+dynamic_batching: {{priority_levels: 2, default_priority_level: 2}}
+fair_sharing: {{weights: {{shop: 3}}}}  # while more is asked for than can be done, three times the share of anybody else
+rate_limits:
+  default: {{requests_per_s: 100}}
+  clients: {{nightly-reports: {{requests_per_s: 5, burst: 20}}}}
+```
+
+Clients are told apart by the header that `--client-header` names. It is taken on trust: where callers are strangers, let a proxy
+set it.
+
 "has no effect yet" means: accepted, shown with the configuration, and reported as a warning, because the part of the server
 that acts on it comes with a later release.
 """

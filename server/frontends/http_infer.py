@@ -38,6 +38,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 # Smaller answers are sent as they are, whatever the client accepts.
 _MIN_COMPRESSED_BYTES = 1024
+_OWN_NAMES = frozenset((b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"))
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -82,16 +83,18 @@ class InferHeaders:
         asked: dict[str, str] = {}
         names = asked_headers.wire_names
         for name, value in headers:
-            if name == b"inference-header-content-length":
+            if name in names:
+                asked[names[name]] = value.decode("latin-1")
+            elif name not in _OWN_NAMES:
+                continue
+            elif name == b"inference-header-content-length":
                 self.header_size = _length(name, value)
             elif name == b"content-length":
                 self.content_length = _length(name, value)
             elif name == b"content-encoding":
                 self.content_encoding = value.decode("latin-1").strip().lower()
-            elif name == b"accept-encoding":
+            else:
                 self.accept_encoding = value.decode("latin-1")
-            elif name in names:
-                asked[names[name]] = value.decode("latin-1")
         if asked:
             self.asked = asked_headers.read(asked)
 

@@ -175,7 +175,7 @@ def test_the_name_must_be_the_folders(tmp_path: Path, file: str) -> None:
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.yaml").write_text("max_batch_siz: 3\nslo: {p99_ms: 5}\noversize: x\n")
+    (tmp_path / "m" / "config.yaml").write_text("max_batch_siz: 3\nmetric_tags: {a: b}\noversize: x\n")
     with pytest.raises(ConfigError) as caught:
         read(tmp_path)
     lines = [(f.path, f.line, f.fatal) for f in caught.value.findings]

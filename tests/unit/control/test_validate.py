@@ -22,7 +22,7 @@ def run(*paths: Path) -> tuple[int, list[str]]:
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     write_model(tmp_path / "good")
-    write_model(tmp_path / "warned", config="# a comment\nslo: {p99_ms: 5}\n")
+    write_model(tmp_path / "warned", config="# a comment\nmetric_tags: {a: b}\n")
     return tmp_path
 
 
