@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu
+.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -59,6 +59,7 @@ load: $(VENV)/.dev models ## locust, headless, against a server of its own
 docs: $(VENV)/.serve ## write the generated pages of docs/
 	$(BIN)/python -m server.config.schema docs
 	$(BIN)/python -m server.observability.metrics_docs docs
+	$(BIN)/python -m deploy.grafana.dashboards
 
 lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \
@@ -66,6 +67,13 @@ lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --group build --group test --group check --group load --universal \
 	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
 	  -c requirements/serve.lock -q -o requirements/dev.lock
+
+# Debian's; a test that needs one skips where it is not there.
+TOOLS ?= prometheus
+tools: ## install the programs that some tests run beside ours (Debian, as root)
+	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
+	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -qq -y --no-install-recommends $$missing; }
 
 clean: ## forget the environment and the built models
 	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis

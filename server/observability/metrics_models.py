@@ -125,6 +125,21 @@ class ModelCollector(Collector):
         yield from _triton_counters(totals)
 
 
+# Shown before they are counted: what is not there cannot be seen to rise.
+_NO_FAILURES = dict.fromkeys(
+    (
+        "bad_request",
+        "cancelled",
+        "deadline",
+        "model_failed",
+        "overloaded",
+        "queue_timeout",
+        "quota",
+        "unavailable",
+        "would_miss",
+    ),
+    0,
+)
 _Rows = list[tuple[list[str], Totals]]
 _Sources = list[tuple[list[str], Source]]
 
@@ -144,7 +159,7 @@ def _counts(rows: _Rows) -> Iterator[Metric]:
         requests.add_metric(labels, totals.requests)
         inferred.add_metric(labels, totals.rows)
         busy.add_metric(labels, totals.busy_ns / NS_PER_S)
-        for reason, count in sorted(totals.failures.items()):
+        for reason, count in sorted({**_NO_FAILURES, **totals.failures}.items()):
             failures.add_metric([*labels, reason], count)
         for reason, count in sorted(totals.reasons.items()):
             batches.add_metric([*labels, reason], count)

@@ -1,0 +1,328 @@
+"""`python -m deploy.grafana.dashboards` writes the dashboards of Grafana: overview, one model, GPUs, capacity.
+
+Names of metrics are those of docs/metrics.md, recorded series those of deploy/prometheus/headrace.rules.yml.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deploy.grafana.panels import Dashboard, Panel, Query, Row
+
+FOLDER = Path(__file__).parent / "dashboards"
+J = 'job=~"$job"'
+M = 'job=~"$job",model=~"$model"'
+RATE = "[$__rate_interval]"
+GOOD_LOW = ((None, "green"), (0.01, "orange"), (0.144, "red"))
+
+
+def _stat(title: str, expr: str, unit: str = "short", steps: object = ((None, "blue"),), about: str = "") -> Panel:
+    return Panel(title, [Query(expr)], unit, about, "stat", 4, 4, steps=steps)  # type: ignore[arg-type]
+
+
+def _quantile(quantile: float, metric: str, selector: str, by: str = "le") -> str:
+    return f"histogram_quantile({quantile:g}, sum by ({by}) (rate({metric}_bucket{{{selector}}}{RATE})))"
+
+
+def _mean(metric: str) -> str:
+    return f"sum(rate({metric}_sum{{{M}}}{RATE})) / sum(rate({metric}_count{{{M}}}{RATE}))"
+
+
+OVERVIEW = Dashboard(
+    "headrace-overview",
+    "Headrace / Overview",
+    "Is it well? All models and replicas of a job.",
+    [
+        Row(
+            "Now",
+            [
+                _stat("Replicas up", f"sum(up{{{J}}})"),
+                _stat("Ready", f"min(headrace_ready{{{J}}})", steps=((None, "red"), (1, "green"))),
+                _stat("Alerts", 'count(ALERTS{alertname=~"Headrace.+",alertstate="firing"}) or vector(0)',
+                      steps=((None, "green"), (1, "red"))),
+                _stat("Requests/s", f"sum(headrace:requests:rate5m{{{J}}})", "reqps"),
+                _stat("Worst p99", f"max(headrace:total_seconds:p99_5m{{{J}}})", "s"),
+                _stat("Late or unserved, 1 h", f"max(headrace:bad:ratio_rate1h{{{J}}})", "percentunit", GOOD_LOW,
+                      "The worst model's share; the budget is 1 %."),
+            ],
+        ),
+        Row(
+            "Traffic",
+            [
+                Panel("Requests", [Query(f"sum by (model) (rate(headrace_requests_total{{{J}}}{RATE}))", "{{model}}")],
+                      "reqps", stacked=True),
+                Panel("p99", [Query(_quantile(0.99, "headrace_total_seconds", J, "model, le"), "{{model}}")], "s",
+                      "From arrival to answer.", exemplars=True),
+                Panel("Refused and failed", [Query(f"sum by (model, reason) (rate(headrace_failures_total{{{J}}}{RATE})) > 0 "
+                      f"or sum(rate(headrace_failures_total{{{J}}}{RATE}))", "{{model}} {{reason}}")], "reqps",
+                      "overloaded, would_miss: no room. quota: one client asks too much. cancelled: the caller left."),
+                Panel("Queue", [Query(f"sum by (model) (headrace_queue_depth{{{J}}})", "{{model}}")],
+                      description="Requests that wait."),
+                Panel("Predicted wait", [Query(f"max by (model) (headrace_predicted_wait_seconds{{{J}}})", "{{model}}")], "s",
+                      "Of a request that came now."),
+                Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{J}}}", "{{model}}")], "percentunit",
+                      "Share of the time in which instances run batches; near 100 % the queue grows.", most=1),
+                Panel("Rows a batch", [Query(f"headrace:batch_rows:mean5m{{{J}}}", "{{model}}")],
+                      description="1 means that nothing is merged: too few arrivals, or no dynamic_batching."),
+                Panel("In flight", [Query(f"sum by (model) (headrace_in_flight{{{J}}})", "{{model}}")]),
+                Panel("Errors by protocol", [Query(f"sum by (protocol, reason) (rate(headrace_errors_total{{{J}}}{RATE}))",
+                      "{{protocol}} {{reason}}")], "reqps", "Whether they were about a model or not."),
+            ],
+        ),
+        Row(
+            "Models",
+            [
+                Panel("States", [Query(f"headrace_model_state{{{J}}} == 1")], kind="table", width=12),
+                Panel("Instances missing", [Query(
+                    f"sum by (instance, model) (headrace_instances_wanted{{{J}}} - headrace_instances{{{J}}})",
+                    "{{instance}} {{model}}")], width=6),
+                Panel("Loads", [Query(f"sum by (model, result) (increase(headrace_model_loads_total{{{J}}}{RATE}))",
+                      "{{model}} {{result}}")], width=6),
+                Panel("Engines", [Query(f"headrace_engine_info{{{J}}}")], kind="table", width=12, height=6),
+                Panel("Accuracy against FP32", [Query(f"headrace_engine_accuracy{{{J}}}", "{{model}} {{measure}}")],
+                      "percentunit", width=6, height=6),
+                Panel("Engines built", [Query(f"sum by (model, result) (increase(headrace_engine_builds_total{{{J}}}[1h]))",
+                      "{{model}} {{result}}")], width=6, height=6),
+            ],
+        ),
+        Row(
+            "Processes",
+            [
+                Panel("Event loop lag, p99", [Query(_quantile(0.99, "headrace_event_loop_lag_seconds", J, "instance, le"),
+                      "{{instance}}")], "s", "Every request waits as long for the front end."),
+                Panel("Memory", [Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}")], "bytes"),
+                Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
+                Panel("Connections", [Query(f"headrace_connections{{{J}}}", "{{instance}} {{protocol}}")]),
+                Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],
+                      "percentunit", "Of the limit."),
+                Panel("Threads", [Query(f"headrace_threads{{{J}}}", "{{instance}}")]),
+                Panel("Limits met", [Query(f"sum by (limit) (rate(headrace_limit_hits_total{{{J}}}{RATE}))", "{{limit}}")],
+                      "reqps"),
+                Panel("Restarts", [
+                    Query(f"sum by (instance, model) (increase(headrace_instance_restarts_total{{{J}}}[1h]))",
+                          "{{instance}} {{model}} instances"),
+                    Query(f"sum by (instance, model) (increase(headrace_model_process_restarts_total{{{J}}}[1h]))",
+                          "{{instance}} {{model}} process")], description="In the last hour."),
+                Panel("Certificate", [
+                    Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
+                      "Time until it expires; no data without TLS."),
+                Panel("Versions", [Query(f"headrace_build_info{{{J}}}")], kind="table", width=12, height=5),
+            ],
+        ),
+    ],
+)  # fmt: skip
+
+_PHASES = ("queue", "assembly", "compute", "split")
+MODEL = Dashboard(
+    "headrace-model",
+    "Headrace / One model",
+    "Where one model's time goes, and why.",
+    [
+        Row(
+            "Time",
+            [
+                Panel("From arrival to answer", [
+                    *(Query(_quantile(q, "headrace_total_seconds", M), f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)),
+                    Query(f"max(headrace_objective_seconds{{{M}}})", "objective")], "s",
+                    "The objective is the configuration's slo.", width=12, exemplars=True),
+                Panel("Where it goes, on average", [Query(_mean(f"headrace_{phase}_seconds"), phase) for phase in _PHASES], "s",
+                    "queue: waiting for an instance. assembly: putting a batch together. compute: the model. "
+                    "split: handing the rows out.", width=12, stacked=True),
+                Panel("All answers", [Query(f"sum by (le) (rate(headrace_total_seconds_bucket{{{M}}}{RATE}))", "{{le}}")], "s",
+                      kind="heatmap", width=12),
+                Panel("p99 of each phase", [
+                    Query(_quantile(0.99, f"headrace_{phase}_seconds", M), phase) for phase in _PHASES], "s", width=12),
+            ],
+        ),
+        Row(
+            "Batches",
+            [
+                Panel("Rows a batch", [
+                    Query(_mean("headrace_batch_rows"), "mean"),
+                    Query(_quantile(0.5, "headrace_batch_rows", M), "p50"),
+                    Query(_quantile(0.99, "headrace_batch_rows", M), "p99")]),
+                Panel("Why batches close", [
+                    Query(f"sum by (closed_by) (rate(headrace_batches_total{{{M}}}{RATE}))", "{{closed_by}}")], "ops",
+                    "idle: an instance was free (not busy). full, preferred: batches fill (busy). delay: waited in vain. "
+                    "deadline: a member would have been late.", stacked=True),
+                Panel("What a batch takes", [
+                    Query(f'max by (rows) (headrace_profile_microseconds{{{M},quantile="0.5"}})', "{{rows}} rows")], "µs",
+                    "The profile that the scheduler plans with: measured at load, corrected by every batch."),
+            ],
+        ),
+        Row(
+            "Load",
+            [
+                Panel("Requests and rows", [
+                    Query(f"sum(rate(headrace_requests_total{{{M}}}{RATE}))", "requests"),
+                    Query(f"sum(rate(headrace_rows_total{{{M}}}{RATE}))", "rows"),
+                    Query(f"sum(headrace_capacity_rows_per_second{{{M}}})", "rows that it could do")], "ops"),
+                Panel("Queue", [
+                    Query(f"sum(headrace_queue_depth{{{M}}})", "in the queue"),
+                    Query(f"sum(headrace_in_flight{{{M}}})", "in flight")]),
+                Panel("Predicted wait", [
+                    Query(f"max by (level) (headrace_predicted_wait_seconds{{{M}}})", "level {{level}}"),
+                    Query(f"max(headrace_drain_seconds{{{M}}})", "until all is done")], "s",
+                    "Of a request of one row that came now, by priority level."),
+                Panel("Refused and failed", [
+                    Query(f"sum by (reason) (rate(headrace_failures_total{{{M}}}{RATE}))", "{{reason}}")], "reqps", stacked=True),
+                Panel("Late or unserved", [
+                    Query(f"headrace:bad:ratio_rate5m{{{M}}}", "5 min"),
+                    Query(f"headrace:bad:ratio_rate1h{{{M}}}", "1 h"),
+                    Query(f"headrace:bad:ratio_rate6h{{{M}}}", "6 h")], "percentunit", "The budget is 1 %."),
+                Panel("Late answers", [Query(f"sum(rate(headrace_late_total{{{M}}}{RATE}))", "late")], "reqps",
+                      "Answered after the objective, or after their own deadline."),
+            ],
+        ),
+        Row(
+            "Life",
+            [
+                Panel("Instances", [
+                    Query(f"sum(headrace_instances{{{M}}})", "alive"),
+                    Query(f"sum(headrace_instances_wanted{{{M}}})", "wanted")]),
+                Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{M}}}", "{{job}}")], "percentunit", most=1),
+                Panel("Versions", [
+                    Query(f"sum by (version) (rate(headrace_requests_total{{{M}}}{RATE}))", "version {{version}}")], "reqps"),
+                Panel("Loads", [
+                    Query(f"sum by (result) (increase(headrace_model_loads_total{{{M}}}{RATE}))", "{{result}}")]),
+                Panel("Time to load", [
+                    Query(f"max by (version) (headrace_load_seconds_sum{{{M}}} / headrace_load_seconds_count{{{M}}})",
+                          "version {{version}}")], "s"),
+                Panel("Parked and brought back", [
+                    Query(f"sum(increase(headrace_evictions_total{{{M}}}[1h]))", "parked"),
+                    Query(f"sum(increase(headrace_on_demand_loads_total{{{M}}}[1h]))", "brought back")],
+                    description="In the last hour, to make room for others."),
+            ],
+        ),
+    ],
+    {"model": 'label_values(headrace_requests_total{job=~"$job"}, model)'},
+)  # fmt: skip
+
+GPU = Dashboard(
+    "headrace-gpus",
+    "Headrace / GPUs",
+    "What the driver tells, and which model holds the memory.",
+    [
+        Row(
+            "Now",
+            [
+                Panel("GPUs", [Query(f"headrace_gpu_info{{{J}}}")], kind="table", width=16, height=6),
+                Panel("Answer", [Query(f"headrace_gpu_up{{{J}}}", "{{instance}} GPU {{gpu}}")], kind="stat", width=8, height=6,
+                      steps=((None, "red"), (1, "green"))),
+            ],
+        ),
+        Row(
+            "Work",
+            [
+                Panel("Utilisation", [Query(f"headrace_gpu_utilization_ratio{{{J}}}", "{{instance}} GPU {{gpu}}")], "percentunit",
+                      "Share of the time in which any kernel ran: 100 % says busy, not full.", most=1),
+                Panel("Power", [
+                    Query(f"headrace_gpu_power_watts{{{J}}}", "{{instance}} GPU {{gpu}}"),
+                    Query(f"headrace_gpu_power_limit_watts{{{J}}}", "{{instance}} GPU {{gpu}} limit")], "watt"),
+                Panel("Rows a joule", [Query(
+                    f"sum(rate(headrace_rows_total{{{J}}}{RATE})) / sum(headrace_gpu_power_watts{{{J}}})", "rows/J")],
+                    description="Of all models on all GPUs."),
+                Panel("Clocks", [Query(f"headrace_gpu_clock_hertz{{{J}}}", "{{instance}} GPU {{gpu}} {{clock}}")], "hertz"),
+                Panel("Temperature", [Query(f"headrace_gpu_temperature_celsius{{{J}}}", "{{instance}} GPU {{gpu}}")], "celsius"),
+                Panel("Slowed down", [Query(f"headrace_gpu_slowed{{{J}}}", "{{instance}} GPU {{gpu}} {{reason}}")], most=1,
+                      description="power_cap is usual under full load; thermal and hardware are not."),
+            ],
+        ),
+        Row(
+            "Memory",
+            [
+                Panel("In use, by whomever", [
+                    Query(f"headrace_gpu_device_memory_used_bytes{{{J}}}", "{{instance}} GPU {{gpu}}"),
+                    Query(f"headrace_gpu_device_memory_total_bytes{{{J}}}", "{{instance}} GPU {{gpu}} all of it")], "bytes"),
+                Panel("Booked, by model", [
+                    Query(f'sum by (gpu, model) (headrace_gpu_memory_bytes{{{J},gpu!="host"}})', "GPU {{gpu}} {{model}}")],
+                    "bytes", stacked=True),
+                Panel("Booked of what may be", [Query(
+                    f'sum by (instance, gpu) (headrace_gpu_memory_bytes{{{J},gpu!="host"}}) '
+                    f"/ sum by (instance, gpu) (headrace_gpu_memory_limit_bytes{{{J}}})", "{{instance}} GPU {{gpu}}")],
+                    "percentunit", "--gpu-memory-fraction of each GPU; beyond it models are parked.", most=1),
+                Panel("Booked, by kind", [
+                    Query(f"sum by (gpu, kind) (headrace_gpu_memory_bytes{{{J}}})", "{{gpu}} {{kind}}")], "bytes", stacked=True),
+                Panel("Parked and brought back", [
+                    Query(f"sum by (model) (increase(headrace_evictions_total{{{J}}}[10m]))", "{{model}} parked"),
+                    Query(f"sum by (model) (increase(headrace_on_demand_loads_total{{{J}}}[10m]))", "{{model}} brought back")],
+                    description="In ten minutes."),
+                Panel("Memory errors", [
+                    Query(f"headrace_gpu_ecc_errors_total{{{J}}}", "{{instance}} GPU {{gpu}} {{kind}}")],
+                    description="Since the driver was loaded. Corrected ones are harmless, uncorrected ones spoil answers."),
+                Panel("Energy, an hour", [
+                    Query(f"increase(headrace_gpu_energy_joules_total{{{J}}}[1h])", "{{instance}} GPU {{gpu}}")], "joule"),
+            ],
+        ),
+    ],
+)  # fmt: skip
+
+CAPACITY = Dashboard(
+    "headrace-capacity",
+    "Headrace / Capacity",
+    "How much more it can take, and what is short first.",
+    [
+        Row(
+            "Headroom",
+            [
+                Panel("Used of what it can do", [Query(
+                    f"headrace:rows:rate5m{{{M}}} / (sum by (job, model) (headrace_capacity_rows_per_second{{{M}}}) > 0)",
+                    "{{model}}")], "percentunit", "Rows a second over what all instances can do by the profile.", "bargauge",
+                    width=12, most=1, steps=((None, "green"), (0.6, "orange"), (0.8, "red"))),
+                Panel("Busy", [Query(f"headrace:busy:ratio_rate5m{{{M}}}", "{{model}}")], "percentunit",
+                      "Share of the time in which instances run batches.", "bargauge", width=12, most=1,
+                      steps=((None, "green"), (0.6, "orange"), (0.8, "red"))),
+                Panel("Rows a second", [
+                    Query(f"headrace:rows:rate5m{{{M}}}", "{{model}}"),
+                    Query(f"sum by (job, model) (headrace_capacity_rows_per_second{{{M}}})", "{{model}} at most")], "ops",
+                    width=12),
+                Panel("Replicas needed", [Query(
+                    f"ceil(headrace:rows:rate5m{{{M}}} / 0.7"
+                    f" / (avg by (job, model) (headrace_capacity_rows_per_second{{{M}}}) > 0))", "{{model}}")],
+                    description="To run each at no more than 70 % of what it can do.", width=12),
+            ],
+        ),
+        Row(
+            "Trend",
+            [
+                Panel("Requests, and where they lead", [
+                    Query(f"headrace:requests:rate5m{{{M}}}", "{{model}}"),
+                    Query(f"clamp_min(predict_linear(headrace:requests:rate5m{{{M}}}[6h], 86400), 0)", "{{model}} in a day")],
+                    "reqps", "A straight line through the last six hours: no forecast for a day with a rhythm.", width=12),
+                Panel("Time until all is done", [Query(f"max by (model) (headrace_drain_seconds{{{M}}})", "{{model}}")], "s",
+                      "If nothing more came.", width=12),
+            ],
+        ),
+        Row(
+            "What is short",
+            [
+                Panel("Refused for lack of room", [Query(
+                    f'sum by (model) (rate(headrace_failures_total{{{M},reason=~"overloaded|would_miss|queue_timeout"}}{RATE}))',
+                    "{{model}}")], "reqps"),
+                Panel("Refused by quota", [
+                    Query(f'sum by (model) (rate(headrace_failures_total{{{M},reason="quota"}}{RATE}))', "{{model}}")], "reqps"),
+                Panel("Rows a batch", [Query(f"headrace:batch_rows:mean5m{{{M}}}", "{{model}}")],
+                      description="Larger batches are the cheapest capacity there is."),
+                Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
+                Panel("Event loop lag, p99", [Query(f"headrace:event_loop_lag_seconds:p99_5m{{{J}}}", "{{instance}}")], "s"),
+                Panel("Memory", [Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}")], "bytes"),
+            ],
+        ),
+    ],
+    {"model": 'label_values(headrace_requests_total{job=~"$job"}, model)'},
+    frozenset({"model"}),
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, MODEL, GPU, CAPACITY)
+
+
+def files() -> dict[str, str]:
+    """Name and content of every file."""
+    return {f"{one.uid}.json": json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n" for one in DASHBOARDS}
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, content in files().items():
+        (FOLDER / name).write_text(content, encoding="utf-8")

@@ -1,0 +1,18 @@
+"""Programs that some tests run beside ours; `make tools` installs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+
+def tool(name: str) -> str:
+    """Where a program is; the test is skipped where a user has none, and fails where CI has none."""
+    path = shutil.which(name)
+    if path is not None:
+        return path
+    if os.environ.get("CI"):
+        pytest.fail(f"{name} is not installed: .ci/run installs it by `make tools`")
+    pytest.skip(f"{name} is not installed: `make tools` installs it")

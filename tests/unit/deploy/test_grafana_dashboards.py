@@ -1,0 +1,75 @@
+"""The dashboards are those that their Python says, and lie flat in Grafana's grid."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.grafana.dashboards import FOLDER, files
+from server.observability.metrics_table import families
+
+DASHBOARDS = {name: json.loads(content) for name, content in files().items()}
+# Named in no panel: Triton's names, and what a panel shows under another one.
+UNSHOWN = re.compile(r"nv_|process_(virtual|start)|headrace_(batches|model_process_up)")
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_the_committed_file_is_up_to_date(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == files()[name], "run `make docs`"
+
+
+def test_no_other_file_is_there() -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(DASHBOARDS)
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_panels_have_numbers_and_places_of_their_own(dashboard: dict[str, Any]) -> None:
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not own & cells, f"{panel['title']} lies on another"
+        cells |= own
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_every_variable_of_a_query_is_declared(dashboard: dict[str, Any]) -> None:
+    declared = {variable["name"] for variable in dashboard["templating"]["list"]} | {"__rate_interval"}
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= declared, panel["title"]
+            assert target["datasource"]["uid"] == "${datasource}"
+        assert panel["type"] == "row" or panel["targets"]
+
+
+def test_every_metric_is_on_some_panel() -> None:
+    shown = " ".join(files().values())
+    shown += " ".join(r["expr"] for g in _recorded() for r in g["rules"])
+    missing = [family.name for family in families() if not UNSHOWN.match(family.name) and family.name not in shown]
+    assert missing == []
+
+
+def _recorded() -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = yaml.safe_load(
+        (FOLDER.parents[1] / "prometheus" / "headrace.rules.yml").read_text()
+    )["groups"]
+    return groups
+
+
+def test_grafana_is_told_where_they_are() -> None:
+    provisioning = FOLDER.parent / "provisioning"
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "headrace.yaml").read_text())["providers"]
+    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
