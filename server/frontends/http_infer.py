@@ -155,11 +155,12 @@ class InferEndpoint:
                 self._traces.record(handle.spec, request, response, queued_ns, self._clock())
             now_ns = self._clock()
             more, told = version.load.at(now_ns, handle), None
-            if plan.timing or asked.timing:
-                told = timing(response, received_ns, now_ns)
-                more = more.and_more(timing_headers(told))
-            if asked.load_format:
-                more = more.and_more(orca_headers(handle.load(), asked.load_format))
+            if plan.timing or asked is not NOTHING:
+                if plan.timing or asked.timing:
+                    told = timing(response, received_ns, now_ns)
+                    more = more.and_more(timing_headers(told))
+                if asked.load_format:
+                    more = more.and_more(orca_headers(handle.load(), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
