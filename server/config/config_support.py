@@ -48,7 +48,6 @@ IGNORED: dict[str, str] = {
 
 # Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
 WITHOUT_EFFECT: dict[str, str] = {
-    "dynamic_batching.priority_queue_policy": "default_queue_policy counts for every level",
     "instance_group.*.kind": "instances run on GPUs with backend: tensorrt alone",
     "instance_group.*.gpus": "instances run on GPUs with backend: tensorrt alone",
     "metric_tags": "metrics carry the model's name and version",
@@ -59,8 +58,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
     "optimization.eager_batching": "a batch is assembled when an instance is free",
-    "fair_sharing": "requests are served in the order of their arrival",
-    "priority_aging_microseconds": "what is of a higher level is served first, however long others wait",
 }
 # ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")

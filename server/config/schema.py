@@ -109,8 +109,9 @@ are taller than wide a GPU's result may differ from Pillow's: bilinear by 1 of 2
 `backend: tensorrt` the GPU does both, within the batch's CUDA graph; the CPU where NVRTC is missing, of which the log tells.
 
 **A latency promised.** With `slo` the server closes batches, orders requests and refuses what would come too late by how long
-the model takes ([protocol.md](protocol.md)); `max_queue_delay_microseconds` need not be tuned. A deadline that a request brings
-itself counts, too. Levels, and what clients may ask for, go together with it:
+the model takes ([protocol.md](protocol.md)). No size need be preferred then, `max_queue_delay_microseconds` is the most that a
+batch waits for company: less where somebody would be late. A deadline that a request brings itself counts, too. Levels, and what
+clients may ask for, go together with it:
 
 ```yaml
 slo: {{p99_ms: 50}}

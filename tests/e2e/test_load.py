@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import STEPS_PER_S, message, steps, tensor, until
@@ -19,6 +20,7 @@ from tests.models import add_model, affine, busy
 from tests.rich_status import retry_delay_s, rich_status
 from tests.serving import Server, serving
 
+pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 X = np.ones((1, 16), np.float32)
 LIMITED = """
@@ -31,6 +33,15 @@ LEVELS = """
 max_batch_size: 8
 dynamic_batching: {priority_levels: 3, default_priority_level: 2}
 """
+# Of the lower level one may wait, of the higher as many as like.
+BOUNDED = """
+dynamic_batching {
+  priority_levels: 2
+  default_priority_level: 2
+  priority_queue_policy { key: 2 value { max_queue_size: 1 } }
+}
+"""
+SHARED = 'parameters { key: "headrace.fair_sharing" value { string_value: "{}" } }\n'
 
 
 @pytest.fixture(scope="module", params=["grpcio", "fast"])
@@ -38,6 +49,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(f"load_{request.param}")
     repository = folder / "repository"
     add_model(repository, "busy", busy())
+    add_model(repository, "bounded", busy(), config=BOUNDED)
+    add_model(repository, "shared", busy(), config=SHARED)
     for name, config in (("limited", LIMITED), ("levels", LEVELS)):
         add_model(repository, name, affine())
         (repository / name / "config.pbtxt").unlink(missing_ok=True)
@@ -162,3 +175,50 @@ def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Cha
     assert late.value.status() == "503"
     for each in running:
         each.result(60)
+
+
+def test_levels_have_bounds_of_their_own_and_the_higher_goes_first(loaded: Server, channel: grpc.Channel) -> None:
+    call = channel.unary_unary(INFER)
+
+    def asked(steps_count: int, priority: int) -> grpc.Future:
+        request = pb.ModelInferRequest.FromString(message("bounded", "", np.array([steps_count]), "INT64", "STEPS"))
+        request.parameters["priority"].int64_param = priority
+        return call.future(request.SerializeToString())
+
+    done: list[str] = []
+    first = asked(STEPS_PER_S, 0)
+    until(lambda: load(loaded, "bounded")["running_rows"] == 1)
+    waiting = {"low": asked(1, 2)}
+    until(lambda: load(loaded, "bounded")["queue_depth"] == 1)
+    with pytest.raises(grpc.RpcError) as caught:
+        asked(1, 0).result(20)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    waiting |= {f"high {number}": asked(1, 1) for number in range(2)}
+    for name, future in waiting.items():
+        future.add_done_callback(lambda _, name=name: done.append(name))
+    until(lambda: load(loaded, "bounded")["queue_depth"] == 3)
+    assert [level["queue_depth"] for level in load(loaded, "bounded")["levels"]] == [2, 1]
+    for each in (first, *waiting.values()):
+        each.result(60)
+    until(lambda: len(done) == 3)
+    assert done[-1] == "low"
+
+
+def test_a_client_does_not_wait_behind_all_that_another_has_queued(loaded: Server, channel: grpc.Channel) -> None:
+    call, done = channel.unary_unary(INFER), list[str]()
+
+    def asked(client: str, steps_count: int) -> grpc.Future:
+        body = message("shared", "", np.array([steps_count]), "INT64", "STEPS")
+        future = call.future(body, metadata=(("x-headrace-client", client),))
+        future.add_done_callback(lambda _: done.append(client))
+        return future
+
+    running = [asked("flood", STEPS_PER_S)]
+    until(lambda: load(loaded, "shared")["running_rows"] == 1)
+    running += [asked("flood", STEPS_PER_S // 20) for _ in range(12)]
+    until(lambda: load(loaded, "shared")["queue_depth"] == 12)
+    running.append(asked("calm", STEPS_PER_S // 20))
+    for each in running:
+        each.result(60)
+    until(lambda: len(done) == 14)
+    assert done.index("calm") <= 4, done
