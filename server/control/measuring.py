@@ -5,29 +5,42 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from server.backends.base import Execution, ExecutionLost, LoadedModel
+from server.control.together import Together
 from server.control.warmup import one_row
-from server.core.clock import NS_PER_MS, NS_PER_US, Clock, monotonic_ns
+from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.model_config import ModelConfig
 from server.core.tensor import BY_CONFIG_NAME, BYTES, Array
-from server.dataplane.profile import Profile
+from server.dataplane.profile import Profile, Times
 
 logger = logging.getLogger("headrace.profile")
 
+Feed = Callable[[int], dict[str, Array]]
+"""Makes inputs of so many rows."""
+
 # Each size is run so often at most; the first time counts only if there is no other.
 _ROUNDS = 4
+_ROUNDS_TOGETHER = 3
 # Inputs larger than this are not made up.
 _MOST_BYTES = 1 << 28
+# How much of the time is for one instance alone, where there are several.
+_ALONE = 0.5
+# Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
+_BELIEVED = 1.5
+# An instance that is open waits for the others no longer than this many times the limit, to measure together.
+_PATIENCE = 4
 
 
 class Measuring:
     """Fills a profile that is empty; called by each instance on its own thread with its own execution, once it is warm.
 
-    The last of them measures: then nothing of the model runs beside it. A model whose backend has measured itself is not run.
-    What the model raises on inputs that are made up is no reason not to serve it.
+    The last of them measures while the others wait: nothing of the model runs beside it. Then 2, 4, 8 ... and all of them run at
+    the same time. A model whose backend has measured itself is not run. What the model raises on inputs that are made up is
+    no reason not to serve it.
 
     Args:
         config: of the model, complete.
@@ -36,6 +49,7 @@ class Measuring:
         profile: where the times go.
         limit_ns: no run is begun that would probably end later than that.
         clock: monotonic nanoseconds.
+        kept_ns: times of an earlier process, by instances and rows; believed if the model is about as fast as then.
     """
 
     def __init__(
@@ -46,67 +60,172 @@ class Measuring:
         profile: Profile,
         limit_ns: int,
         clock: Clock = monotonic_ns,
+        kept_ns: Mapping[int, Times] | None = None,
     ) -> None:
         self._config = config
-        self._model = model
-        self._awaited = instances
+        self._told = backend_buckets(model)
+        self._instances = self._awaited = instances
         self._profile = profile
         self._limit_ns = limit_ns
         self._clock = clock
-        self._lock = threading.Lock()  # guards _awaited
+        self._kept_ns = kept_ns or {}
+        self._problem = unmeasurable(config)
+        self._stages: Sequence[Together] | None = None  # once the last instance has come
+        self._patient = instances - 1  # others that still wait for it
+        self._arrivals = threading.Condition()  # guards _awaited, _stages and _patient
 
     def __call__(self, execution: Execution) -> None:
-        """Measure, if this is the last instance.
+        """Measure, if the profile is empty.
 
         Raises:
             ExecutionLost: nothing can be run any more.
         """
-        with self._lock:
+        with self._arrivals:
             self._awaited -= 1
-            last = self._awaited == 0
-        if not last or self._profile.known():
+            seat = self._awaited  # 0 for the last
+        if seat < 0 or self._profile.known():  # started anew, or brought back from parking
             return
-        told = backend_table(self._model)
-        if told:
-            self._profile.buckets = tuple(sorted(backend_buckets(self._model)))
-            self._profile.seed({rows: [time_ns] for rows, time_ns in told.items()})
-        elif self._limit_ns:
-            self._measure(execution)
+        if self._problem or self._told or not self._limit_ns:
+            if seat == 0:
+                self._without_running()
+        elif seat:
+            self._wait_and_join(execution, seat)
+        else:
+            self._lead(execution)
 
-    def _measure(self, execution: Execution) -> None:
-        name, begun_ns = self._config.name, self._clock()
-        problem = unmeasurable(self._config)
-        if problem:
-            logger.info("model %s is not measured before it serves: %s", name, problem)
+    def _without_running(self) -> None:
+        if self._told:
+            self._profile.buckets = tuple(sorted(self._told))
+            table_ns = bucket_times(self._told)
+            if self._like(min(table_ns), table_ns[min(table_ns)]):
+                self._believe()
+            self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
-        found: dict[int, list[int]] = {}
+        if self._problem and self._limit_ns:
+            logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
+        self._believe()
+
+    def _wait_and_join(self, execution: Execution, seat: int) -> None:
+        """Of an instance that was not the last: do what that says."""
+        with self._arrivals:
+            patience_s = _PATIENCE * self._limit_ns / NS_PER_S
+            if not self._arrivals.wait_for(lambda: self._stages is not None, patience_s):
+                self._patient -= 1
+                return
+            stages = self._stages or ()
+        self._together(execution, self._instances - seat, stages)
+
+    def _lead(self, execution: Execution) -> None:
+        """Of the last instance to come: alone first, then with the others."""
+        begun_ns, several = self._clock(), self._instances > 1
+        end_ns = begun_ns + self._limit_ns
+        stages: list[Together] = []
         try:
-            self._rounds(execution, found, begun_ns + self._limit_ns)
+            feed = _feeds(self._config)
+            if self._kept_ns and self._still_as(execution, feed):
+                self._believe()
+                return
+            alone_ns = int(self._limit_ns * _ALONE) if several else self._limit_ns
+            self._alone(execution, feed, begun_ns + alone_ns)
+            if several and self._profile.known():
+                stages = self._plan(feed, end_ns)
+        finally:
+            with self._arrivals:
+                # One that waits no more would be missed.
+                self._stages = stages = stages if self._patient == self._instances - 1 else []
+                self._arrivals.notify_all()
+        self._together(execution, 0, stages)
+        told = ", ".join(
+            f"{known.rows} rows {known.median_ns // NS_PER_US} us ({known.instances} at work)"
+            for known in self._profile.known()
+        )
+        took_ms = (self._clock() - begun_ns) // NS_PER_MS
+        logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, told)
+
+    def _together(self, execution: Execution, arrival: int, stages: Sequence[Together]) -> None:
+        """With the others.
+
+        Args:
+            execution: of the calling instance.
+            arrival: which of the others it is, from 1 on; 0: the last, which tells the profile.
+            stages: all that is to be run.
+        """
+        try:
+            for stage in stages:
+                if arrival < stage.instances:
+                    self._run(partial(stage.take_part, execution))
+                if not arrival:
+                    self._profile.seed(_warm(stage.found_ns, stage.instances), stage.instances)
+        except BaseException:  # nobody may wait for this instance
+            for stage in stages:
+                stage.abort()
+            raise
+
+    def _alone(self, execution: Execution, feed: Feed, end_ns: int) -> None:
+        """Run all sizes several times, as far as time goes."""
+        found: dict[int, list[int]] = {}
+
+        def run() -> None:
+            a_row_ns = 0.0
+            for _ in range(_ROUNDS):
+                for rows in sizes(self._config):
+                    times_ns = found.setdefault(rows, [])
+                    expected_ns = times_ns[-1] if times_ns else a_row_ns * rows
+                    if self._clock() + expected_ns > end_ns:
+                        return
+                    times_ns.append(self._timed(execution, feed(rows)))
+                    a_row_ns = times_ns[-1] / rows
+
+        self._run(run)
+        self._profile.seed(_warm(found, 1))
+
+    def _plan(self, feed: Feed, end_ns: int) -> list[Together]:
+        """With 2, 4, 8 ... and all instances, the time that is left shared between them."""
+        counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
+        share_ns = max(end_ns - self._clock(), 0) // len(counts)
+        known = [each.rows for each in self._profile.known()]
+        stages = []
+        for place, count in enumerate(counts):
+            stop_ns = end_ns - share_ns * (len(counts) - 1 - place)
+
+            def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
+                return self._clock() + self._profile.estimate_ns(rows, count) <= stop_ns
+
+            stages.append(Together(count, known * _ROUNDS_TOGETHER, feed, in_time, self._clock))
+        return stages
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """Made-up values may make no sense to the model."""
+        try:
+            run()
         except ExecutionLost:
             raise
-        except Exception as error:  # made-up values may make no sense to the model
-            logger.info(
-                "model %s is not measured further: it failed on made-up inputs (%s)", name, type(error).__name__
-            )
-        self._profile.seed({rows: times_ns[1:] or times_ns for rows, times_ns in found.items()})
-        told = ", ".join(f"{known.rows} rows {known.median_ns // NS_PER_US} us" for known in self._profile.known())
-        logger.debug("model %s took %d ms to measure: %s", name, (self._clock() - begun_ns) // NS_PER_MS, told)
+        except Exception as error:
+            name, what = self._config.name, type(error).__name__
+            logger.info("model %s is not measured further: it failed on made-up inputs (%s)", name, what)
 
-    def _rounds(self, execution: Execution, found: dict[int, list[int]], end_ns: int) -> None:
-        """Run all sizes several times, as far as time goes."""
-        feed = _feeds(self._config)
-        a_row_ns = 0.0
-        for _ in range(_ROUNDS):
-            for rows in sizes(self._config):
-                times_ns = found.setdefault(rows, [])
-                expected_ns = times_ns[-1] if times_ns else a_row_ns * rows
-                if self._clock() + expected_ns > end_ns:
-                    return
-                inputs = feed(rows)
-                begun_ns = self._clock()
-                execution.run(inputs)
-                times_ns.append(self._clock() - begun_ns)
-                a_row_ns = times_ns[-1] / rows
+    def _timed(self, execution: Execution, inputs: dict[str, Array]) -> int:
+        begun_ns = self._clock()
+        execution.run(inputs)
+        return self._clock() - begun_ns
+
+    # What was kept
+
+    def _still_as(self, execution: Execution, feed: Feed) -> bool:
+        """Whether the smallest size takes about as long as it did; a first run does not count."""
+        rows = min(sizes(self._config))
+        times_ns: list[int] = []
+        self._run(lambda: times_ns.extend(self._timed(execution, feed(rows)) for _ in range(_ROUNDS)))
+        return len(times_ns) == _ROUNDS and self._like(rows, sorted(times_ns[1:])[(_ROUNDS - 1) // 2])
+
+    def _like(self, rows: int, time_ns: int) -> bool:
+        """Whether a batch of `rows` took about as long as now."""
+        then_ns = sorted(self._kept_ns.get(1, {}).get(rows, ()))
+        return bool(then_ns) and 1 / _BELIEVED <= time_ns / max(then_ns[len(then_ns) // 2], 1) <= _BELIEVED
+
+    def _believe(self) -> None:
+        for instances, times_ns in sorted(self._kept_ns.items()):
+            self._profile.seed(times_ns, instances, "stored")
 
 
 def sizes(config: ModelConfig) -> list[int]:
@@ -143,17 +262,26 @@ def backend_buckets(model: LoadedModel) -> Mapping[int, float]:
     return found
 
 
-def backend_table(model: LoadedModel) -> Mapping[int, int]:
-    """By rows the nanoseconds that the backend itself has measured, of a bucket from the first of its rows on; empty if none."""
+def bucket_times(buckets: Mapping[int, float]) -> dict[int, int]:
+    """By rows the nanoseconds of batches that are padded to buckets: of a bucket from the first of its rows on.
+
+    Args:
+        buckets: microseconds by their rows.
+    """
     table: dict[int, int] = {}
     before = 0
-    for rows, time_us in sorted(backend_buckets(model).items()):
+    for rows, time_us in sorted(buckets.items()):
         table[min(before + 1, rows)] = table[rows] = int(time_us * NS_PER_US)
         before = rows
     return table
 
 
-def _feeds(config: ModelConfig) -> Callable[[int], dict[str, Array]]:
+def _warm(found_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[int]]:
+    """Without the first time of each size and instance, if there are others."""
+    return {rows: times_ns[instances:] or times_ns for rows, times_ns in found_ns.items()}
+
+
+def _feeds(config: ModelConfig) -> Feed:
     rows_of = {tensor.name: one_row(tensor) for tensor in config.served_input}
 
     def feed(rows: int) -> dict[str, Array]:

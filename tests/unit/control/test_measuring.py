@@ -14,7 +14,7 @@ import pytest
 
 from server.backends.base import ExecutionLost
 from server.config.config_reader import read_model_folder
-from server.control.measuring import Measuring, backend_table, sizes
+from server.control.measuring import Measuring, backend_buckets, sizes
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.model_config import ModelConfig
 from server.core.tensor import Array
@@ -141,18 +141,135 @@ def test_models_that_cannot_be_measured_say_so(
     assert why in caplog.text
 
 
-def test_the_last_instance_measures_and_a_restarted_one_does_not(config: ModelConfig) -> None:
-    model, profile = Model(), Profile()
-    measuring = Measuring(config, model, 3, profile, NS_PER_S, model.clock)
-    threads = [threading.Thread(target=measuring, args=(model,)) for _ in range(3)]
+class Shared:
+    """Instances that write down who was at work as each batch began."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.at_work = 0
+        self.lock = threading.Lock()
+        self.broken = broken
+        self.runs: list[tuple[int, int, int]] = []  # instance, rows, at work as it began
+
+    def execution(self, index: int) -> SharedExecution:
+        return SharedExecution(self, index)
+
+    def close(self) -> None:
+        pass
+
+
+class SharedExecution:
+    def __init__(self, model: Shared, index: int) -> None:
+        self.model, self.index = model, index
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        model, rows = self.model, len(next(iter(inputs.values())))
+        with model.lock:
+            model.at_work += 1
+            model.runs.append((self.index, rows, model.at_work))
+        if self.index == model.broken:
+            raise ExecutionLost("gone")
+        threading.Event().wait(0.002)  # so that those who begin at the same time see each other
+        with model.lock:
+            model.at_work -= 1
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def all_at_once(measuring: Measuring, model: Shared, count: int) -> list[BaseException | None]:
+    """What each instance's thread ended with."""
+    ends: list[BaseException | None] = [None] * count
+
+    def measure(index: int) -> None:
+        try:
+            measuring(model.execution(index))
+        except BaseException as error:
+            ends[index] = error
+
+    threads = [threading.Thread(target=measure, args=(index,)) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert model.rows == [1, 2, 4, 8] * 4
-    measuring(model)
-    Measuring(config, model, 1, profile, NS_PER_S, model.clock)(model)  # brought back from parking
-    assert len(model.rows) == 16
+        thread.join(20)
+        assert not thread.is_alive()
+    return ends
+
+
+def test_several_instances_are_measured_alone_and_together(config: ModelConfig) -> None:
+    model, profile = Shared(), Profile()
+    measuring = Measuring(config, model, 3, profile, NS_PER_S)
+    assert all_at_once(measuring, model, 3) == [None] * 3
+    last = model.runs[0][0]
+    assert model.runs[:16] == [(last, rows, 1) for rows in [1, 2, 4, 8] * 4]
+    pairs = model.runs[16 : 16 + 2 * 12]
+    assert [rows for _, rows, _ in pairs] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(2)]
+    assert len({index for index, _, _ in pairs}) == 2, "the last and one other"
+    everybody = model.runs[40:]
+    assert [rows for _, rows, _ in everybody] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
+    assert max(at_work for _, _, at_work in everybody) == 3
+    assert [(known.instances, known.rows) for known in profile.known()] == [
+        (instances, rows) for instances in (1, 2, 4) for rows in (1, 2, 4, 8)
+    ]
+    count = len(model.runs)
+    measuring(model.execution(0))  # started anew
+    Measuring(config, model, 1, profile, NS_PER_S)(model.execution(0))  # brought back from parking
+    assert len(model.runs) == count
+
+
+def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig) -> None:
+    model, profile = Shared(), Profile()
+    measuring = Measuring(config, model, 2, profile, NS_PER_S // 50)
+    measuring(model.execution(0))
+    assert model.runs == []
+    measuring(model.execution(1))  # it has opened after all: alone, since the other has gone on
+    assert {at_work for _, _, at_work in model.runs} == {1}
+    assert {known.instances for known in profile.known()} == {1}
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, broken: int) -> None:
+    model, profile = Shared(broken), Profile()
+    ends = all_at_once(Measuring(config, model, 3, profile, NS_PER_S), model, 3)
+    for index, error in enumerate(ends):
+        assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
+
+
+def test_times_that_were_kept_are_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
+    kept = {1: {1: [2 * NS_PER_MS] * 3, 3: [4 * NS_PER_MS]}, 2: {1: [3 * NS_PER_MS]}}
+    model, profile = Model(), Profile()
+    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
+    assert model.rows == [1] * 4
+    assert {known.source for known in profile.known()} == {"stored"}
+    assert profile.times() == kept
+    slower, profile = Model(), Profile()
+
+    def busy(_rows: int) -> None:
+        slower.now_ns += 4 * NS_PER_MS
+
+    slower.before = busy
+    Measuring(config, slower, 1, profile, NS_PER_S, slower.clock, kept)(slower)
+    assert slower.rows == [1] * 4 + [1, 2, 4, 8] * 4
+    assert {known.source for known in profile.known()} == {"load"}
+
+
+def test_times_that_were_kept_are_all_there_is_of_what_cannot_be_run(tmp_path: Path) -> None:
+    config = read(tmp_path, identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
+    kept = {1: {1: [100], 4: [300]}}
+    model, profile = Model(), Profile()
+    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
+    assert (model.rows, profile.times()) == ([], kept)
+
+
+@pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (200, "load")])
+def test_times_that_were_kept_are_held_against_the_backends_own(config: ModelConfig, then_us: int, source: str) -> None:
+    class Measured(Model):
+        profile: ClassVar = {1: 100.0, 8: 200.5}
+
+    model, profile = Measured(), Profile()
+    kept = {1: {1: [then_us * 1000]}}
+    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
+    assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
 
 
 def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
@@ -187,4 +304,5 @@ def test_what_the_backend_has_measured_is_taken_and_nothing_run(config: ModelCon
     assert model.rows == []
     # A batch of 5 rows is padded to 8, and takes as long.
     assert [profile.estimate_ns(rows) for rows in (1, 2, 4, 5, 8)] == [100_000, 150_000, 150_000, 200_500, 200_500]
-    assert backend_table(Model()) == {}
+    assert profile.buckets == (1, 4, 8)
+    assert backend_buckets(Model()) == {}
