@@ -11,9 +11,11 @@ import socket
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 from server.control.explaining import Explainer
 from server.control.loader import Loader
+from server.control.profile_store import ProfileStore
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
 from server.control.residency import Residency
@@ -116,6 +118,7 @@ class HeadraceServer:
             residency=self._residency,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,
+            profiles=ProfileStore(Path(settings.state_dir, "profiles")) if settings.state_dir else None,
         )
         control = ControlPolicy(
             mode=settings.model_control,

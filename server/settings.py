@@ -58,6 +58,7 @@ class Settings:
         max_body_bytes: of one request.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
         profile_s: how long each model is measured before it serves, 0 for not at all.
+        state_dir: what is to outlive the process is kept there (profiles of models), "" for nowhere.
         drain_timeout_s: how long shutdown waits for requests in flight.
         keep_alive_timeout_s: how long an HTTP connection stays open between requests.
         metrics: keep latency histograms and serve /metrics.
@@ -86,6 +87,7 @@ class Settings:
     max_body_bytes: int = 128 << 20
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
+    state_dir: str = "~/.cache/headrace/state"
     drain_timeout_s: float = 30.0
     # Proxies keep idle connections to what is behind them for 60 s (most of them); whoever closes first must not be the server,
     # or a request that is under way to it is lost.
@@ -144,6 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
     text = "of each GPU's memory, for all models together (%(default)s)"
     add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
+    _add_state(parser, env)
     _add_timeouts(parser, env)
     _add_grpc(parser, env)
     _add_tls(parser, env)
@@ -177,6 +180,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         max_body_bytes=args.max_body_bytes,
         gpu_memory_fraction=args.gpu_memory_fraction,
         profile_s=args.profile_s,
+        state_dir=args.state_dir,
         drain_timeout_s=args.drain_timeout_s,
         keep_alive_timeout_s=args.keep_alive_timeout_s,
         metrics=args.metrics,
@@ -197,6 +201,14 @@ def without_effect(settings: Settings) -> list[str]:
         for name, missing in LATER.items()
         if getattr(settings, name) != getattr(default, name)
     ]
+
+
+def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    state, text = (
+        env.text("STATE_DIR", "~/.cache/headrace/state"),
+        "where profiles outlive the process (%(default)s; '': nowhere)",
+    )
+    parser.add_argument("--state-dir", default=state, metavar="DIR", help=text)
 
 
 def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:

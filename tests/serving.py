@@ -148,6 +148,7 @@ def start(
         command: what comes before `serve`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    inherited["HEADRACE_STATE_DIR"] = ""  # no test finds what another one left behind
     ports = ["--host", HOST, "--http-port", "0", "--grpc-port", "0"]
     words = [*command, "serve", "--model-repository", str(repository), *ports, *options]
     with log.open("wb") as stream:

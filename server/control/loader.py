@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from server.backends.base import Backend, Execution, LoadedModel
 from server.config.config_reader import ModelFolder
+from server.config.digests import onnx_digest
 from server.control.artefacts import Plan, check_engine, engine_parameters, plan
 from server.control.measuring import Measuring
+from server.control.profile_store import KeptProfile, ProfileStore, cores
 from server.control.residency import Residency
 from server.control.warmup import WarmUp, Warmup, make_warmups
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
@@ -24,6 +26,7 @@ from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
+from server.dataplane.profile import Profile
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
@@ -66,6 +69,7 @@ class Loader:
         residency: of what is loaded into the memory of GPUs.
         gpu_memory_fraction: of each GPU's memory, what all versions together may take.
         profile_s: how long each version is measured before it serves; 0: not at all.
+        profiles: where profiles outlive the process; None: nowhere.
     """
 
     mailbox: Mailbox
@@ -76,6 +80,7 @@ class Loader:
     residency: Residency = field(default_factory=Residency)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.0
+    profiles: ProfileStore | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> Plan:
         """Choose what runs a version, and which of its files.
@@ -119,7 +124,11 @@ class Loader:
             on_wanted=self.residency.wanted,
             on_back=lambda living: self.on_back(config.name, str(version), living),
         )
-        handle.start(self._warm_up(config, warmups, model, handle))
+        kept = self._kept(config, chosen, model.instances)
+        handle.start(self._warm_up(config, warmups, model, handle, kept))
+        if kept is not None:
+            kept.write(handle.profile)
+            model.keep(kept, handle.profile)
 
         def reopen() -> Account:
             if _look(chosen.file) != seen:
@@ -127,15 +136,31 @@ class Loader:
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             again = make_warmups(config, folder.path)
             model = self._open(folder, version, chosen)
-            handle.unpark(model, self._warm_up(config, again, model, handle))
+            handle.unpark(model, self._warm_up(config, again, model, handle, None))
+            if kept is not None:
+                model.keep(kept, handle.profile)
             return model.account
 
         self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _warm_up(self, config: ModelConfig, warmups: list[Warmup], model: _BookedModel, handle: ModelHandle) -> WarmUp:
-        limit_ns = int(self.profile_s * NS_PER_S)
-        return WarmUp(config.name, warmups, Measuring(config, model, model.instances, handle.profile, limit_ns))
+    def _kept(self, config: ModelConfig, chosen: Plan, instances: int) -> KeptProfile | None:
+        if self.profiles is None:
+            return None
+        digest = chosen.stamp.artefact_sha256 if chosen.stamp is not None else onnx_digest(chosen.file)
+        return self.profiles.kept(config, digest, chosen.runtime, instances)
+
+    def _warm_up(
+        self,
+        config: ModelConfig,
+        warmups: list[Warmup],
+        model: _BookedModel,
+        handle: ModelHandle,
+        kept: KeptProfile | None,
+    ) -> WarmUp:
+        limit_ns, times_ns = int(self.profile_s * NS_PER_S), {} if kept is None else kept.read()
+        measuring = Measuring(config, model, model.instances, handle.profile, limit_ns, kept_ns=times_ns)
+        return WarmUp(config.name, warmups, measuring)
 
     def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
         """The model in memory."""
@@ -247,7 +272,7 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
         queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
         demote_on_timeout=queue.timeout_action == "DELAY",
         timeout_override=queue.allow_timeout_override,
-        fill_threads=max(1, min(_MOST_FILL_THREADS, _cores() // 2)),
+        fill_threads=max(1, min(_MOST_FILL_THREADS, cores() // 2)),
         level_policies=_level_policies(batching),
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
         sharing=_sharing(config.fair_sharing),
@@ -299,11 +324,6 @@ def _instances(config: ModelConfig) -> int:
     return sum(group.count for group in off_gpu) or 1
 
 
-def _cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _look(file: Path) -> tuple[int, int, int]:
     """Size, time of change and inode of a file, zeros if it cannot be seen."""
     try:
@@ -322,12 +342,18 @@ class _BookedModel:
         account: of its memory.
         instances: how many executions may be asked for.
         resident_devices: numbers of the GPUs that read inputs where they lie.
+        last: called once it is closed.
     """
 
     inner: LoadedModel
     account: Account
     instances: int
     resident_devices: frozenset[int]
+    last: list[Callable[[], None]] = field(default_factory=list)
+
+    def keep(self, kept: KeptProfile, profile: Profile) -> None:
+        """Have the profile kept with the model's end, as requests have corrected it."""
+        self.last.append(partial(kept.write, profile))
 
     def execution(self, index: int) -> Execution:
         return self.inner.execution(index)
@@ -335,6 +361,8 @@ class _BookedModel:
     def close(self) -> None:
         self.inner.close()
         self.account.close()
+        for call in self.last:
+            call()
 
 
 def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:

@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 28
 # How much of the time is for one instance alone, where there are several.
 _ALONE = 0.5
 # Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
-_BELIEVED = 1.5
+_BELIEVED = 2.0
 # An instance that is open waits for the others no longer than this many times the limit, to measure together.
 _PATIENCE = 4
 
@@ -63,7 +63,7 @@ class Measuring:
         kept_ns: Mapping[int, Times] | None = None,
     ) -> None:
         self._config = config
-        self._told = backend_buckets(model)
+        self._model = model
         self._instances = self._awaited = instances
         self._profile = profile
         self._limit_ns = limit_ns
@@ -85,18 +85,22 @@ class Measuring:
             seat = self._awaited  # 0 for the last
         if seat < 0 or self._profile.known():  # started anew, or brought back from parking
             return
-        if self._problem or self._told or not self._limit_ns:
+        told = backend_buckets(self._model)  # complete once the last instance is open
+        if self._problem or told or not self._limit_ns:
             if seat == 0:
-                self._without_running()
+                self._without_running(told)
         elif seat:
             self._wait_and_join(execution, seat)
         else:
             self._lead(execution)
 
-    def _without_running(self) -> None:
-        if self._told:
-            self._profile.buckets = tuple(sorted(self._told))
-            table_ns = bucket_times(self._told)
+    def _without_running(self, told: Mapping[int, float]) -> None:
+        if told:
+            with self._arrivals:
+                self._stages = ()  # some may wait that came before there was a table
+                self._arrivals.notify_all()
+            self._profile.buckets = tuple(sorted(told))
+            table_ns = bucket_times(told)
             if self._like(min(table_ns), table_ns[min(table_ns)]):
                 self._believe()
             self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})

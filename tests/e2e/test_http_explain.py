@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ def explanation(server: Server, model: str, path: str = "") -> Any:
     return json.loads(content)
 
 
+def explanation_after(server: Server, model: str, batches: int) -> Any:
+    """Once so many have been counted, which is a moment after they were answered."""
+    deadline = time.monotonic() + 20
+    while sum((told := explanation(server, model))["numbers"]["closed"].values()) < batches:
+        assert time.monotonic() < deadline, told
+    return told
+
+
 def ask(server: Server, times: int) -> None:
     with triton.InferenceServerClient(server.address) as client:
         array = np.zeros((1, 16), np.float32)
@@ -37,7 +46,7 @@ def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path)
         before = explanation(server, "affine")
         assert (before["limit"], before["numbers"]["requests_per_s"]) == ("idle", 0)
         ask(server, 20)
-        told = explanation(server, "affine")
+        told = explanation_after(server, "affine", 20)
         assert (told["name"], told["version"], told["limit"]) == ("affine", "1", "delay_too_long")
         assert "for company, and then run 1.0 together" in told["summary"]
         assert told["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def profile(server: Server, model: str, path: str = "") -> Any:
     status, headers, content = server.request("GET", f"/v2/models/{model}{path}/profile")
     assert (status, headers["content-type"]) == (200, "application/json")
     return json.loads(content)
+
+
+def profile_after(server: Server, model: str, batches: int) -> Any:
+    """Once so many have been counted, which is a moment after they were answered."""
+    deadline = time.monotonic() + 20
+    while True:
+        told = profile(server, model)
+        if sum(row["observations"] for row in told["profile"]) >= batches:
+            return told
+        assert time.monotonic() < deadline, told
 
 
 def infer(server: Server, model: str, rows: int) -> None:
@@ -48,7 +59,9 @@ def test_a_model_is_measured_before_it_serves_and_by_what_it_runs(folder: Path) 
             assert (stats["execution_count"], stats["inference_count"]) == (0, 0)
         for rows in (1, 3, 3):
             infer(server, "affine", rows)
-        seen = {row["rows"]: (row["observations"], row["source"]) for row in profile(server, "affine")["profile"]}
+        seen = {
+            row["rows"]: (row["observations"], row["source"]) for row in profile_after(server, "affine", 3)["profile"]
+        }
         assert seen == {1: (1, "requests"), 2: (0, "load"), 3: (2, "requests"), 4: (0, "load"), 6: (0, "load")}
         _, _, page = server.request("GET", "/metrics")
         family = next(
@@ -66,7 +79,7 @@ def test_it_can_be_switched_off(folder: Path) -> None:
     with serving(folder / "repository", folder, "--profile-s", "0") as server:
         assert profile(server, "affine")["profile"] == []
         infer(server, "affine", 2)
-        (row,) = profile(server, "affine")["profile"]
+        (row,) = profile_after(server, "affine", 1)["profile"]
         assert (row["rows"], row["observations"], row["source"]) == (2, 1, "requests")
 
 
@@ -85,3 +98,41 @@ def test_what_is_not_there_has_none(server: Server, path: str) -> None:
     status, _, content = server.request("GET", path)
     assert status == 404
     assert "not found" in json.loads(content)["error"]
+
+
+def test_a_restarted_server_knows_what_the_one_before_has_learned(tmp_path: Path) -> None:
+    """Of a model that cannot be measured at load, and whose folder cannot be written."""
+    repository, state = tmp_path / "repository", tmp_path / "state"
+    folder = models.add_model(
+        repository, "texts", models.identity("BYTES", ("batch", 3)), config="max_batch_size: 4\ndynamic_batching { }\n"
+    )
+    for path in (folder, folder / "1"):
+        path.chmod(0o555)
+    try:
+        with serving(repository, tmp_path, "--state-dir", str(state)) as server:
+            assert profile(server, "texts")["profile"] == []
+            with triton.InferenceServerClient(server.address) as client:
+                for rows in (1, 1, 3):
+                    array = np.full((rows, 3), b"x", dtype=object)
+                    client.infer("texts", [triton.InferInput("X", [rows, 3], "BYTES").set_data_from_numpy(array)])
+            learned = {row["rows"]: row["median_us"] for row in profile_after(server, "texts", 3)["profile"]}
+            assert set(learned) == {1, 3}
+        with serving(repository, tmp_path, "--state-dir", str(state)) as server:
+            again = profile(server, "texts")["profile"]
+            assert {row["rows"]: row["median_us"] for row in again} == learned
+            assert {(row["source"], row["observations"]) for row in again} == {("stored", 0)}
+        with serving(repository, tmp_path, "--state-dir", "") as server:
+            assert profile(server, "texts")["profile"] == []
+    finally:
+        for path in (folder, folder / "1"):
+            path.chmod(0o755)
+
+
+def test_two_instances_are_measured_beside_each_other(tmp_path: Path) -> None:
+    config = CONFIG + "instance_group [ { count: 2 kind: KIND_CPU } ]\n"
+    models.add_model(tmp_path / "repository", "affine", models.affine(), config=config)
+    with serving(tmp_path / "repository", tmp_path, "--profile-s", "1") as server:
+        found = profile(server, "affine")["profile"]
+        assert [(row["instances"], row["rows"]) for row in found] == [
+            (instances, rows) for instances in (1, 2) for rows in (1, 2, 4, 6)
+        ]

@@ -245,7 +245,7 @@ def test_times_that_were_kept_are_believed_if_the_model_is_as_fast(config: Model
     slower, profile = Model(), Profile()
 
     def busy(_rows: int) -> None:
-        slower.now_ns += 4 * NS_PER_MS
+        slower.now_ns += 5 * NS_PER_MS
 
     slower.before = busy
     Measuring(config, slower, 1, profile, NS_PER_S, slower.clock, kept)(slower)
@@ -261,7 +261,7 @@ def test_times_that_were_kept_are_all_there_is_of_what_cannot_be_run(tmp_path: P
     assert (model.rows, profile.times()) == ([], kept)
 
 
-@pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (200, "load")])
+@pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (300, "load")])
 def test_times_that_were_kept_are_held_against_the_backends_own(config: ModelConfig, then_us: int, source: str) -> None:
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 8: 200.5}

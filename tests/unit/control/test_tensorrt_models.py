@@ -259,4 +259,7 @@ def test_a_plan_without_graphs_is_measured_like_any_model(trt: Any, tmp_path: Pa
     put(tmp_path / "models", 3, config=TENSORRT + "parameters: {cuda_graphs: '0'}\n")
     (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
     assert profiled(tmp_path / "models") == []
-    assert [row["rows"] for row in profiled(tmp_path / "models", profile_s=10.0)] == [1, 2, 4, 8]
+    table = profiled(tmp_path / "models", profile_s=10.0)
+    assert [(row["instances"], row["rows"]) for row in table] == [
+        (count, rows) for count in (1, 2) for rows in (1, 2, 4, 8)
+    ]
