@@ -18,6 +18,8 @@ import pytest
 from server.__main__ import main
 from server.backends import tensorrt_backend
 from server.core.tensor import Array
+from server.cuda import nvml
+from tests.fake_nvml import FakeNvml
 from tests.fake_streams import LateCuda, install
 from tests.fake_tensorrt import fake_tensorrt
 
@@ -80,4 +82,6 @@ if __name__ == "__main__":
     memory = Memory()
     patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
     patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+    patch.setattr(nvml, "open_library", FakeNvml)
+    patch.setattr(nvml, "pci_addresses", lambda: ["0000:01:00.0"])
     sys.exit(main())

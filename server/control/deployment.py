@@ -120,6 +120,7 @@ class Deployments:
         Raises:
             ConfigError: some version, or all of it, cannot be served; the registry has the reason.
         """
+        LOADS.declare_each((source.name, result) for result in ("loaded", "reloaded", "unloaded", "failed"))
         try:
             self._load(source)
         except Exception:
@@ -299,7 +300,10 @@ class Deployments:
         labels = {label: str(version) for label, version in folder.config.labels.items()}
         before = self._versions(name)
         model = _Model(source, folder, chosen)
-        self._builds.want(name, [order for number in chosen if (order := model.order(number)) is not None])
+        orders = [order for number in chosen if (order := model.order(number)) is not None]
+        if orders:
+            BUILDS.declare_each((name, result) for result in ("built", "failed"))
+        self._builds.want(name, orders)
         remarks = {number: self._remark(model, number) for number in chosen}
         self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config), remarks))
         self._live.pop(name, None)

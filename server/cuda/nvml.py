@@ -84,14 +84,14 @@ class Nvml:
     Any thread may ask; one at a time does.
 
     Args:
-        opened: gives the library, raises OSError where there is none.
-        buses: gives the PCI address of each GPU in CUDA's order; None where CUDA cannot tell.
+        opened: gives the library, raises OSError where there is none; None: the driver's.
+        buses: gives the PCI address of each GPU in CUDA's order, None where CUDA cannot tell; None: asks CUDA.
     """
 
     def __init__(
-        self, opened: Callable[[], Any] = open_library, buses: Callable[[], list[str] | None] | None = None
+        self, opened: Callable[[], Any] | None = None, buses: Callable[[], list[str] | None] | None = None
     ) -> None:
-        self._opened = opened
+        self._opened = opened or open_library
         self._buses = buses or pci_addresses
         self._lock = threading.Lock()
         self._nvml: Any = None

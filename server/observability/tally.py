@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 
 class Tally:
@@ -21,8 +22,13 @@ class Tally:
 
     def declare(self, *values: str) -> None:
         """Show a combination before it is counted, as 0: what is not there cannot be seen to rise."""
+        self.declare_each([values])
+
+    def declare_each(self, combinations: Iterable[tuple[str, ...]]) -> None:
+        """`declare` of several."""
         with self._lock:
-            self._counts.setdefault(values, 0)
+            for values in combinations:
+                self._counts.setdefault(values, 0)
 
     def count(self, *values: str) -> None:
         """One more of these values."""
