@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools
+.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools screenshots
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -33,6 +33,9 @@ serve: models ## install, build the demo models, serve on http://127.0.0.1:8000
 
 test: $(VENV)/.dev models ## everything that is tested without a GPU
 	$(BIN)/python -m pytest
+
+screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
+	$(BIN)/python -m tests.screenshots docs/images
 
 test-gpu: $(VENV)/.dev ## what needs an NVIDIA GPU (with the extra gpu installed)
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
@@ -69,7 +72,7 @@ lock: ## resolve the dependencies anew (needs uv)
 	  -c requirements/serve.lock -q -o requirements/dev.lock
 
 # Debian's; a test that needs one skips where it is not there.
-TOOLS ?= prometheus
+TOOLS ?= chromium prometheus
 tools: ## install the programs that some tests run beside ours (Debian, as root)
 	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \

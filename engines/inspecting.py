@@ -25,6 +25,8 @@ from engines.report.style import milliseconds, plain, rate
 from engines.spec import spec_of
 from engines.targets.base import Array, Layer, ShapeRange, Target
 from engines.targets.choice import choose_target
+from server.config.durable import write_durably
+from server.config.layer_report import LAYERS_FILE
 from server.config.stamps import choose_in, config_digest, onnx_digest
 from server.core.errors import ConfigError
 
@@ -47,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, metavar="N", help="the N longest layers; all, in order, if left out")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a bar a layer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    parser.add_argument(
+        "--publish", action="store_true", help="lay it beside the model, where the server's page shows it"
+    )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -64,9 +69,22 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.html is not None:
         save(options.html, layers_page(inspection))
         console.print(f"The page is in {options.html}.", highlight=False, soft_wrap=True, markup=False)
+    text = json.dumps(inspection.to_json(), indent=2, allow_nan=False) + "\n"
     if options.json is not None:
-        save(options.json, json.dumps(inspection.to_json(), indent=2, allow_nan=False) + "\n")
+        save(options.json, text)
+    if options.publish:
+        _publish(project, text)
+        console.print(f"A server shows it now: {LAYERS_FILE} is beside the model.", highlight=False)
     return 0
+
+
+def _publish(project: Project, text: str) -> None:
+    """Put the report beside the model, whole or not at all."""
+    path = project.source.parent / LAYERS_FILE
+    try:
+        write_durably(path, text.encode())
+    except OSError as error:
+        raise BuildError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def targets_of(name: str) -> list[Target]:

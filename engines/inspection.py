@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engines.targets.base import Layer, Timing
+from server.config.layer_report import FORMAT
 from server.config.machine import Machine
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)

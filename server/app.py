@@ -15,6 +15,7 @@ from pathlib import Path
 
 from server.control.explaining import Explainer
 from server.control.loader import Loader
+from server.control.overview import Overview
 from server.control.profile_store import ProfileStore
 from server.control.reconciler import ControlPolicy, Desired, Reconciler
 from server.control.registry import Registry
@@ -142,6 +143,7 @@ class HeadraceServer:
             regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
             traces=self._tracer,
             logs=LogSettings(logging.getLogger("headrace")),
+            overview=Overview(self._registry, settings.model_repository),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             explain=Explainer(self._registry),

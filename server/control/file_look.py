@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from server.config.layer_report import LAYERS_FILE
 from server.config.stamps import RECIPE_FILE, STAMP_FILE, is_artefact_name
 
 Look = tuple[tuple[str, int, int, int], ...]
@@ -46,7 +47,7 @@ def without_builds(look: Look, model_file: str) -> Look:
 
 
 def _is_built(name: str) -> bool:
-    return name in (STAMP_FILE, RECIPE_FILE) or is_artefact_name(name.removesuffix(".data"))
+    return name in (STAMP_FILE, RECIPE_FILE, LAYERS_FILE) or is_artefact_name(name.removesuffix(".data"))
 
 
 def look_at_model(path: Path) -> Look:

@@ -87,6 +87,15 @@ class ControlPlane:
         finally:
             handle.release()
 
+    def status(self) -> dict[str, object]:
+        """Every version with its state, counts and gauges."""
+        services = self.services
+        return {"name": "headrace", "version": services.version, **services.overview.status()}
+
+    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+        """How long each layer of a version takes; raises NotFound or Unavailable."""
+        return await self.services.overview.layers(model, version)
+
     def index(self, ready: bool) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason; only those that serve if `ready`."""
         rows = self.services.models.index()

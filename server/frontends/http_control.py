@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import orjson
 from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,6 +23,7 @@ from server.frontends.http_infer import error_answer
 from server.frontends.http_routes import JSON, Call, Page, Route, routes
 from server.frontends.models import Services
 from server.frontends.openapi import page
+from server.frontends.pages import page_routes
 
 logger = logging.getLogger("headrace.http")
 
@@ -85,7 +85,7 @@ async def _answer(route: Route, request: Request) -> Response:
         if isinstance(result, Page):
             return Response(result.content, headers={"content-type": result.media_type})
         content = result if isinstance(result, bytes) else _json(result)
-        return Response(content, headers={"content-type": route.media_type})
+        return Response(content, headers={**route.headers, "content-type": route.media_type})
     except HeadraceError as error:
         return _error(error)
     except Exception:
@@ -202,11 +202,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _pages(metrics: Metrics | None, described: Callable[[Call], bytes]) -> list[Route]:
-    docs = bytes(get_swagger_ui_html(openapi_url="/openapi.json", title="Headrace").body)
-    html = "text/html; charset=utf-8"
     found = [
         Route("GET", "/openapi.json", "pages", "This page, for programs", described, dict[str, Any]),
-        Route("GET", "/docs", "pages", "This page, for people", lambda call: docs, str, media_type=html),
+        *page_routes(metrics is not None),
     ]
     if metrics is not None:
         text = metrics("")[0]

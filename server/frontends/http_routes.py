@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from server.core.names import REGION_PATTERN
 from server.frontends import http_bodies as bodies
+from server.frontends import status_bodies
 from server.frontends.control_plane import ControlPlane
 from server.frontends.models import Services
 
@@ -70,7 +71,9 @@ class Route:
         body_required: False where an empty body stands for one without fields.
         max_body_bytes: of the request.
         media_type: of the answer.
+        headers: of the answer, beside its media type.
         statuses: of the errors that can come, beside 400 and 500.
+        described: on the API page.
     """
 
     method: str
@@ -83,7 +86,9 @@ class Route:
     body_required: bool = False
     max_body_bytes: int = MAX_CONTROL_BYTES
     media_type: str = JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
+    described: bool = True
 
 
 def routes(services: Services, max_body_bytes: int) -> list[Route]:
@@ -120,6 +125,14 @@ def _server(control: ControlPlane) -> Iterator[Route]:
         "Name, version and protocol extensions of the server",
         lambda call: control.server_metadata(),
         bodies.ServerMetadata,
+    )
+    yield Route(
+        "GET",
+        "/v2/status",
+        "server",
+        "Every version with its state, counts and gauges, for who watches: rates follow from two answers",
+        lambda call: control.status(),
+        status_bodies.Status,
     )
 
 
@@ -196,6 +209,7 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             bodies.Statistics,
         ),
         *_scheduling(control),
+        _layers(control),
     )
     for route in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -227,6 +241,17 @@ def _scheduling(control: ControlPlane) -> Iterator[Route]:
         "What limits the model now, in words, and what would help",
         lambda call: control.explain(call.model, call.version),
         bodies.Explanation,
+    )
+
+
+def _layers(control: ControlPlane) -> Route:
+    return Route(
+        "GET",
+        "/layers",
+        "profile",
+        "How long each layer takes, as `headrace inspect --publish` has measured it",
+        lambda call: control.layers(call.model, call.version),
+        status_bodies.Layers,
     )
 
 

@@ -186,6 +186,16 @@ class LogControl(Protocol):
         """
 
 
+class Overview(Protocol):
+    """What the server's own page shows; see `server.control.overview.Overview`."""
+
+    def status(self) -> Mapping[str, object]:
+        """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
+
+    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+        """How long each layer of what serves takes; raises NotFound where nobody has measured it, or what `lease` raises."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """Everything the front ends need, in one parcel.
@@ -196,6 +206,7 @@ class Services:
         regions: shared memory.
         traces: trace settings.
         logs: log settings.
+        overview: for the server's own page.
         version: of Headrace.
         extensions: of the protocol, exactly those that are switched on.
         explain: tells in JSON what limits a model's version now ("" is the latest); see `server.control.explaining.Explainer`.
@@ -206,6 +217,7 @@ class Services:
     regions: Regions
     traces: TraceControl
     logs: LogControl
+    overview: Overview
     version: str
     extensions: Sequence[str]
     explain: Callable[[str, str], Mapping[str, object]]

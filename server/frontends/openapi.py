@@ -52,6 +52,7 @@ def page(table: Sequence[Route], version: str) -> dict[str, Any]:
         table: every route but inference.
         version: of Headrace.
     """
+    table = [route for route in table if route.described]
     types = [kind for route in table for kind in (route.body, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components([*types, http_bodies.Error], ref_template=_REFERENCE)
     for component in components.values():

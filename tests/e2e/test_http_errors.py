@@ -246,7 +246,7 @@ def test_an_empty_version_in_the_path_is_no_version(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v2/models", "/v2/models/row_sums/nothing", "/v2/models/row_sums/infer/"]
+    "path", ["/index.html", "/v1", "/v2/models", "/v2/models/row_sums/nothing", "/v2/models/row_sums/infer/"]
 )
 def test_paths_that_are_not_there(server: Server, path: str) -> None:
     for method in ("GET", "POST"):

@@ -92,7 +92,7 @@ class Model:
 
     def services(self) -> Services:
         this: Any = self
-        return Services(this, this, this, this, this, "1", (), this)
+        return Services(this, this, this, this, this, this, "1", (), this)
 
 
 class Call:

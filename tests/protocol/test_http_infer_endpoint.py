@@ -112,7 +112,7 @@ def services(handle: Handle, traces: Traces | None = None) -> Services:
     nothing: Any = None
     models: Any = Models(handle)
     told: Any = traces or Traces()
-    return Services(models, nothing, nothing, told, nothing, "0", (), nothing)
+    return Services(models, nothing, nothing, told, nothing, nothing, "0", (), nothing)
 
 
 Answer = tuple[int, dict[str, str], bytes]

@@ -22,7 +22,9 @@ from engines.progress import silent
 from engines.targets.base import Order
 from engines.targets.onnxruntime_target import OnnxRuntimeTarget
 from server.config.config_reader import read_model_folder
+from server.config.layer_report import read_layers
 from server.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp
+from server.control.file_look import look_at_version, without_builds
 
 CONFIG = """backend: onnxruntime
 max_batch_size: {batch}
@@ -216,3 +218,17 @@ def test_what_cannot_be_done_is_said(words: tuple[str, str], expected: str, tmp_
     folder = add_model(tmp_path)
     with pytest.raises(BuildError, match=expected):
         inspect("--model-repository", tmp_path, words[0], words[1].format(file=folder / "config.yaml"))
+
+
+def test_a_server_can_show_what_was_published(tmp_path: Path) -> None:
+    artefact = publish(add_model(tmp_path))
+    before = look_at_version(artefact.parent)
+    assert "A server shows it now" in inspect("--model-repository", tmp_path, "--publish")
+    report = read_layers(artefact.parent)
+    assert report is not None
+    assert (report.artefact, report.precision, report.model) == (artefact.name, "int8", "small")
+    assert sum(layer.share for layer in report.layers) == pytest.approx(1, abs=0.01)
+    # A server that watches the folder does not load the model anew for it.
+    after = look_at_version(artefact.parent)
+    assert after != before
+    assert without_builds(after, "model.onnx") == without_builds(before, "model.onnx")

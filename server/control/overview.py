@@ -1,0 +1,121 @@
+"""What the server's own page shows: every version with its state, and what those that serve have counted so far.
+
+All figures are totals since the version was loaded. Rates, percentiles of the last minute and curves follow from the difference
+of two answers, and are made by whoever watches: the server keeps no history, and no request pays for being watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from server.config.layer_report import read_layers
+from server.config.stamps import is_artefact_name
+from server.control.registry import Registry
+from server.control.repository import find
+from server.core.clock import NS_PER_MS, Clock, monotonic_ns
+from server.core.errors import ConfigError, NotFound
+from server.dataplane.handle import ModelHandle
+from server.observability.histogram import FIRST_NATIVE, SCHEMA
+
+# One answer serves all who ask within this time, and longer where there are so many models that making it takes long: it is made
+# on the event loop, and must not take more than a small part of its time, however many watch.
+_FRESH_NS = 400 * NS_PER_MS
+_SHARE = 20
+
+
+class Overview:
+    """Tells how all models fare; called on the event loop.
+
+    Args:
+        registry: of the models.
+        repositories: where their folders are.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(self, registry: Registry, repositories: Sequence[Path], clock: Clock = monotonic_ns) -> None:
+        self._registry = registry
+        self._repositories = repositories
+        self._clock = clock
+        self._started_ns = clock()
+        self._stale_ns = self._started_ns
+        self._last: Mapping[str, object] = {}
+
+    def status(self) -> Mapping[str, object]:
+        """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
+        now_ns = self._clock()
+        if now_ns >= self._stale_ns:
+            self._last = self._look(now_ns)
+            end_ns = self._clock()
+            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (end_ns - now_ns))
+        return self._last
+
+    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+        """How long each layer of what serves takes, as `headrace inspect --publish` has measured it.
+
+        Raises:
+            NotFound, Unavailable: no such version.
+            NotFound: nobody has measured what serves it.
+        """
+        handle = self._registry.lease(model, version)
+        try:
+            number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
+        finally:
+            handle.release()
+        found = find(self._repositories, model)
+        cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
+        try:
+            report = None if found is None else await asyncio.to_thread(read_layers, found.path / number)
+        except ConfigError as error:
+            raise NotFound(str(error)) from None
+        if report is None:
+            raise NotFound(f"nobody has measured the layers of model '{model}' version {number}: {cure}")
+        # Of an engine that serves no more nobody wants to know; a model's own file has no name of an engine.
+        if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
+            raise NotFound(
+                f"the layers that were measured are those of {report.artefact}, which does not serve: {cure}"
+            )
+        return report.to_json()
+
+    def _look(self, now_ns: int) -> Mapping[str, object]:
+        handles = {(model, version): handle for model, version, handle in self._registry.sources()}
+        models = []
+        for row in self._registry.index():
+            handle = handles.get((str(row["name"]), str(row["version"])))
+            models.append({**row, "serving": None if handle is None else _serving(handle)})
+        return {
+            "time_ns": now_ns,
+            "uptime_ns": now_ns - self._started_ns,
+            "ready": self._registry.ready(),
+            "buckets_per_doubling": 1 << SCHEMA,
+            "models": models,
+        }
+
+
+def _serving(handle: ModelHandle) -> Mapping[str, object]:
+    spec, totals = handle.spec, handle.recorder.totals()
+    latency = totals.phases["total"].native
+    return {
+        "platform": spec.platform,
+        "engine": str(spec.parameters.get("engine.precision", "")),
+        "max_batch_size": spec.max_batch_size,
+        "instances": handle.policy.instances,
+        "living": handle.alive,
+        "restarts": handle.restarts,
+        "parked": handle.parked,
+        "queued": handle.depth,
+        "in_flight": handle.in_flight,
+        "requests": totals.requests,
+        "rows": totals.rows,
+        "failures": dict(totals.failures),
+        "batches": dict(totals.reasons),
+        "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
+        "queue_ns": totals.queue_ns,
+        "assembly_ns": totals.assembly_ns,
+        "compute_ns": totals.compute_ns,
+        "split_ns": totals.split_ns,
+        "total_ns": totals.request_ns,
+        # What counts as zero goes to the number below the first, which ends where that begins.
+        "latency": {str(FIRST_NATIVE - 1 + place): int(latency[place]) for place in latency.nonzero()[0].tolist()},
+    }

@@ -1,0 +1,41 @@
+// Asking the server. Paths are relative, so that the pages work behind a proxy that puts a prefix before them.
+
+/** A JSON answer; an error says what the server says. */
+export async function get(path) {
+  return parsed(await fetch(path, { headers: { accept: "application/json" }, cache: "no-store" }));
+}
+
+/** Where a version of a model is. */
+export function versionPath(model) {
+  const version = model.version ? `/versions/${encodeURIComponent(model.version)}` : "";
+  return `v2/models/${encodeURIComponent(model.name)}${version}`;
+}
+
+/** Run a request: `tensor` is one input as {shape, datatype, bytes}, `outputs` as the protocol's JSON has them. */
+export async function infer(model, name, tensor, outputs) {
+  const input = { name, shape: tensor.shape, datatype: tensor.datatype, parameters: { binary_data_size: tensor.bytes.byteLength } };
+  const header = new TextEncoder().encode(JSON.stringify({ inputs: [input], outputs }));
+  const headers = { "content-type": "application/octet-stream", "inference-header-content-length": String(header.length) };
+  return post(model, new Blob([header, tensor.bytes]), headers);
+}
+
+/** Run a request that is JSON as it is. */
+export async function inferJson(model, text) {
+  return post(model, text, { "content-type": "application/json" });
+}
+
+async function post(model, body, headers) {
+  return parsed(await fetch(`${versionPath(model)}/infer`, { method: "POST", body, headers }));
+}
+
+async function parsed(response) {
+  const text = await response.text();
+  let answer;
+  try {
+    answer = JSON.parse(text);
+  } catch {
+    throw new Error(`The server answered ${response.status} with something that is no JSON.`);
+  }
+  if (!response.ok) throw Object.assign(new Error(answer.error ?? `The server answered ${response.status}.`), { status: response.status });
+  return answer;
+}

@@ -1,0 +1,118 @@
+// The page at "/docs": every route of /openapi.json, with what it takes and gives, and a form to ask it.
+
+import { get } from "./client.js";
+import { element } from "./dom.js";
+
+const MAX_SHOWN = 100_000;
+const at = (id) => document.getElementById(id);
+let schemas = {};
+
+/** A schema on a few lines: names, types and what they mean; `seen` are the named ones around it. */
+function outline(schema, indent = "", seen = []) {
+  if (schema.$ref) {
+    const name = schema.$ref.split("/").at(-1);
+    return seen.includes(name) ? name : outline(schemas[name] ?? {}, indent, [...seen, name]);
+  }
+  const choices = schema.anyOf ?? schema.oneOf;
+  if (choices) return choices.map((choice) => outline(choice, indent, seen)).join(" or ");
+  if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" or ");
+  if (schema.const !== undefined) return JSON.stringify(schema.const);
+  if (schema.type === "array") return `[${outline(schema.items ?? {}, indent, seen)}, ...]`;
+  if (schema.properties) {
+    const inner = `${indent}  `;
+    const lines = Object.entries(schema.properties).map(([name, of]) => {
+      const optional = schema.required?.includes(name) ? "" : "?";
+      return `${inner}${name}${optional}: ${outline(of, inner, seen)}${of.description ? `    ${of.description}` : ""}`;
+    });
+    return `{\n${lines.join("\n")}\n${indent}}`;
+  }
+  if (schema.additionalProperties && typeof schema.additionalProperties === "object") return `{name: ${outline(schema.additionalProperties, indent, seen)}, ...}`;
+  return schema.type ?? "anything";
+}
+
+function content(title, of) {
+  const parts = Object.entries(of ?? {}).map(([type, { schema }]) => element("pre", {}, `${type}\n${outline(schema ?? {})}`));
+  return parts.length ? [element("h4", {}, title), ...parts] : [];
+}
+
+function operation(path, method, of) {
+  const verb = method.toUpperCase();
+  const inside = element("div");
+  const details = element("details", { className: "card route" },
+    element("summary", {}, element("b", { className: `verb ${method}` }, verb), " ", element("code", {}, path), " ", element("span", { className: "soft" }, of.summary)), inside);
+  // Made when it is opened: there are many, and few are read.
+  details.addEventListener("toggle", () => {
+    if (details.open && !inside.hasChildNodes()) inside.append(...described(of), asking(path, verb, of));
+  });
+  return details;
+}
+
+function described(of) {
+  const headers = (of.parameters ?? []).filter((each) => each.in === "header");
+  const errors = Object.entries(of.responses).filter(([status]) => status !== "200");
+  return [
+    ...(of.description ? [element("p", {}, of.description)] : []),
+    ...(headers.length ? [element("h4", {}, "Headers"), element("ul", {}, ...headers.map((each) => element("li", {}, element("code", {}, each.name), ` ${each.description ?? ""}`)))] : []),
+    ...content("Takes", of.requestBody?.content),
+    ...content("Gives", of.responses["200"]?.content),
+    element("h4", {}, "Errors"),
+    element("ul", {}, ...errors.map(([status, error]) => element("li", {}, element("b", {}, status), ` ${error.description}`))),
+  ];
+}
+
+/** A form that asks the route, with a field for each name in its path. */
+function asking(path, verb, of) {
+  const fields = (of.parameters ?? []).filter((each) => each.in === "path").map((each) => [each.name, element("input", { type: "search", placeholder: each.name, "aria-label": each.name })]);
+  const body = of.requestBody ? element("textarea", { rows: 4, spellcheck: false, value: "{}", "aria-label": "body" }) : null;
+  const answer = element("pre", { hidden: true });
+  const ask = async () => {
+    const target = fields.reduce((all, [name, field]) => all.replace(`{${name}}`, encodeURIComponent(field.value)), path).slice(1);
+    answer.hidden = false;
+    try {
+      const response = await fetch(target, { method: verb, ...(body ? { body: body.value, headers: { "content-type": "application/json" } } : {}) });
+      const text = await response.text();
+      answer.textContent = `${response.status}\n${pretty(text)}`;
+    } catch (error) {
+      answer.textContent = error.message;
+    }
+  };
+  const button = element("button", { type: "button", onclick: () => void ask() }, "Ask this server");
+  return element("div", { className: "asking" }, ...fields.map(([, field]) => field), body, button, answer);
+}
+
+function pretty(text) {
+  const shown = text.slice(0, MAX_SHOWN);
+  try {
+    return JSON.stringify(JSON.parse(shown), null, 1);
+  } catch {
+    return shown;
+  }
+}
+
+function filter() {
+  const wanted = at("filter").value.trim().toLowerCase();
+  for (const section of at("routes").children) {
+    let found = 0;
+    for (const route of section.querySelectorAll(".route")) {
+      route.hidden = !route.textContent.toLowerCase().includes(wanted);
+      found += route.hidden ? 0 : 1;
+    }
+    section.hidden = found === 0;
+  }
+}
+
+async function start() {
+  const page = await get("openapi.json");
+  schemas = page.components.schemas;
+  at("version").textContent = page.info.version;
+  at("summary").textContent = page.info.summary;
+  const routes = Object.entries(page.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, of]) => [path, method, of]));
+  at("routes").append(...page.tags.map((tag) => element("section", {},
+    element("h2", {}, tag.name, " ", element("small", {}, tag.description)),
+    ...routes.filter(([, , of]) => of.tags.includes(tag.name)).map((route) => operation(...route)))));
+  at("filter").addEventListener("input", filter);
+}
+
+start().catch((error) => {
+  at("summary").textContent = error.message;
+});

@@ -1,0 +1,74 @@
+// The page at "/": asks the server once a second what its models do, and shows what has changed.
+
+import { get } from "./client.js";
+import { sparkline } from "./charts.js";
+import { say } from "./dom.js";
+import { count, duration, milliseconds, rate } from "./format.js";
+import { History, keyOf, percentile, together } from "./history.js";
+import { ModelCards } from "./models.js";
+import * as trying from "./trying.js";
+
+const PERIOD_MS = 1000;
+
+const at = (id) => document.getElementById(id);
+const history = new History();
+const spark = sparkline("requests a second, all models");
+const cards = new ModelCards(at("models"), (model) => {
+  trying.select(model);
+  at("try").scrollIntoView({ behavior: "smooth" });
+});
+
+function show() {
+  const { status } = history.latest;
+  const serving = status.models.filter((model) => model.serving);
+  say(at("version"), status.version);
+  say(at("uptime"), `up ${duration(status.uptime_ns / 1e9)}`);
+  say(at("ready"), status.ready ? "ready" : "not ready");
+  at("ready").className = `badge ${status.ready ? "good" : "bad"}`;
+  const rates = history.rates();
+  const recent = serving.map((model) => history.recent(keyOf(model)));
+  const latency = together(recent.map((each) => each.latency));
+  const lately = rates.slice(-5);
+  const sum = (read) => serving.reduce((total, model) => total + read(model.serving), 0);
+  say(at("all-rate"), rate(lately.length ? lately.reduce((total, value) => total + value, 0) / lately.length : 0));
+  for (const [id, quantile] of [["all-p50", 0.5], ["all-p99", 0.99]]) say(at(id), milliseconds(percentile(latency, quantile, status.buckets_per_doubling)));
+  say(at("all-queued"), count(sum((each) => each.queued)));
+  say(at("all-flight"), count(sum((each) => each.in_flight)));
+  const errors = Object.values(together(recent.map((each) => each.failures))).reduce((total, value) => total + value, 0);
+  say(at("all-errors"), count(errors));
+  at("all-errors").classList.toggle("alarm", errors > 0);
+  spark.draw(rates);
+  const aside = status.models.length - serving.length;
+  say(at("summary"), `${serving.length} serving${aside ? `, ${aside} not` : ""}`);
+  at("filter").hidden = status.models.length <= 6;
+  cards.update(history, at("filter").value.trim().toLowerCase());
+  trying.offer(serving);
+}
+
+async function look() {
+  try {
+    const fresh = history.add(await get("v2/status"));
+    at("lost").hidden = true;
+    document.body.classList.remove("stale");
+    if (fresh) show();
+  } catch (error) {
+    // What stands here is what was last known.
+    say(at("lost"), `The server does not answer (${error.message}). This page goes on asking.`);
+    at("lost").hidden = false;
+    document.body.classList.add("stale");
+  }
+}
+
+/** One question after the other, none while nobody looks. */
+async function watch() {
+  for (;;) {
+    if (document.hidden) await new Promise((resume) => document.addEventListener("visibilitychange", resume, { once: true }));
+    await look();
+    await new Promise((resume) => setTimeout(resume, PERIOD_MS));
+  }
+}
+
+at("all-spark").append(spark.svg);
+at("filter").addEventListener("input", () => history.latest && show());
+trying.start();
+void watch();

@@ -1,0 +1,300 @@
+"""The server's own pages in a real Chromium that can reach nothing but the server."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import skimage
+
+from tests import models
+from tests.browser import PHONE, Browser, Page, chromium
+from tests.serving import COMMAND, ROOT, Server, serving
+
+PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
+PAGES = ROOT / "server" / "frontends" / "page"
+HOSTILE = "<img src=x onerror=alert(1)>"
+LABELS = [f"{HOSTILE} number {number}" for number in range(10)]
+RECIPE = {"interpolation": "bicubic", "mean": [127.0] * 3, "std": [128.0] * 3}
+PLAIN = f"preprocess: {json.dumps(RECIPE)}\noutput: [{{name: LOGITS, label_filename: labels.txt}}]\nmax_batch_size: 4\n"
+RANKED = (
+    PLAIN.replace('{"inter', '{"by": "server", "source": [256, 300], "inter')
+    + "postprocess: {softmax: true, top_k: 3}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("pages") / "repository"
+    for name, config in {"plain": PLAIN, "ranked": RANKED}.items():
+        files = {"config.yaml": config, "labels.txt": "\n".join(LABELS) + "\n"}
+        models.add_model(repository, name, models.pictures(), files=files)
+    models.add_model(repository, "affine", models.affine())
+    models.add_model(repository, "broken", b"this is no ONNX file")
+    (repository / HOSTILE).mkdir()
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(repository, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with chromium(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Page]:
+    opened = browser.open(f"{server.url}/")
+    opened.wait("document.querySelectorAll('#models .card').length === 5")
+    yield opened
+    # Whatever a test does: nothing is asked of anybody else, and nothing runs that is not the page's own.
+    assert [url for url in opened.requested if not url.startswith(server.url)] == []
+    assert not [told for told in opened.complaints() if "/infer" not in told and "/layers" not in told]
+    assert not [method for method, _ in opened.events if method == "Page.javascriptDialogOpening"]
+    opened.close()
+
+
+def those(selector: str, wanted: str, given: str = "it.outerHTML.slice(0, 90)") -> str:
+    """JavaScript for what is `given` of each visible element `it` that is `wanted`."""
+    visible = (
+        f"[...document.querySelectorAll({json.dumps(selector)})].filter((it) => it.checkVisibility() && ({wanted}))"
+    )
+    return f"{visible}.map((it) => {given})"
+
+
+def card(name: str) -> str:
+    """JavaScript for a model's card."""
+    cards = "[...document.querySelectorAll('#models .card')]"
+    return f"{cards}.find((it) => it.querySelector('h3').innerText.startsWith({json.dumps(name)}))"
+
+
+def choose(page: Page, name: str) -> None:
+    page.evaluate(f"{card(name)}.querySelector('button.try').click()")
+    page.wait(f"document.getElementById('try-model').value.startsWith({json.dumps(name)})")
+
+
+def affine(server: Server, width: int = 16, rows: int = 1) -> int:
+    tensor = {"name": "X", "datatype": "FP32", "shape": [rows, width], "data": [0.5] * (rows * width)}
+    return server.request("POST", "/v2/models/affine/infer", json.dumps({"inputs": [tensor]}).encode())[0]
+
+
+def test_every_model_is_there_with_its_state_and_reason(page: Page) -> None:
+    assert page.text("#summary") == "3 serving, 2 not"
+    assert page.text("#ready") == "ready"
+    for name in ("affine", "plain", "ranked"):
+        assert page.evaluate(f"{card(name)}.querySelector('.badge').innerText") == "READY"
+        assert page.evaluate(f"{card(name)}.querySelector('.figures').innerText").split()[-1] == "1/1"
+    assert page.evaluate(f"{card('broken')}.querySelector('.badge').innerText") == "UNAVAILABLE"
+    assert "model.onnx" in page.evaluate(f"{card('broken')}.querySelector('.reason').innerText")
+    assert page.evaluate(f"{card('broken')}.querySelector('button').checkVisibility()") is False
+
+
+def test_figures_follow_what_happens(page: Page, server: Server) -> None:
+    assert [affine(server) for _ in range(30)] + [affine(server, rows=3) for _ in range(10)] == [200] * 40
+    assert [affine(server, width=15) for _ in range(3)] == [400] * 3
+    page.wait(f"{card('affine')}.innerText.includes('40 requests since it was loaded')")
+    text = page.evaluate(f"{card('affine')}.innerText")
+    percentiles = re.search(r"p50\n(.+)\np95\n(.+)\np99\n(.+)\n", text)
+    assert percentiles is not None
+    times_ms = [
+        float(value) * {"µs": 1e-3, "ms": 1}[unit] for value, unit in (told.split() for told in percentiles.groups())
+    ]
+    assert 0 < times_ms[0] <= times_ms[1] <= times_ms[2] < 10_000
+    assert "Rows a batch last minute\n1\n3\n" in text
+    columns = "[...it.querySelectorAll('.columns > div')].map((column) => column.title)"
+    assert page.evaluate(f"((it) => {columns})({card('affine')})") == ["1: 30, 75 %", "3: 10, 25 %"]
+    assert "Why batches closed last minute\ninstance idle 100 %" in text
+    assert "Errors last minute\nbad_request\n3" in text
+    assert {"queue", "assembly", "compute", "split"} <= set(text.split())
+    curve = f"{card('affine')}.querySelector('.spark .line').getAttribute('d')"
+    page.wait(curve)
+    drawn = page.evaluate(curve)
+    assert len({point.split(",")[1] for point in drawn[1:].split("L")}) > 1, "the curve is flat"
+    # The sum over all models, above.
+    assert page.text("#all-errors") == "3"
+    assert page.text("#all-p50").split()[1] in ("µs", "ms")
+
+
+def ranked_by_the_client(server: Server, model: str, picture: Path) -> list[tuple[str, float]]:
+    words = [*COMMAND, "infer", model, str(picture), "--url", server.url, "--json"]
+    told = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
+    return [(found["label"], found["score"]) for found in json.loads(told)["results"][0]["classes"]]
+
+
+def labels(page: Page) -> list[list[str]]:
+    page.wait("document.querySelector('#try-result .ranking')")
+    given = "[it.querySelector('.name').innerText, it.querySelector('b').innerText]"
+    return page.evaluate(those("#try-result li", "true", given))
+
+
+@pytest.mark.parametrize("model", ["plain", "ranked"])
+def test_a_dropped_picture_is_named_as_the_client_names_it(page: Page, server: Server, model: str) -> None:
+    picture = PHOTOGRAPHS / "chelsea.png"
+    choose(page, model)
+    page.wait("document.getElementById('try-drop').checkVisibility()")
+    page.drop("#try-drop", [picture])
+    found = labels(page)
+    expected = ranked_by_the_client(server, model, picture)
+    assert [label for label, _ in found] == [label for label, _ in expected]
+    assert len(found) == (5 if model == "plain" else 3)
+    if model == "plain":  # logits
+        assert [float(score) for _, score in found] == pytest.approx(
+            [score for _, score in expected], rel=2e-3, abs=2e-3
+        )
+    else:
+        assert [float(score.split()[0]) / 100 for _, score in found] == pytest.approx(
+            [score for _, score in expected], abs=0.006
+        )
+    assert page.evaluate("document.getElementById('try-preview').naturalWidth") == 451
+
+
+@pytest.mark.parametrize("model", ["digits", "efficientnet_lite0", "resnet50"])
+def test_the_demo_models_name_pictures(browser: Browser, model: str, tmp_path: Path) -> None:
+    assert (ROOT / "model_repository" / model / "1" / "model.onnx").is_file(), (
+        "the demo models are not built: make models"
+    )
+    picture = PHOTOGRAPHS / "camera.png"  # grey, so that of three channels each is tried, and of one
+    with serving(ROOT / "model_repository", tmp_path, "--model-control", "explicit", "--load-model", model) as demo:
+        page = browser.open(f"{demo.url}/")
+        page.wait(f"document.getElementById('try-model').value.startsWith('{model}')")
+        page.wait("document.getElementById('try-drop').checkVisibility()")
+        page.drop("#try-drop", [picture])
+        found = labels(page)
+        expected = ranked_by_the_client(demo, model, picture)
+        assert page.complaints() == []
+        page.close()
+    assert [label for label, _ in found] == [label for label, _ in expected]
+
+
+def test_a_picture_may_be_chosen_instead_and_what_is_none_is_refused(page: Page, tmp_path: Path) -> None:
+    choose(page, "plain")
+    page.wait("document.getElementById('try-drop').checkVisibility()")
+    page.choose_files("#try-file", [PHOTOGRAPHS / "coffee.png"])
+    assert len(labels(page)) == 5
+    (tmp_path / "notes.png").write_text("this is no picture")
+    page.choose_files("#try-file", [tmp_path / "notes.png"])
+    page.wait("document.querySelector('#try-result .error')")
+    assert page.text("#try-result") == "notes.png is no picture that this browser can read: save it as JPEG or PNG."
+
+
+def test_a_model_without_pictures_takes_json(page: Page) -> None:
+    choose(page, "affine")
+    page.wait("document.getElementById('try-json').checkVisibility()")
+    page.wait("document.getElementById('try-text').value.includes('\"X\"')")
+    page.evaluate("document.getElementById('try-send').click()")
+    page.wait("document.querySelector('#try-result pre')")
+    assert json.loads(page.text("#try-result pre"))["outputs"][0]["shape"] == [1, 4]
+    page.fill("#try-text", '{"inputs": []}')
+    page.evaluate("document.getElementById('try-send').click()")
+    page.wait("document.querySelector('#try-result .error')")
+    assert "X" in page.text("#try-result")
+
+
+def test_compute_times_come_when_they_are_asked_for(page: Page) -> None:
+    page.evaluate(f"{card('plain')}.querySelector('summary').click()")
+    page.wait(f"{card('plain')}.querySelector('details .ranking')")
+    text = page.evaluate(f"{card('plain')}.querySelector('details').innerText")
+    assert "4 rows" in text
+    assert "headrace inspect plain --version 1 --publish" in text
+
+
+def test_hostile_names_stay_text(page: Page) -> None:
+    assert page.evaluate(f"{card(HOSTILE)}.querySelector('h3').innerText").startswith(HOSTILE)
+    choose(page, "plain")
+    page.wait("document.getElementById('try-drop').checkVisibility()")
+    page.drop("#try-drop", [PHOTOGRAPHS / "coffee.png"])
+    assert all(label.startswith(HOSTILE) for label, _ in labels(page))
+    assert page.evaluate("document.querySelectorAll('#models img, #try-result img, body script').length") == 0
+
+
+def test_the_browser_is_told_to_run_nothing_else(page: Page, server: Server) -> None:
+    for attack in (
+        "document.body.innerHTML = '<img src=x onerror=alert(1)>'",
+        "document.body.insertAdjacentHTML('beforeend', '<b>x</b>')",
+        "document.write('<b>x</b>')",
+        "document.createElement('img').setAttribute('onerror', 'alert(1)')",
+        "document.createElement('script').textContent = 'alert(1)'",
+        "eval('1')",
+    ):
+        refused = f"(() => {{ try {{ {attack}; return 'taken'; }} catch (error) {{ return error.name; }} }})()"
+        assert page.evaluate(refused) in ("TypeError", "EvalError"), attack
+    assert page.evaluate("fetch('http://192.0.2.1/').then(() => 'taken', () => 'refused')") == "refused"
+    page.events.clear()
+    for path in ("/", "/docs", "/page/page.js"):
+        headers = server.request("GET", path)[1]
+        assert "script-src 'self';" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_files_hold_no_way_out() -> None:
+    for file in PAGES.iterdir():
+        text = file.read_text()
+        assert set(re.findall(r"https?://[^\"'\s)]+", text)) <= {"http://www.w3.org/2000/svg"}, file
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\son\w+=", text
+        ), file
+        assert len(text.splitlines()) < 400, file
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_it_is_readable_on_a_phone(browser: Browser, server: Server, path: str) -> None:
+    page = browser.open(server.url + path, PHONE)
+    page.wait("document.querySelectorAll('.card').length > 5")
+    page.evaluate("document.querySelectorAll('details').forEach((it) => { it.open = true; })")
+    empty = those("details", "!it.querySelector('div').hasChildNodes()")
+    page.wait(f"{empty}.length === 0")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE[0]
+    assert (
+        page.evaluate(those("body *", "!it.closest('pre') && it.getBoundingClientRect().right > innerWidth + 1")) == []
+    )
+    assert page.evaluate(those("body *", "parseFloat(getComputedStyle(it).fontSize) < 12")) == []
+    touched = "button, select, summary, nav a, input[type=search]"
+    assert page.evaluate(those(touched, "it.getBoundingClientRect().height < 40")) == []
+    page.close()
+
+
+def test_the_api_page_shows_every_route_and_asks_it(browser: Browser, server: Server) -> None:
+    page = browser.open(f"{server.url}/docs")
+    page.wait("document.querySelectorAll('.route').length")
+    described = json.loads(server.request("GET", "/openapi.json")[2])["paths"]
+    assert page.evaluate("document.querySelectorAll('.route').length") == sum(map(len, described.values()))
+    assert not [path for path in described if path.startswith("/page/")]
+    route = "[...document.querySelectorAll('.route')].find((it) => it.querySelector('code').innerText === '/v2/models/{model}')"
+    page.evaluate(f"{route}.querySelector('summary').click()")
+    page.wait(f"{route}.querySelector('button')")
+    assert "inputs: [{" in page.evaluate(f"{route}.innerText")
+    page.evaluate(f"{route}.querySelector('input').value = 'affine'")
+    page.evaluate(f"{route}.querySelector('button').click()")
+    page.wait(f"!{route}.querySelector('.asking pre').hidden && {route}.querySelector('.asking pre').innerText")
+    status, answer = page.evaluate(f"{route}.querySelector('.asking pre').innerText").split("\n", 1)
+    assert (status, json.loads(answer)["name"]) == ("200", "affine")
+    page.fill("#filter", "sharedmemory")
+    shown = page.evaluate(those(".route", "true", "it.querySelector('code').innerText"))
+    assert shown
+    assert all("sharedmemory" in path for path in shown)
+    assert page.complaints() == []
+    assert all(url.startswith(server.url) for url in page.requested)
+    page.close()
+
+
+def test_a_server_that_comes_back_is_found_again(browser: Browser, repository: Path, tmp_path: Path) -> None:
+    with serving(repository, tmp_path) as first:
+        page = browser.open(f"{first.url}/")
+        assert affine(first) == 200
+        page.wait(f"{card('affine')}.innerText.includes('1 request since')")
+        first.stop()
+        page.wait("document.getElementById('lost').checkVisibility()")
+        port = first.port
+    with serving(repository, tmp_path, "--http-port", str(port)):
+        page.wait("!document.getElementById('lost').checkVisibility()")
+        page.wait(f"{card('affine')}.innerText.includes('0 requests since')")
+    page.close()
