@@ -34,7 +34,7 @@ class Load(NamedTuple):
         drain_ns: how long what waits and runs would take if nothing came.
         rows_hz: rows a second that all instances can do, by the profile, at the batch size that the objective allows; 0: unknown.
         late: answers since loading that came after they were due.
-        levels: each priority level by itself, the most urgent first.
+        levels: each priority level by itself, the most urgent first; empty if it was not asked for.
     """
 
     depth: int

@@ -261,13 +261,17 @@ class ModelHandle:
         """Requests in the queue."""
         return self._scheduler.depth
 
-    def load(self) -> Load:
-        """How busy it is."""
+    def load(self, by_level: bool = True) -> Load:
+        """How busy it is.
+
+        Args:
+            by_level: each priority level by itself, too, which takes as long as there are levels.
+        """
         now_ns, outlook, scheduler = self._clock(), self._outlook, self._scheduler
         under_way = outlook.under_way()
         levels = tuple(
             LevelLoad(level, *scheduler.waiting(level - 1), outlook.wait_ns(level - 1, now_ns))
-            for level in range(1, self.policy.levels + 1)
+            for level in range(1, self.policy.levels + 1 if by_level else 1)
         )
         return Load(
             depth=scheduler.depth,
@@ -275,7 +279,7 @@ class ModelHandle:
             in_flight=self._leases,
             running_rows=sum([rows for work in under_way for _, rows in work.batches]),
             instances=self._crew.alive,
-            wait_ns=levels[self.policy.default_level - 1].wait_ns,
+            wait_ns=outlook.wait_ns(self.policy.default_level - 1, now_ns),
             drain_ns=outlook.drain_ns(now_ns),
             rows_hz=outlook.rows_hz,
             late=outlook.late,

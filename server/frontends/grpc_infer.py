@@ -141,7 +141,7 @@ class InferService:
         try:
             told = timing(outcome, pending.received_ns, self._clock()) if pending.timing else {}
             if pending.load:
-                told |= load_parameters(handle.load())
+                told |= load_parameters(handle.load(by_level=False))
             message = pending.codec.encode(outcome, pending.plan, pending.id, told)
         except HeadraceError as error:
             self._failed(handle, error, pending.received_ns)

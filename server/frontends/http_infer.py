@@ -160,7 +160,7 @@ class InferEndpoint:
                     told = timing(response, received_ns, now_ns)
                     more = more.and_more(timing_headers(told))
                 if asked.load_format:
-                    more = more.and_more(orca_headers(handle.load(), asked.load_format))
+                    more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)

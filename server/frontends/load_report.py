@@ -45,7 +45,7 @@ class LoadHeaders:
         """As of `now_ns`, monotonic, or a moment before; always of the same handle, which must not be kept alive by this."""
         if now_ns >= self._until_ns:
             self._until_ns = now_ns + FRESH_NS
-            load = handle.load()
+            load = handle.load(by_level=False)
             pairs = [
                 (b"headrace-queue-depth", b"%d" % load.depth),
                 (b"headrace-predicted-wait-us", b"%d" % (load.wait_ns // NS_PER_US)),

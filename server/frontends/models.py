@@ -36,8 +36,8 @@ class Handle(Protocol):
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request."""
 
-    def load(self) -> Load:
-        """How busy it is."""
+    def load(self, by_level: bool = True) -> Load:
+        """How busy it is, each priority level by itself if `by_level`, else as a whole."""
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         """Count an error."""

@@ -69,7 +69,7 @@ class Model:
     def admit(self) -> None:
         pass
 
-    def load(self) -> Load:
+    def load(self, by_level: bool = True) -> Load:
         return Load(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:

@@ -72,7 +72,7 @@ class Handle:
             completion.settle(self.error or (timed(request, outputs) if self.timed else InferResponse(outputs)))
         return completion
 
-    def load(self) -> Load:
+    def load(self, by_level: bool = True) -> Load:
         self.loads += 1
         return LOAD
 
