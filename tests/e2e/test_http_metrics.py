@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -118,6 +119,23 @@ def test_the_page_agrees_with_the_statistics(server: Server, counted: list[Sampl
 def test_tritons_names_are_there_for_every_model(server: Server) -> None:
     for model in (MODEL, "affine", "identity_fp16"):
         assert {s.name for s in samples(server, model)} >= TRITON_NAMES
+
+
+def test_errors_are_counted_by_protocol(grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient) -> None:
+    def errors() -> dict[str, float]:
+        page = grpc_server.request("GET", "/metrics")[2].decode()
+        found = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        return {
+            s.labels["protocol"]: s.value
+            for s in found
+            if s.name == "headrace_errors_total" and s.labels["reason"] == "not_found"
+        }
+
+    before = errors()
+    with pytest.raises(InferenceServerException):
+        grpc_client.get_model_metadata("nobody")
+    assert grpc_server.request("GET", "/v2/models/nobody")[0] == 404
+    assert errors() == {protocol: before.get(protocol, 0) + 1 for protocol in ("grpc", "http")}
 
 
 def test_the_process_is_measured_too(server: Server) -> None:

@@ -1,0 +1,68 @@
+"""What the server tells of itself: a loop that is late is seen to be, states are whole, counts carry their labels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.core.clock import NS_PER_S
+from server.observability.metrics import MetricsPage
+from server.observability.metrics_server import LoopLag, ServerFacts
+from server.observability.tally import LOADS
+
+
+class States:
+    def states(self) -> list[tuple[str, str, str]]:
+        return [("broken", "", "UNAVAILABLE"), ("m", "3", "READY")]
+
+    def ready(self) -> bool:
+        return False
+
+
+def samples(page: MetricsPage) -> dict[tuple[str, ...], float]:
+    families = text_string_to_metric_families(page.render()[1].decode())
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_the_page_tells_what_the_wiring_knows() -> None:
+    LOADS.count("a-model-of-this-test", "failed")
+    facts = ServerFacts(States(), "1.2.3", LoopLag(), {"http": lambda: 7}, 2e9)
+    found = samples(MetricsPage(list, facts=facts))
+    assert found["headrace_ready",] == 0
+    assert found["headrace_connections", "http"] == 7
+    assert found["headrace_tls_certificate_expiry_timestamp_seconds",] == 2e9
+    assert found["headrace_model_loads_total", "a-model-of-this-test", "failed"] == 1
+    assert any(key[0] == "headrace_build_info" and "1.2.3" in key for key in found)
+    states = {key[1:]: value for key, value in found.items() if key[0] == "headrace_model_state"}
+    assert len(states) == 2 * 6
+    assert {key for key, value in states.items() if value} == {("broken", "UNAVAILABLE", ""), ("m", "READY", "3")}
+
+
+def test_without_tls_there_is_no_certificate() -> None:
+    found = samples(MetricsPage(list, facts=ServerFacts(States(), "1", LoopLag())))
+    assert not any(key[0].startswith("headrace_tls") for key in found)
+
+
+def test_a_loop_that_is_kept_is_late() -> None:
+    lag = LoopLag()
+
+    async def kept() -> None:
+        lag.start(asyncio.get_running_loop())
+        time.sleep(0.6)  # noqa: ASYNC251 (what a handler must not do)
+        await asyncio.sleep(0.05)
+        lag.stop()
+        seen = lag.histogram().count
+        await asyncio.sleep(0.4)
+        assert lag.histogram().count == seen, "it looks no more"
+
+    asyncio.run(kept())
+    worst = lag.histogram().quantile_s(1.0)
+    assert worst is not None
+    assert 0.3 <= worst < 60
+    assert lag.histogram().sum_ns >= 0.3 * NS_PER_S
