@@ -358,6 +358,8 @@ class Pipeline:
         # The time for which it kept the instance from others is what does not overlap with the flight before.
         busy_ns = times.split_ns - max(run.taken_ns, self._last_ns)
         self._last_ns = times.split_ns
+        if len(self._held) == 1:  # first: who has the answer may ask again before this thread goes on
+            self._answers.at_work.discard(self)
         self._answers.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
         self._let_go(run)
         return _Landing(computed_ns, [])

@@ -81,6 +81,7 @@ class SerialRunner:
                     self.execute(Batch([entry], batch.reason, self._clock()))
             return
         busy_ns = times.split_ns - times.taken_ns
+        self._answers.at_work.discard(self)  # first: who has the answer may ask again before this thread goes on
         self._answers.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
 
     def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
