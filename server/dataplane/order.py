@@ -14,12 +14,14 @@ There a handicap is counted in rows, `ROW_NS` of it for each, since that time ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from server.core.clock import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
     from server.dataplane.policy import Sharing
+    from server.dataplane.queue import Entry
 
 FAR_NS = (1 << 63) - 1
 """A time that never comes."""
@@ -35,12 +37,19 @@ class Order:
     Args:
         aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.
         sharing: how clients share; None: a request is a request, whoever sent it.
+
+    Attributes:
+        handicap_ns: of a level behind the next higher one.
+        horizon_ns: dues further away order nothing.
+        shares: the clients' virtual time, if they share.
+        plain: they do not.
     """
 
     def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None) -> None:
         self.handicap_ns = aging_ns or _FOR_EVER_NS
         self.horizon_ns = min(HORIZON_NS, self.handicap_ns)
         self.shares = None if sharing is None else Shares(sharing)
+        self.plain = sharing is None
 
     def key(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
         """What a request would get if it were queued now.
@@ -57,6 +66,12 @@ class Order:
         elif due_ns < key:
             key = due_ns
         return key + level * self.handicap_ns if level else key
+
+    def served(self, entries: Sequence[Entry]) -> None:
+        """Requests are being run."""
+        if self.shares is not None:
+            tags = [entry.key - entry.level * self.handicap_ns for entry in entries if not entry.last]
+            self.shares.served(max(tags, default=0))
 
 
 class Shares:

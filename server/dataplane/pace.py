@@ -60,6 +60,14 @@ class Pace:
         else:
             self._service_ns[rows] = known_ns + (service_ns - known_ns) // _SMOOTHING
 
+    @property
+    def free_ns(self) -> int:
+        """When the device will have done what is open: monotonic, in the past if nothing is."""
+        done_ns = self._done_ns
+        for launched_ns, rows in self._open:
+            done_ns = max(launched_ns, done_ns) + self._estimate_ns(rows)
+        return done_ns
+
     def pull_ns(self, waiting_rows: int) -> int:
         """When to pull: monotonic, in the past if at once.
 
@@ -68,10 +76,7 @@ class Pace:
         """
         if not self._open or waiting_rows >= self._full_rows:
             return 0
-        done_ns = self._done_ns
-        for launched_ns, rows in self._open:
-            done_ns = max(launched_ns, done_ns) + self._estimate_ns(rows)
-        return done_ns - _LEAD_NS - int(self._fill_ns * waiting_rows)
+        return self.free_ns - _LEAD_NS - int(self._fill_ns * waiting_rows)
 
     def _estimate_ns(self, rows: int) -> int:
         """That of the next smaller batch known, if need be: rather too short than too long."""

@@ -209,7 +209,8 @@ class Pipeline:
             run.taken_ns = self._clock()
             return run
         shortcut = self if self._prompt else None
-        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0, shortcut)
+        begins_ns = self._pace.free_ns if self._pace is not None and self._open else 0
+        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0, shortcut, begins_ns)
         return None if batch is None else self._hold(batch)
 
     def _hold(self, batch: Batch) -> _Run:

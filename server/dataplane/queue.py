@@ -149,9 +149,13 @@ class Queue:
             lane = self._lanes[entry.shape_key] = Lane()
         if not entry.last:
             order = self.order
-            entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-            if order.shares is not None:
-                order.shares.queued(entry.client, entry.rows)
+            if order.plain and not entry.level:  # what `key` would say: this is on the way of every request
+                key, due_ns = entry.enqueued_ns + order.horizon_ns, entry.due_ns
+                entry.key = due_ns if due_ns < key else key
+            else:
+                entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+                if order.shares is not None:
+                    order.shares.queued(entry.client, entry.rows)
         lane.push(entry)
         self.count += 1
         self.total_rows += entry.rows
@@ -166,11 +170,8 @@ class Queue:
         """Remove the first `count` entries of a lane, to be run."""
         taken = lane.take(count)
         self._forget(taken)
-        shares = self.order.shares
-        if shares is not None:
-            shares.served(
-                max([entry.key - entry.level * self.order.handicap_ns for entry in taken if not entry.last], default=0)
-            )
+        if not self.order.plain:
+            self.order.served(taken)
         self._close_if_empty(lane, taken[0].shape_key)
         return taken
 
@@ -218,10 +219,11 @@ class Queue:
         self.count -= len(entries)
         self.total_rows -= sum([entry.rows for entry in entries])
         self.size_bytes -= sum([entry.size_bytes for entry in entries])
-        for entry in entries if self._levels else ():
-            level = self._levels[entry.level]
-            level[0] -= 1
-            level[1] -= entry.rows
+        if self._levels:
+            for entry in entries:
+                level = self._levels[entry.level]
+                level[0] -= 1
+                level[1] -= entry.rows
         if not self.count and self.order.shares is not None:
             self.order.shares.rest()
 

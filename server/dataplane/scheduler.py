@@ -58,7 +58,7 @@ class Scheduler:
         self._policy = policy
         self._clock = clock
         self._lock = threading.Lock()
-        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order())
+        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order(), self._drain_time_s)
         self._queue = self._selection.queue
         self._defer = defer
         self._waking = False  # `_wake` is about to be called
@@ -83,7 +83,9 @@ class Scheduler:
             Unavailable: the model is being unloaded, or all its instances have died.
         """
         with self._lock:
-            self._push(entries)
+            if self._closed:
+                raise self._failure or Unavailable("the model is being unloaded")
+            self._selection.push(entries)
             waking, self._waking = self._waking, True
         if self._selection.dropped:
             self._settle_dropped()
@@ -99,7 +101,9 @@ class Scheduler:
                 this thread runs it, and it has been settled on return (or handed to whoever keeps answers in order).
         """
         with self._lock:
-            self._push(entries)
+            if self._closed:
+                raise self._failure or Unavailable("the model is being unloaded")
+            self._selection.push(entries)
             claim = self._claim(stays=True) if stays else None
         if self._selection.dropped:
             self._settle_dropped()
@@ -107,11 +111,6 @@ class Scheduler:
             self._wake()
         else:
             claim.shortcut.run(claim.batch, partial(self._go_on, claim))
-
-    def _push(self, entries: list[Entry]) -> None:
-        if self._closed:
-            raise self._failure or Unavailable("the model is being unloaded")
-        self._selection.push(entries, self._drain_time_s)
 
     def _wake(self) -> None:
         """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""

@@ -13,7 +13,6 @@ from server.dataplane.batching import (
     IDLE,
     BatchPolicy,
     CloseReason,
-    Decision,
     Idle,
     Skip,
     Take,
@@ -64,25 +63,25 @@ class Selection:
         limits: what may wait at most.
         levels: number of priority levels.
         order: which goes first.
+        drain_s: how long what waits will take, in seconds.
 
     Attributes:
         planner: knows what batches take; None: nobody does, and it does not matter when anything is due.
         dropped: entries that were given up and why, for the caller to settle once the lock is released.
     """
 
-    def __init__(self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: Order) -> None:
+    def __init__(
+        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: Order, drain_s: Callable[[], float]
+    ) -> None:
         self.policy = policy
         self.limits = limits
         self.queue = Queue(levels, order)
+        self._drain_s = drain_s
         self.planner: Planner | None = None
         self.dropped: list[tuple[Entry, HeadraceError]] = []
 
-    def push(self, entries: list[Entry], drain_s: Callable[[], float]) -> None:
+    def push(self, entries: list[Entry]) -> None:
         """Queue the entries of one request together, or none of them.
-
-        Args:
-            entries: of one request.
-            drain_s: how long what waits will take, in seconds.
 
         Raises:
             Overloaded: the queue is full.
@@ -90,18 +89,21 @@ class Selection:
         size_bytes = entries[0].size_bytes if len(entries) == 1 else sum([entry.size_bytes for entry in entries])
         queue, limits = self.queue, self.limits
         if limits.level_counts:
-            self._check_level(entries, drain_s)
+            self._check_level(entries)
         full = queue.count + len(entries) > limits.max_count or (
             queue.count and queue.size_bytes + size_bytes > limits.max_size_bytes
         )
-        if full and not self._make_room(entries, size_bytes, drain_s):
+        if full and not self._make_room(entries, size_bytes):
             raise Overloaded(
                 f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
                 f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
-                drain_s(),
+                self._drain_s(),
             )
-        for entry in entries:
-            queue.push(entry)
+        if len(entries) == 1:
+            queue.push(entries[0])
+        else:
+            for entry in entries:
+                queue.push(entry)
 
     def poll(self, now_ns: int, begins_ns: int, closed: bool) -> Batch | WaitUntil | Idle:
         """What to run.
@@ -111,43 +113,43 @@ class Selection:
             begins_ns: when it would begin to be computed, if that is later.
             closed: nothing more will come: there is nothing to wait for.
         """
-        at_ns = max(now_ns, begins_ns)
-        while True:
-            first = self._first(at_ns, closed)
-            if not isinstance(first, tuple):
-                return first
-            lane, answer = first
-            if isinstance(answer, Skip):
+        at_ns = begins_ns if begins_ns > now_ns else now_ns
+        lanes = self.queue.lanes
+        while self.queue.count:
+            if len(lanes) == 1:  # as for most models: there is nothing to compare
+                lane = next(iter(lanes))
+                answer = self._decide(lane, at_ns, closed)
+            else:
+                lane, answer = self._first(at_ns, closed)
+            if type(answer) is Take:
+                batch = Batch(self.queue.take(lane, answer.count), answer.reason, now_ns)
+                if lane.dated and lane.last_rows:
+                    self._refuse_overdue(lane, now_ns)
+                return batch
+            if type(answer) is Skip:
                 self._skip(lane, answer.count)
-                continue
-            batch = Batch(self.queue.take(lane, answer.count), answer.reason, now_ns)
-            if lane.dated and lane.last_rows:
-                self._refuse_overdue(lane, now_ns)
-            return batch
+            elif type(answer) is WaitUntil:
+                return answer
+        return IDLE
 
     def ready(self, now_ns: int) -> bool:
         """True if `poll` would find something to run."""
-        return any(isinstance(self._decide(lane, now_ns), Take | Skip) for lane in self.queue.lanes)
+        return any(isinstance(self._decide(lane, now_ns, False), Take | Skip) for lane in self.queue.lanes)
 
-    def _decide(self, lane: Lane, at_ns: int) -> Decision:
+    def _decide(self, lane: Lane, at_ns: int, closed: bool) -> Take | Skip | WaitUntil | Idle:
         plan = self.planner.current if lane.dated and self.planner is not None else None
-        return decide(lane, at_ns, self.policy, plan)
+        answer = decide(lane, at_ns, self.policy, plan)
+        if closed and type(answer) is WaitUntil:
+            return Take(lane.count, CloseReason.DRAIN)
+        return answer
 
-    def _first(self, at_ns: int, closed: bool) -> tuple[Lane, Take | Skip] | WaitUntil | Idle:
-        """The lane that goes first of those that are ready, and what to do with it; or until when to wait."""
-        first: tuple[Lane, Take | Skip] | None = None
-        wait: WaitUntil | Idle = IDLE
-        for lane in self.queue.lanes:
-            each = self._decide(lane, at_ns)
-            if type(each) is WaitUntil:
-                if not closed:
-                    if type(wait) is not WaitUntil or each.time_ns < wait.time_ns:
-                        wait = each
-                    continue
-                each = Take(lane.count, CloseReason.DRAIN)
-            if isinstance(each, Take | Skip) and (first is None or lane.rank < first[0].rank):
-                first = lane, each
-        return first or wait
+    def _first(self, at_ns: int, closed: bool) -> tuple[Lane, Take | Skip | WaitUntil | Idle]:
+        """The lane that goes first of those that are ready, and what to do with it; else that whose time comes first."""
+        answers = [(lane, self._decide(lane, at_ns, closed)) for lane in self.queue.lanes if lane.count]
+        ready = [each for each in answers if type(each[1]) is not WaitUntil]
+        if ready:
+            return min(ready, key=lambda each: each[0].rank)
+        return min(answers, key=lambda each: each[1].time_ns if type(each[1]) is WaitUntil else 0)
 
     def _skip(self, lane: Lane, count: int) -> None:
         """Put the first entries of a lane last, or refuse them if nobody would wait for the answer."""
@@ -165,7 +167,7 @@ class Selection:
             self.queue.discard(entry)
             self._drop(entry, WouldMiss("the request can no longer be answered in the time that the model promises"))
 
-    def _make_room(self, entries: list[Entry], size_bytes: int, drain_s: Callable[[], float]) -> bool:
+    def _make_room(self, entries: list[Entry], size_bytes: int) -> bool:
         """Where clients share, a full queue refuses who would be served last, not who comes last."""
         queue, limits = self.queue, self.limits
         if queue.order.shares is None or len(entries) > 1:
@@ -179,16 +181,16 @@ class Selection:
         if queue.size_bytes - rear.size_bytes + size_bytes > limits.max_size_bytes:
             return False
         queue.discard(rear)
-        self._drop(rear, Overloaded("the queue is full, and other clients have less in it", drain_s()))
+        self._drop(rear, Overloaded("the queue is full, and other clients have less in it", self._drain_s()))
         return True
 
-    def _check_level(self, entries: list[Entry], drain_s: Callable[[], float]) -> None:
+    def _check_level(self, entries: list[Entry]) -> None:
         level = entries[0].level
         most = self.limits.level_counts.get(level, 0)
         count = self.queue.level(level)[0]
         if most and count + len(entries) > most:
             raise Overloaded(
-                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} may", drain_s()
+                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} may", self._drain_s()
             )
 
     def _drop(self, entry: Entry, error: HeadraceError) -> None:

@@ -108,6 +108,11 @@ class VirtualInstance:
     _holds: int = 0  # counts waits of the thread, so that an alarm knows whether its own is over
     _last_ns: int = 0
 
+    @property
+    def begins_ns(self) -> int:
+        """When a batch that is taken now would begin to be computed, 0 if at once."""
+        return self.pace.free_ns if self.pace is not None and self.open else 0
+
     def fly(self, batch: Batch) -> None:
         """The thread has pulled a batch: fill, and launch."""
         rows = 0

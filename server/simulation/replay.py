@@ -173,7 +173,7 @@ class _Instances:
             return
         for instance in members if len(members) == 1 else sorted(members, key=lambda each: each.open):
             while instance.asks and scheduler.depth:
-                answer = scheduler.poll(now_ns)
+                answer = scheduler.poll(now_ns, instance.begins_ns)
                 if type(answer) is Batch:
                     instance.fly(answer)
                 elif isinstance(answer, WaitUntil):
