@@ -23,6 +23,7 @@ from server.control.residency import Residency
 from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
+from server.core.limits import Door
 from server.cuda.nvml import Nvml
 from server.cuda.shared_memory import find_client_memory
 from server.frontends.asked import AskedHeaders
@@ -30,7 +31,16 @@ from server.frontends.certificates import certificate_expiry_s
 from server.frontends.http_server import HttpApplication
 from server.frontends.models import Services
 from server.frontends.tls import TlsFiles
-from server.listen import GrpcListener, UvicornServer, bind, grpc_engine, metrics_application, shown, tls_files
+from server.listen import (
+    GrpcListener,
+    UvicornServer,
+    bind,
+    grpc_engine,
+    make_room_for,
+    metrics_application,
+    shown,
+    tls_files,
+)
 from server.observability.log_settings import LogSettings
 from server.observability.metrics import MetricsPage
 from server.observability.metrics_server import LoopLag, ServerFacts
@@ -59,6 +69,8 @@ class HeadraceServer:
         self._asked_headers = AskedHeaders(settings.client_header)
         self._tracer = Tracer(settings.trace_file)
         self._lag = LoopLag()
+        self._http_door = Door(settings.limits, "http")
+        self._grpc_door = Door(settings.limits, "grpc")
         self._exit_status = 0
 
     def run(self) -> int:
@@ -71,6 +83,7 @@ class HeadraceServer:
             logger.error("%s", error)
             return 1
         _calm_garbage_collector()
+        make_room_for(self._settings.limits.max_connections)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(self._serve(tls))
 
@@ -153,13 +166,13 @@ class HeadraceServer:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, settings.max_body_bytes, None if apart else page, self._asked_headers)
+        application = HttpApplication(services, self._http_door, None if apart else page, self._asked_headers)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
-        self._servers.append(UvicornServer(application, settings, context))
+        self._servers.append(UvicornServer(application, settings, self._http_door, context))
         if apart and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
-            self._servers.append(UvicornServer(metrics_application(page), settings, context))
+            self._servers.append(UvicornServer(metrics_application(page), settings, self._http_door, context))
         return sockets
 
     def _metrics(self, tls: TlsFiles | None) -> MetricsPage:
@@ -167,7 +180,7 @@ class HeadraceServer:
             states=self._registry,
             version=version("headrace"),
             lag=self._lag,
-            connections={"http": lambda: sum(server.connections for server in self._servers)},
+            doors=(self._http_door, self._grpc_door),
             certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
         )
         return MetricsPage(self._registry.sources, self._residency, facts, Nvml())
@@ -179,7 +192,8 @@ class HeadraceServer:
         # Imported where it is wanted: without gRPC its library costs neither time nor memory.
         from server.frontends.grpc_service import grpc_methods
 
-        engine = grpc_engine(settings, grpc_methods(services, settings.max_body_bytes, self._asked_headers), tls)
+        methods = grpc_methods(services, settings.limits.max_body_bytes, self._asked_headers)
+        engine = grpc_engine(settings, methods, self._grpc_door, tls)
         listener = GrpcListener(engine, settings.drain_timeout_s)
         port = await listener.start(settings.host, settings.grpc_port)
         self._grpc = listener

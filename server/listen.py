@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,10 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.core.errors import ConfigError, Finding
+from server.core.limits import Door
 from server.frontends.grpc_methods import GrpcEngine, Methods
+from server.frontends.http_lifetime import Lifetimes
 from server.frontends.http_protocol import HeadraceHttpProtocol
 from server.frontends.tls import TlsFiles
 from server.settings import Settings
+
+logger = logging.getLogger("headrace")
 
 MetricsRender = Callable[[str], tuple[str, bytes]]
 
@@ -28,14 +34,16 @@ class UvicornServer(uvicorn.Server):
 
     Args:
         application: an ASGI callable.
-        settings: limits and times.
+        settings: times.
+        door: the limits on clients.
         tls: for HTTPS, or None.
     """
 
-    def __init__(self, application: object, settings: Settings, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, application: object, settings: Settings, door: Door, tls: ssl.SSLContext | None = None) -> None:
+        protocol = partial(HeadraceHttpProtocol, door=door, lifetimes=Lifetimes(door))
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
-            http=partial(HeadraceHttpProtocol, max_direct_bytes=settings.max_body_bytes),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -49,11 +57,6 @@ class UvicornServer(uvicorn.Server):
             ssl_context_factory=None if tls is None else (lambda _config, _default: tls),
         )
         super().__init__(config)
-
-    @property
-    def connections(self) -> int:
-        """How many are open."""
-        return len(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -90,15 +93,15 @@ class GrpcListener:
         self._ending.set()
 
 
-def grpc_engine(settings: Settings, methods: Methods, tls: TlsFiles | None) -> GrpcEngine:
+def grpc_engine(settings: Settings, methods: Methods, door: Door, tls: TlsFiles | None) -> GrpcEngine:
     """The engine that the settings name; the other one is not imported."""
     if settings.grpc_engine == "fast":
         from server.frontends.grpc_fast import FastGrpcServer
 
-        return FastGrpcServer(methods, settings.max_body_bytes, tls)
+        return FastGrpcServer(methods, door, tls)
     from server.frontends.grpc_server import GrpcioServer
 
-    return GrpcioServer(methods, settings.max_body_bytes, tls)
+    return GrpcioServer(methods, door, tls)
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:
@@ -137,6 +140,26 @@ def metrics_application(page: MetricsRender) -> FastAPI:
         return Response(body, headers={"content-type": content_type})
 
     return app
+
+
+def make_room_for(connections: int) -> None:
+    """Ask the system for as many file descriptors as that many connections of each protocol need, and a few for ourselves."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 512
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        text = (
+            "the system gives this process %d file descriptors: lower --max-connections, or raise its limit (ulimit -n)"
+        )
+        logger.warning(text, hard)
 
 
 def bind(host: str, port: int) -> socket.socket:

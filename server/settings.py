@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from server.core.limits import LIMIT_HELP, Limits
 from server.core.names import CLIENT_HEADER
 
 PREFIX = "HEADRACE_"
@@ -55,7 +56,7 @@ class Settings:
         trace_file: where traces go.
         log_format: text or json.
         client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
-        max_body_bytes: of one request.
+        limits: on what clients may send; each is an option of its own.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
         profile_s: how long each model is measured before it serves, 0 for not at all.
         state_dir: what is to outlive the process is kept there (profiles of models), "" for nowhere.
@@ -84,7 +85,7 @@ class Settings:
     trace_file: str = ""
     log_format: str = "text"
     client_header: str = CLIENT_HEADER
-    max_body_bytes: int = 128 << 20
+    limits: Limits = field(default_factory=Limits)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.25
     state_dir: str = "~/.cache/headrace/state"
@@ -141,8 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     client = env.header("CLIENT_HEADER", CLIENT_HEADER)
     text = "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)"
     add("--client-header", type=_header, default=client, metavar="NAME", help=text)
-    body = env.size("MAX_BODY_BYTES", 128 << 20)
-    add("--max-body-bytes", type=_size, default=body, metavar="N", help="of one request (%(default)s)")
+    _add_limits(parser, env)
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
     text = "of each GPU's memory, for all models together (%(default)s)"
     add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
@@ -177,7 +177,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         trace_file=args.trace_file,
         log_format=args.log_format,
         client_header=args.client_header,
-        max_body_bytes=args.max_body_bytes,
+        limits=Limits(**{name: getattr(args, name) for name in LIMIT_HELP}),
         gpu_memory_fraction=args.gpu_memory_fraction,
         profile_s=args.profile_s,
         state_dir=args.state_dir,
@@ -209,6 +209,14 @@ def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
         "where profiles outlive the process (%(default)s; '': nowhere)",
     )
     parser.add_argument("--state-dir", default=state, metavar="DIR", help=text)
+
+
+def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    for name, default in Limits().table().items():
+        kind, metavar = (_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")
+        value = env.positive(name.upper(), default, kind)
+        text = f"{LIMIT_HELP[name]} (%(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, metavar=metavar, help=text)
 
 
 def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
@@ -253,7 +261,7 @@ def _port(text: str) -> int:
 
 def _size(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
@@ -263,6 +271,19 @@ def _header(text: str) -> str:
     if taken or not _HEADER.fullmatch(name):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be the header that names the client")
     return name
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: more than 0 seconds")
+    return seconds
 
 
 def _seconds(text: str) -> float:
@@ -312,6 +333,10 @@ class _Environment:
     def header(self, name: str, default: str) -> str:
         text = self._environ.get(PREFIX + name)
         return default if text is None else str(self._parsed(name, text, _header))
+
+    def positive(self, name: str, default: float, parse: Callable[[str], float]) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self._parsed(name, text, parse)
 
     def fraction(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)

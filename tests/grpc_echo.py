@@ -12,8 +12,10 @@ from typing import Any
 
 import uvloop
 
+from server.core import limits as core_limits
 from server.core.completion import LoopCompletion, Mailbox
 from server.core.errors import BadRequest, Cancelled, Overloaded
+from server.core.limits import Door
 from server.frontends.grpc_fast import FastGrpcServer
 from server.frontends.grpc_methods import Call, Message, Methods, Stream, StreamCall, Unary
 from server.frontends.http2.flow import Limits
@@ -53,7 +55,9 @@ class EchoServer:
             "/test.Echo/Deaf": self._deaf,
             "/test.Echo/Sour": self._sour,
         }
-        self.engine = FastGrpcServer(Methods(unary, streams), max_message_bytes, tls, limits)
+        self.engine = FastGrpcServer(
+            Methods(unary, streams), Door(core_limits.Limits(max_body_bytes=max_message_bytes), "grpc"), tls, limits
+        )
         self.loop: asyncio.AbstractEventLoop
         self.written = 0
 

@@ -209,8 +209,8 @@ def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
 
 def grpc_head(path: str = "/test.Echo/Echo", *more: Field) -> list[Field]:
     """Header fields of a call."""
-    head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b"te", b"trailers")]
-    return [*head, (b"content-type", b"application/grpc"), *more]
+    head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"test")]
+    return [*head, (b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
 
 
 def message(payload: bytes, flag: int = 0) -> bytes:
@@ -250,6 +250,31 @@ class RawPeer:
         end = 9 + (word >> 8)
         payload, self._data = self._data[9:end], self._data[end:]
         return Frame(word & 0xFF, flags, stream_id, payload)
+
+    def pour(self, stream_id: int, payload: bytes) -> None:
+        """Send DATA as the server's windows allow, on the only stream that does; fails if the server ends it."""
+        windows = {0: 65535, stream_id: 65535}
+        sent = 5  # of the prefix of the message, with which the stream was opened
+        windows = {each: size - sent for each, size in windows.items()}
+        rest = memoryview(payload)
+        while rest:
+            size = min(len(rest), 16384, *windows.values())
+            if size > 0:
+                self.send(data(stream_id, bytes(rest[:size])))
+                rest = rest[size:]
+                windows = {each: left - size for each, left in windows.items()}
+                continue
+            got = self.frame()
+            assert got is not None, "the server has closed"
+            assert got.kind not in (frames.RST_STREAM, frames.GOAWAY), got
+            if got.kind == frames.SETTINGS and not got.flags & frames.ACK:
+                settings = dict(frames.read_settings(got.payload))
+                windows[stream_id] += settings.get(frames.Setting.INITIAL_WINDOW_SIZE, 65535) - 65535
+                self.send(frames.SETTINGS_ACK)
+            elif got.kind == frames.WINDOW_UPDATE and got.stream_id in windows:
+                windows[got.stream_id] += struct.unpack(">I", got.payload)[0]
+            elif got.kind == frames.PING and not got.flags & frames.ACK:
+                self.send(frames.ping(got.payload, ack=True))
 
     def until(self, kind: int) -> Frame:
         """The next frame of a kind."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.control.lifecycle import State, step
-from server.core.errors import NotFound, Unavailable
+from server.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
+from server.core.model_config import is_version, name_problem
 from server.dataplane.handle import ModelHandle
 from server.observability.statistics import to_triton
 
@@ -63,6 +64,7 @@ class Registry:
 
         Raises:
             NotFound: no such model or version.
+            BadRequest: nor could there be one of that name.
             Unavailable: there is one, but it does not serve now.
         """
         while True:
@@ -249,7 +251,7 @@ class Registry:
                 if record.state is State.UNAVAILABLE
             ]
 
-    def _missing(self, name: str, version: str) -> NotFound | Unavailable:
+    def _missing(self, name: str, version: str) -> HeadraceError:
         shown = f"model {name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
         serving = self._serving.get(name)
         version = serving.labels.get(version, version) if serving is not None else version
@@ -266,4 +268,8 @@ class Registry:
                 return Unavailable(f"{shown} is being loaded")
         if records:
             return Unavailable(f"{shown} is not loaded")
+        if (name and name_problem(name) is not None) or (version and not is_version(version)):
+            return BadRequest(
+                f"{shown} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
+            )
         return NotFound(f"{shown} is not found; the repository index lists what there is")

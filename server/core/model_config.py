@@ -114,6 +114,7 @@ _PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
 DEFAULT_AGING_US = 10_000_000
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 
 
@@ -123,6 +124,11 @@ def name_problem(name: str) -> Problem | None:
         return None
     cure = "use letters, digits, '_', '-' and single '.', 128 at most, starting with a letter, a digit or '_'"
     return Problem(("name",), f"{name[:140]!r} cannot be a model's name", cure)
+
+
+def is_version(text: str) -> bool:
+    """True if `text` can be the number or the label of a version."""
+    return _NUMBER.fullmatch(text) is not None or _LABEL.fullmatch(text) is not None
 
 
 def _label(value: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.errors import Unavailable
+from server.core.limits import Door
 from server.frontends.grpc_fast_calls import FastCall, StreamingCall, UnaryCall
 from server.frontends.grpc_fast_deadlines import Deadlines
 from server.frontends.grpc_fast_wire import PREFIX_BYTES, RequestHead, understand
@@ -31,18 +32,18 @@ class FastGrpcServer:
 
     Args:
         methods: what is answered.
-        max_message_bytes: of one request, as it comes and unpacked.
+        door: the limits on clients.
         tls: files for TLS, None for HTTP/2 with prior knowledge.
-        limits: of one connection.
+        limits: of one connection, None for those of `door`.
     """
 
-    def __init__(
-        self, methods: Methods, max_message_bytes: int, tls: TlsFiles | None, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, methods: Methods, door: Door, tls: TlsFiles | None, limits: Limits | None = None) -> None:
         self._methods = methods
-        self._max_message_bytes = max_message_bytes
+        self._door = door
+        door.connections = 0
         self._tls = tls
-        limits = limits or Limits()
+        limits = limits or _of_connections(door)
+        max_message_bytes = door.limits.max_body_bytes
         self._limits = replace(
             limits,
             grant_bytes=max(limits.grant_bytes, max_message_bytes + PREFIX_BYTES),
@@ -109,12 +110,14 @@ class FastGrpcServer:
     def open(self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool) -> Stream | None:
         """See `Application`."""
         if head.unary is not None:
-            return UnaryCall(connection, stream_id, head, self._max_message_bytes, self._deadlines)
+            return UnaryCall(connection, stream_id, head, self._door, self._deadlines)
         if head.stream is not None:
-            call = StreamingCall(connection, stream_id, head, self._max_message_bytes, self._deadlines)
+            call = StreamingCall(connection, stream_id, head, self._door, self._deadlines)
             if self._stopping:
                 call.tell_stopping()
             return call
+        if head.limit:
+            self._door.hit(head.limit)
         answer = head.refuse(stream_id)
         if not end:
             answer += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not wanted
@@ -124,11 +127,27 @@ class FastGrpcServer:
     def connected(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.add(connection)
-        if self._stopping:
+        if not self._door.enter() or self._stopping:
             connection.loop.call_soon(connection.shut)
 
     def disconnected(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.discard(connection)
+        self._door.leave()
         if not self._connections:
             self._empty.set()
+
+
+def _of_connections(door: Door) -> Limits:
+    """The limits of one connection that the operator sets."""
+    limits = door.limits
+    return Limits(
+        streams=limits.max_streams,
+        header_bytes=2 * limits.max_header_bytes,
+        header_list_bytes=limits.max_header_bytes,
+        handshake_s=min(Limits().handshake_s, limits.header_timeout_s),
+        frame_s=limits.header_timeout_s,
+        message_s=limits.body_timeout_s,
+        stall_s=limits.stall_timeout_s,
+        reached=door.hit,
+    )

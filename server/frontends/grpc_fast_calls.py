@@ -7,6 +7,7 @@ import asyncio
 from server.core.clock import monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.limits import Door
 from server.frontends.asked import Asked
 from server.frontends.grpc_fast_deadlines import Deadlines
 from server.frontends.grpc_fast_wire import (
@@ -42,14 +43,24 @@ class FastCall(Stream):
         caller: see `grpc_methods.Call`.
     """
 
-    __slots__ = ("_body_bytes", "_head", "_lingers", "_max_bytes", "_opened", "_task", "caller", "deadline_ns")
+    __slots__ = (
+        "__weakref__",
+        "_body_bytes",
+        "_door",
+        "_head",
+        "_lingers",
+        "_opened",
+        "_task",
+        "caller",
+        "deadline_ns",
+    )
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, max_bytes: int, deadlines: Deadlines
+        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
     ) -> None:
         super().__init__(connection, stream_id)
         self._head = head
-        self._max_bytes = max_bytes
+        self._door = door
         self._body_bytes = 0
         self._opened = self._lingers = False
         self._task: asyncio.Task[None] | None = None
@@ -127,9 +138,9 @@ class UnaryCall(FastCall):
     __slots__ = ("_reader", "received_ns")
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, max_bytes: int, deadlines: Deadlines
+        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
     ) -> None:
-        super().__init__(connection, stream_id, head, max_bytes, deadlines)
+        super().__init__(connection, stream_id, head, door, deadlines)
         self._reader: MessageReader | None = None
         self.received_ns = 0
 
@@ -141,7 +152,7 @@ class UnaryCall(FastCall):
             if (
                 not flag
                 and length == size_bytes - PREFIX_BYTES
-                and length <= self._max_bytes
+                and length <= self._door.limits.max_body_bytes
                 and self._head.content_length in (-1, size_bytes)
             ):
                 self._begin(data[start + PREFIX_BYTES : stop])
@@ -160,7 +171,7 @@ class UnaryCall(FastCall):
         """The message once it is whole and alone; raises BadRequest and TooLarge."""
         reader = self._reader
         if reader is None:
-            reader = self._reader = MessageReader(self._max_bytes, self._head.encoding)
+            reader = self._reader = MessageReader(self._head.encoding, self._door)
         self._feed(reader, data, start, stop)
         whole, partial = reader.waiting, reader.partial
         if whole > 1 or (whole and partial):
@@ -220,10 +231,10 @@ class StreamingCall(FastCall):
     __slots__ = ("_drained", "_reader", "_waiter", "stopping")
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, max_bytes: int, deadlines: Deadlines
+        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
     ) -> None:
-        super().__init__(connection, stream_id, head, max_bytes, deadlines)
-        self._reader = MessageReader(max_bytes, head.encoding)
+        super().__init__(connection, stream_id, head, door, deadlines)
+        self._reader = MessageReader(head.encoding, door)
         self._waiter: asyncio.Future[None] | None = None
         self._drained = asyncio.Event()
         self.receiving = False

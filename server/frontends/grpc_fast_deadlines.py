@@ -6,6 +6,7 @@ import asyncio
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Protocol
+from weakref import ref
 
 from server.core.clock import NS_PER_S, monotonic_ns
 
@@ -26,11 +27,14 @@ class Mortal(Protocol):
 
 
 class Deadlines:
-    """Ends calls whose time is over: one heap and one timer for all of them. Ownership: the event loop."""
+    """Ends calls whose time is over: one heap and one timer for all of them. Ownership: the event loop.
+
+    Calls that are gone are not kept: what a client has sent of one must not stay until a deadline that it chose.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._heap: list[tuple[int, int, Mortal]] = []
+        self._heap: list[tuple[int, int, ref[Mortal]]] = []
         self._numbers = count()
         self._purge_at = 1024
         self._timer: asyncio.TimerHandle | None = None
@@ -39,10 +43,10 @@ class Deadlines:
     def add(self, call: Mortal) -> None:
         """Call `call.expire` at its deadline, unless it is gone by then."""
         heap = self._heap
-        heappush(heap, (call.deadline_ns, next(self._numbers), call))
+        heappush(heap, (call.deadline_ns, next(self._numbers), ref(call)))
         if len(heap) >= self._purge_at:
             # Most calls end long before: without this, a second of calls would stay for as long as their deadlines.
-            heap[:] = [entry for entry in heap if not entry[2].gone]
+            heap[:] = [entry for entry in heap if _lives(entry[2])]
             heapify(heap)
             self._purge_at = max(1024, 2 * len(heap))
         if not self._armed_ns or call.deadline_ns < self._armed_ns:
@@ -62,8 +66,15 @@ class Deadlines:
 
     def _fire(self) -> None:
         heap, now_ns = self._heap, monotonic_ns()
-        while heap and (heap[0][2].gone or heap[0][0] <= now_ns):
-            heappop(heap)[2].expire()
+        while heap and (heap[0][0] <= now_ns or not _lives(heap[0][2])):
+            call = heappop(heap)[2]()
+            if call is not None:
+                call.expire()
         self._timer, self._armed_ns = None, 0
         if heap:
             self._arm(heap[0][0])
+
+
+def _lives(call: ref[Mortal]) -> bool:
+    found = call()
+    return found is not None and not found.gone

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from struct import Struct
 
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from server.core.errors import BadRequest, HeadraceError, TooLarge
+from server.core.errors import BadRequest, HeadraceError
+from server.core.limits import Door
 from server.frontends.asked import NOTHING, Asked, AskedHeaders
 from server.frontends.compression import decompress
 from server.frontends.grpc_methods import Methods, Stream, Unary
@@ -138,6 +139,7 @@ class RequestHead:
         content_length: announced bytes of the body; -1 if none are.
         asked: what else the fields ask.
         refusal: the status to answer with at once.
+        limit: which one the fields go over, "" for none.
         http_status: the HTTP status to answer with at once, 0 for none.
     """
 
@@ -149,6 +151,7 @@ class RequestHead:
     asked: Asked = NOTHING
     refusal: Status | None = None
     http_status: int = 0
+    limit: str = ""
 
     def refuse(self, stream_id: int) -> bytes:
         """The frame that answers a call with `refusal` or `http_status`."""
@@ -163,7 +166,8 @@ class RequestHead:
 def understand(methods: Methods, fields: Sequence[Field] | None) -> RequestHead:
     """Read the header fields of a request (None: too large); raises MalformedHeadersError for what is no HTTP/2 request."""
     if fields is None:
-        return RequestHead(refusal=Status("RESOURCE_EXHAUSTED", "the request's metadata are too large"))
+        refusal = Status("RESOURCE_EXHAUSTED", "the request's metadata are too large")
+        return RequestHead(refusal=refusal, limit="max_header_bytes")
     known = _well_formed(fields)
     length = known.get(b"content-length", b"")
     if length and not (length.isdigit() and len(length) < 20):
@@ -240,8 +244,8 @@ class MessageReader:
     """Puts the messages of one call together.
 
     Args:
-        max_bytes: of a message, as it comes and unpacked.
         encoding: see `RequestHead`.
+        door: the limits of a message, as it comes and unpacked.
 
     Attributes:
         waiting: how many whole messages there are to `take`.
@@ -249,8 +253,8 @@ class MessageReader:
         partial: True if a message has begun and is incomplete.
     """
 
-    def __init__(self, max_bytes: int, encoding: str) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, encoding: str, door: Door) -> None:
+        self._door = door
         self._encoding = encoding
         self._prefix = b""
         self._compressed = False
@@ -291,8 +295,10 @@ class MessageReader:
         self._prefix = b""
         if flag > 1 or (flag and not self._encoding):
             raise BadRequest(f"a message has the compressed flag {flag}, which its grpc-encoding does not allow")
-        if self.missing_bytes > self._max_bytes:
-            raise TooLarge(f"a message of {self.missing_bytes} bytes; the limit is {self._max_bytes}")
+        limit = self._door.limits.max_body_bytes
+        if self.missing_bytes > limit:
+            text = f"a message of {self.missing_bytes} bytes; the limit is {limit}"
+            raise self._door.too_large("max_body_bytes", text)
         self._compressed = flag == 1
 
     def _add(self, data: bytes, start: int, stop: int) -> None:
@@ -312,4 +318,4 @@ class MessageReader:
     def take(self) -> bytes:
         """The oldest whole message, unpacked only now, when there is a taker; raises TooLarge and BadRequest."""
         message, compressed = self._whole.popleft()
-        return decompress(message, self._encoding, self._max_bytes) if compressed else message
+        return decompress(message, self._encoding, self._door) if compressed else message

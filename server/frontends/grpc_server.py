@@ -16,13 +16,12 @@ import grpc
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, Unavailable
+from server.core.limits import Door
 from server.frontends.asked import Asked, AskedHeaders
 from server.frontends.grpc_methods import Message, Methods, Stream, Unary
 from server.frontends.grpc_status import failure
 from server.frontends.tls import TlsFiles
 
-MAX_METADATA_BYTES = 16 << 10
-MAX_CONCURRENT_STREAMS = 1024
 # Clients may ping this often, also without a call in flight; twice more often and the connection is closed.
 MIN_PING_INTERVAL_S = 10
 # We ping connections that are silent: a peer that vanished must not hold its requests for ever.
@@ -39,13 +38,14 @@ class GrpcioServer:
 
     Args:
         methods: what is served.
-        max_message_bytes: of one request, packed and unpacked (grpcio stops unpacking there). Answers have no bound.
+        door: the limits on clients, which grpcio keeps in its own way: it counts none, knows no time-outs but its own, and
+            stops unpacking at the largest message, whatever the ratio.
         tls: the operator's files, None for plain text.
     """
 
-    def __init__(self, methods: Methods, max_message_bytes: int, tls: TlsFiles | None) -> None:
+    def __init__(self, methods: Methods, door: Door, tls: TlsFiles | None) -> None:
         self._methods = methods
-        self._max_message_bytes = max_message_bytes
+        self._limits = door.limits
         self._tls = tls
         self._calls: set[_UnaryCall] = set()
         self._streams: set[_StreamCall] = set()
@@ -88,13 +88,15 @@ class GrpcioServer:
         await ending
 
     def _options(self) -> list[tuple[str, int]]:
+        limits = self._limits
         return [
             ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared
-            ("grpc.max_receive_message_length", self._max_message_bytes),
+            ("grpc.max_receive_message_length", limits.max_body_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            ("grpc.max_metadata_size", limits.max_header_bytes),
+            ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+            ("grpc.max_concurrent_streams", limits.max_streams),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_S * 1000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),

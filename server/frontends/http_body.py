@@ -21,7 +21,8 @@ BodyBytes = npt.NDArray[np.uint8]
 
 # Where `recv` writes what the parser is to see; small, so that little of a large body takes that way. One is enough for all
 # connections of a process: it is read out before the loop goes on.
-_SCRATCH = memoryview(bytearray(16384))
+READ_BYTES = 16384
+_SCRATCH = memoryview(bytearray(READ_BYTES))
 
 
 @dataclass(slots=True)
@@ -68,6 +69,12 @@ class SocketReader(asyncio.BufferedProtocol):
         self._body = _Body(array, room, len(start), whole, on_complete)
         return whole
 
+    def forget_body(self) -> None:
+        """What comes of a body is not wanted any more."""
+        body, self._body = self._body, None
+        if body is not None and not body.whole.done():
+            body.whole.set_result(None)
+
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: never more room than the body has, so that the next request is not swallowed."""
         body = self._body
@@ -89,9 +96,7 @@ class SocketReader(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left, maybe in the middle of its body."""
-        body, self._body = self._body, None
-        if body is not None and not body.whole.done():
-            body.whole.set_result(None)
+        self.forget_body()
         self._http.connection_lost(exc)
 
     def eof_received(self) -> bool | None:

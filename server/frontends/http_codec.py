@@ -13,10 +13,12 @@ import orjson
 
 from server.core.classification import classify
 from server.core.errors import BadRequest
+from server.core.limits import Door
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
 from server.frontends import tensor_codec
 from server.frontends.http_body import BodyBytes
+from server.frontends.json_bounds import check_json, check_unique
 from server.frontends.models import Regions
 from server.frontends.request_parameters import flag, integer, request_parameters, tensor_parameters
 from server.frontends.request_plan import MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
@@ -56,15 +58,21 @@ class ModelCodec:
         spec: of the version.
         regions: where clients' shared memory is found; None if it is off.
         max_shared_bytes: of one request's inputs in shared memory.
+        door: the limits on JSON.
     """
 
     def __init__(
-        self, spec: ModelSpec, regions: Regions | None = None, max_shared_bytes: int = MAX_SHARED_BYTES
+        self,
+        spec: ModelSpec,
+        regions: Regions | None = None,
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+        door: Door | None = None,
     ) -> None:
         self.spec = spec
         self._regions = regions
         self._maker = PlanMaker(spec, max_shared_bytes)
         self._plans = PlanCache()
+        self._door = door or Door()
 
     def decode(
         self,
@@ -175,12 +183,15 @@ class ModelCodec:
         return (len(body[0]) if binary else None), body
 
     def _plan(self, header: bytes) -> Plan:
+        keys = check_json(header, self._door)
         try:
             message = _decoder.decode(header)
         except msgspec.ValidationError as error:
             raise BadRequest(f"the request's JSON is not an inference request: {error}") from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadRequest(f"the request is not valid JSON: {error}") from error
+        if keys != _keys(message):  # one is there twice, or one that we do not know
+            check_unique(header)
         parameters = message.parameters
         request_parameters(parameters)
         draft = Draft(self._maker)
@@ -200,6 +211,18 @@ class ModelCodec:
             parameters,
             message.id,
         )
+
+
+def _keys(message: _Request) -> int:
+    """How many keys the JSON of a message has at the least; exactly as many if nothing in it is unknown, empty or nested."""
+    keys = 1 + bool(message.id) + bool(message.parameters) + len(message.parameters)
+    for tensor in message.inputs:
+        keys += 3 + (tensor.data is not None) + bool(tensor.parameters) + len(tensor.parameters)
+    if message.outputs is not None:
+        keys += 1
+        for output in message.outputs:
+            keys += 1 + bool(output.parameters) + len(output.parameters)
+    return keys
 
 
 def binary_size(tensor: _Input, shared: bool) -> int | None:

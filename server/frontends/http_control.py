@@ -17,10 +17,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, NotFound, TooLarge
+from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
+from server.core.limits import Door
 from server.core.names import REGION_PATTERN
 from server.frontends.http_infer import error_answer
 from server.frontends.http_routes import JSON, Call, Page, Route, routes
+from server.frontends.json_bounds import check_json, unique
 from server.frontends.models import Services
 from server.frontends.openapi import page
 from server.frontends.pages import page_routes
@@ -37,47 +39,49 @@ _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 _MAX_SHOWN = 200
 
 
-def control_application(services: Services, max_body_bytes: int, metrics: Metrics | None) -> FastAPI:
+def control_application(services: Services, door: Door, metrics: Metrics | None) -> FastAPI:
     """Everything but inference.
 
     Args:
         services: of the server.
-        max_body_bytes: of a request that may carry a model's files.
+        door: the limits on requests; the whole of a body only for what may carry a model's files.
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
     """
     app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _no_route)
     described = b""
-    table = [*routes(services, max_body_bytes), *_pages(metrics, lambda call: described)]
+    table = [*routes(services, door.limits.max_body_bytes), *_pages(metrics, lambda call: described)]
     described = orjson.dumps(page(table, services.version))
     by_path: dict[str, list[Route]] = {}
     for route in table:
         by_path.setdefault(route.path, []).append(route)
     for path, of_path in by_path.items():
-        app.add_api_route(path, _endpoint(of_path), methods=[route.method for route in of_path])
+        app.add_api_route(path, _endpoint(of_path, door), methods=[route.method for route in of_path])
     return app
 
 
 def check_path(raw_path: bytes) -> None:
-    """Refuse a path whose segments are not what they seem; raises NotFound."""
+    """Refuse a path whose segments are not what they seem; raises BadRequest."""
     if b"%" in raw_path and _HIDDEN.search(raw_path):
-        raise NotFound("no such path: a name in it has a slash, a backslash or a control character, and none here has")
+        raise BadRequest(
+            "no such path: a name in it has a slash, a backslash or a control character, and none here has"
+        )
 
 
-def _endpoint(of_path: Sequence[Route]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(of_path: Sequence[Route], door: Door) -> Callable[[Request], Awaitable[Response]]:
     by_method = {route.method: route for route in of_path}
 
     async def endpoint(request: Request) -> Response:
-        return await _answer(by_method[request.method], request)
+        return await _answer(by_method[request.method], request, door)
 
     return endpoint
 
 
-async def _answer(route: Route, request: Request) -> Response:
+async def _answer(route: Route, request: Request, door: Door) -> Response:
     """Run a route; never raises for what the client did."""
     try:
-        result = route.run(await _call(route, request))
+        result = route.run(await _call(route, request, door))
         if isinstance(result, Awaitable):
             result = await result
         if result is None:
@@ -94,14 +98,14 @@ async def _answer(route: Route, request: Request) -> Response:
         return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
 
 
-async def _call(route: Route, request: Request) -> Call:
+async def _call(route: Route, request: Request, door: Door) -> Call:
     names: Mapping[str, str] = request.path_params
     if re.fullmatch(REGION_PATTERN, names.get("region", "_")) is None:
         raise BadRequest(f"{names['region'][:64]!r} cannot be the name of a region: it must match {REGION_PATTERN}")
     body = None
     if route.body is not None:
         _check_media_type(request)
-        body = _decode(await _read(request, route.max_body_bytes), route)
+        body = _decode(await _read(request, route.max_body_bytes, door), route, door)
     accept = request.headers.get("accept", "")
     return Call(names.get("model", ""), names.get("version", ""), names.get("region", ""), body, accept)
 
@@ -114,7 +118,7 @@ def _check_media_type(request: Request) -> None:
         raise BadRequest("content-encoding is not taken here: send the JSON as it is")
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, door: Door) -> bytes:
     """The body; raises TooLarge or Cancelled."""
     declared = request.headers.get("content-length", "")
     parts: list[bytes] = []
@@ -130,17 +134,18 @@ async def _read(request: Request, limit: int) -> bytes:
         except ClientDisconnect:
             raise Cancelled("the client left before its request had arrived") from None
     if size > limit:
-        raise TooLarge(f"the body is larger than the {limit} bytes that are taken here")
+        raise door.too_large("max_body_bytes", f"the body is larger than the {limit} bytes that are taken here")
     return b"".join(parts)
 
 
-def _decode(content: bytes, route: Route) -> Any:
+def _decode(content: bytes, route: Route, door: Door) -> Any:
     """The body as the route's type; raises BadRequest."""
     if not content and not route.body_required:
         content = b"{}"
+    check_json(content, door)
     try:
         parsed = json.loads(
-            content.decode(), object_pairs_hook=_object, parse_float=_number, parse_constant=_no_constant
+            content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant
         )
         if b"\\u" in content:  # halves of surrogate pairs: no text in UTF-8 has them
             json.dumps(parsed, ensure_ascii=False).encode()
@@ -149,13 +154,6 @@ def _decode(content: bytes, route: Route) -> Any:
         raise BadRequest(f"the body is not what is expected here: {_shown(error)}") from None
     except (ValueError, RecursionError) as error:  # the codec's errors are ValueErrors too
         raise BadRequest(f"the body is not valid JSON: {_shown(error)}") from None
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):  # one reader takes the first, another the last
-        raise BadRequest("the body has a key twice in one object")
-    return found
 
 
 def _number(text: str) -> float | int:

@@ -17,7 +17,8 @@ import orjson
 
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
-from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, TooLarge, Unavailable
+from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable
+from server.core.limits import Door
 from server.core.request import InferResponse
 from server.frontends import compression
 from server.frontends.asked import NOTHING, AskedHeaders
@@ -111,7 +112,7 @@ class InferEndpoint:
 
     Args:
         services: where versions are leased, shared memory is found, and traces go.
-        max_body_bytes: of a request, packed and unpacked.
+        door: the limits on requests.
         asked_headers: what else is read of a request.
         clock: monotonic nanoseconds.
     """
@@ -119,14 +120,14 @@ class InferEndpoint:
     def __init__(
         self,
         services: Services,
-        max_body_bytes: int,
+        door: Door,
         asked_headers: AskedHeaders | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
         self._models = services.models
         self._regions = services.regions
         self._traces = services.traces
-        self._max_body_bytes = max_body_bytes
+        self._door = door
         self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
         self._versions: WeakKeyDictionary[Handle, _Version] = WeakKeyDictionary()
@@ -192,27 +193,29 @@ class InferEndpoint:
     def _version(self, handle: Handle) -> _Version:
         version = self._versions.get(handle)
         if version is None:
-            codec = ModelCodec(handle.spec, self._regions, self._max_body_bytes)
+            codec = ModelCodec(handle.spec, self._regions, self._door.limits.max_body_bytes, self._door)
             version = self._versions[handle] = _Version(codec, LoadHeaders())
         return version
 
     async def _read(
         self, send: Send, receive: Receive, connection: Connection | None, headers: InferHeaders
     ) -> bytes | BodyBytes:
-        limit = self._max_body_bytes
+        limit = self._door.limits.max_body_bytes
         if headers.content_length > limit:
-            raise TooLarge(f"the body has {headers.content_length} bytes, at most {limit} are taken")
+            text = f"the body has {headers.content_length} bytes, at most {limit} are taken"
+            raise self._door.too_large("max_body_bytes", text)
         body = None if connection is None else await connection.whole_body(send)
         if body is None:
-            body = await _receive_all(receive, limit)
+            body = await _receive_all(receive, self._door)
         elif len(body) > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes")
+            raise self._door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            return compression.decompress(bytes(body), headers.content_encoding, limit)
+            return compression.decompress(bytes(body), headers.content_encoding, self._door)
         return body
 
 
-async def _receive_all(receive: Receive, limit: int) -> bytes:
+async def _receive_all(receive: Receive, door: Door) -> bytes:
+    limit = door.limits.max_body_bytes
     parts: list[bytes] = []
     size = 0
     while True:
@@ -223,7 +226,7 @@ async def _receive_all(receive: Receive, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise TooLarge(f"the body is larger than {limit} bytes")
+            raise door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

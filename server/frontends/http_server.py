@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from server.core.errors import HeadraceError
+from server.core.limits import Door
 from server.frontends.asked import AskedHeaders
 from server.frontends.http_control import Metrics, check_path, control_application
 from server.frontends.http_infer import InferEndpoint, Receive, Scope, Send, send_error, send_method_not_allowed
@@ -14,7 +15,7 @@ class HttpApplication:
 
     Args:
         services: of the server.
-        max_body_bytes: of an inference request, or of a request that carries a model's files.
+        door: the limits on requests.
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
         asked_headers: what is read of inference requests besides.
@@ -23,12 +24,12 @@ class HttpApplication:
     def __init__(
         self,
         services: Services,
-        max_body_bytes: int,
+        door: Door,
         metrics: Metrics | None,
         asked_headers: AskedHeaders | None = None,
     ) -> None:
-        self._infer = InferEndpoint(services, max_body_bytes, asked_headers)
-        self._control = control_application(services, max_body_bytes, metrics)
+        self._infer = InferEndpoint(services, door, asked_headers)
+        self._control = control_application(services, door, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
+from server.core.limits import Door
 from server.observability import metrics_table as table
 from server.observability.histogram import Histogram
-from server.observability.tally import BUILDS, ERRORS, LIMITS, LOADS, Tally
+from server.observability.tally import BUILDS, ERRORS, LOADS, Tally
 
 _LOOK_S = 0.25
 
@@ -75,14 +76,14 @@ class ServerFacts:
         states: of the models.
         version: of Headrace.
         lag: of the event loop.
-        connections: open ones by protocol, asked at each scrape.
+        doors: what clients come through, one a protocol.
         certificate_expiry_s: seconds since 1970; None without TLS.
     """
 
     states: States
     version: str
     lag: LoopLag
-    connections: Mapping[str, Callable[[], int]] = field(default_factory=dict)
+    doors: Sequence[Door] = ()
     certificate_expiry_s: float | None = None
 
 
@@ -107,10 +108,7 @@ class ServerCollector(Collector):
         lag = table.LOOP_LAG.durations()
         lag.add([], facts.lag.histogram())
         yield lag
-        connections = table.CONNECTIONS.gauge()
-        for protocol, open_ones in facts.connections.items():
-            connections.add_metric([protocol], open_ones())
-        yield connections
+        yield from _doors(facts.doors)
         expiry = table.CERTIFICATE.gauge()
         if facts.certificate_expiry_s is not None:
             expiry.add_metric([], facts.certificate_expiry_s)
@@ -120,6 +118,18 @@ class ServerCollector(Collector):
             for values, count in tally.items():
                 counter.add_metric(values, count)
             yield counter
+
+
+def _doors(doors: Sequence[Door]) -> Iterator[Metric]:
+    hits, connections, limits = table.LIMIT_HITS.counter(), table.CONNECTIONS.gauge(), table.LIMIT.gauge()
+    for door in doors:
+        for limit, count in door.hits.items():
+            hits.add_metric([door.protocol, limit], count)
+        if door.connections is not None:
+            connections.add_metric([door.protocol], door.connections)
+    for limit, value in doors[0].limits.table().items() if doors else ():
+        limits.add_metric([limit], value)
+    yield from (hits, connections, limits)
 
 
 def _states(states: States) -> Metric:
@@ -134,7 +144,6 @@ def _states(states: States) -> Metric:
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
 _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
     (table.ERRORS, ERRORS),
-    (table.LIMIT_HITS, LIMITS),
     (table.MODEL_LOADS, LOADS),
     (table.ENGINE_BUILDS, BUILDS),
 )

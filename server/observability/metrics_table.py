@@ -134,7 +134,11 @@ ERRORS = Family(
     ("protocol", "reason"),
 )
 LIMIT_HITS = Family(
-    _AT, "headrace_limit_hits_total", "counter", "Requests, connections or streams that met a limit.", ("limit",)
+    _AT,
+    "headrace_limit_hits_total",
+    "counter",
+    "Requests, connections or streams that met a limit, by its option. grpcio keeps the limits of gRPC without counting.",
+    ("protocol", "limit"),
 )
 
 _BATCHES = "Batches"
@@ -304,7 +308,10 @@ LOOP_LAG = Family(
     "How late the event loop comes to a timer, looked at four times a second: everything else that it does waits as long.",
     native=True,
 )
-CONNECTIONS = Family(_SERVER, "headrace_connections", "gauge", "Connections that are open.", ("protocol",))
+CONNECTIONS = Family(
+    _SERVER, "headrace_connections", "gauge", "Connections that are open; grpcio does not tell.", ("protocol",)
+)
+LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by their options.", ("limit",))
 THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
 CERTIFICATE = Family(
     _SERVER,

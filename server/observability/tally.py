@@ -41,9 +41,7 @@ class Tally:
             return sorted(self._counts.items())
 
 
-# One process is one server: these stand where a limit is far from whoever could hand a counter in.
-LIMITS = Tally("limit")
-"""Requests, connections or streams that met a limit, by its name: headrace_limit_hits_total."""
+# One process is one server: these stand where what is counted is far from whoever could hand a counter in.
 ERRORS = Tally("protocol", "reason")
 """Answers that were an error, by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
 LOADS = Tally("model", "result")

@@ -91,7 +91,7 @@ def until(what: object, timeout_s: float = 10) -> None:
 @pytest.mark.parametrize("gone", [0, 1, 2, 3])
 def test_clients_that_leave_the_queue_are_never_run(server: Server, gone: int) -> None:
     before = statistics(server, "busy")
-    first = raw(server, "busy", steps_body(STEPS_PER_S))
+    first = raw(server, "busy", steps_body(6 * STEPS_PER_S))  # long enough to look at the metrics six times
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     waiting = []
     for place in range(4):

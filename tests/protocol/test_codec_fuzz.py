@@ -12,6 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from server.core.errors import HeadraceError
+from server.core.limits import Door, Limits
 from server.core.request import InferResponse
 from server.core.tensor import BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
 from server.frontends import compression
@@ -218,7 +219,7 @@ def test_a_request_cut_or_stretched_is_refused(good: Good, count: int, cut: bool
 @given(st.binary(max_size=300), st.sampled_from(["", "identity", "gzip", "deflate", "br", "\x00", "gzip, gzip"]))
 def test_any_bytes_as_a_packed_body(body: bytes, encoding: str) -> None:
     try:
-        plain = compression.decompress(body, encoding, 1_000)
+        plain = compression.decompress(body, encoding, Door(Limits(max_body_bytes=1_000)))
     except HeadraceError as error:
         assert str(error)
         return

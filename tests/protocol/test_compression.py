@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.errors import BadRequest, TooLarge
+from server.core.limits import Door, Limits
 from server.frontends import compression
 
 # "headrace" as other tools pack it (stored blocks, so that no compressor's choices matter).
@@ -17,6 +18,7 @@ GZIP = bytes.fromhex("1f8b0800000000000003 01 0800 f7ff 6865616472616365 e46e93e
 ZLIB = bytes.fromhex("7801 01 0800 f7ff 6865616472616365 0e5b032e".replace(" ", ""))
 PLAIN = b"headrace"
 LIMIT = 1 << 20
+DOOR = Door(Limits(max_body_bytes=LIMIT))
 
 
 def test_the_golden_bytes_are_what_python_reads() -> None:
@@ -29,20 +31,20 @@ def test_the_golden_bytes_are_what_python_reads() -> None:
     ("body", "encoding"), [(PLAIN, ""), (PLAIN, "identity"), (GZIP, "gzip"), (ZLIB, "deflate")], ids=str
 )
 def test_golden_bodies(body: bytes, encoding: str) -> None:
-    assert compression.decompress(body, encoding, LIMIT) == PLAIN
+    assert compression.decompress(body, encoding, DOOR) == PLAIN
 
 
 @given(st.binary(max_size=2_000), st.sampled_from(["gzip", "deflate"]))
 def test_what_is_packed_here_is_read_by_others_and_by_us(body: bytes, encoding: str) -> None:
     packed = compression.compress(body, encoding)
     assert (gzip.decompress if encoding == "gzip" else zlib.decompress)(packed) == body
-    assert compression.decompress(packed, encoding, LIMIT) == body
+    assert compression.decompress(packed, encoding, DOOR) == body
 
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "compress", "gzip, gzip", "x" * 10**6])
 def test_an_unknown_encoding_is_refused(encoding: str) -> None:
     with pytest.raises(BadRequest, match="is not known here; gzip, deflate and identity are") as caught:
-        compression.decompress(PLAIN, encoding, LIMIT)
+        compression.decompress(PLAIN, encoding, DOOR)
     assert len(str(caught.value)) < 200
 
 
@@ -63,15 +65,15 @@ def test_damaged_bodies_are_refused(encoding: str, damage: object, message: str)
     assert callable(damage)
     body = damage(compression.compress(PLAIN * 20, encoding))
     with pytest.raises(BadRequest, match=message):
-        compression.decompress(body, encoding, LIMIT)
+        compression.decompress(body, encoding, DOOR)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_the_limit_is_of_the_unpacked_size(encoding: str) -> None:
     at_limit = compression.compress(bytes(LIMIT), encoding)
-    assert len(compression.decompress(at_limit, encoding, LIMIT)) == LIMIT
+    assert len(compression.decompress(at_limit, encoding, DOOR)) == LIMIT
     with pytest.raises(TooLarge, match=f"larger than {LIMIT} bytes when unpacked"):
-        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, LIMIT)
+        compression.decompress(compression.compress(bytes(LIMIT + 1), encoding), encoding, DOOR)
 
 
 def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
@@ -81,7 +83,7 @@ def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(TooLarge):
-            compression.decompress(bomb, "gzip", LIMIT)
+            compression.decompress(bomb, "gzip", DOOR)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from server.core.limits import Door, Limits
 from server.frontends.grpc_fast import FastGrpcServer
 from server.frontends.grpc_fast_deadlines import Deadlines
 from server.frontends.grpc_methods import Message, Methods, StreamCall, Unary
@@ -62,7 +63,7 @@ def _session() -> list[bytes]:
 async def _survive(parts: list[bytes], log: list[str]) -> None:
     log.clear()
     unary: dict[str, Unary] = {"/s/echo": _echo}
-    engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), 1000, None)
+    engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), Door(Limits(max_body_bytes=1000)), None)
     engine._deadlines = Deadlines(asyncio.get_running_loop())
     wire = Wire(engine, hello=b"")
     written = b""

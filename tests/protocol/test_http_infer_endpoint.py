@@ -24,6 +24,7 @@ from server.core.errors import (
     Unavailable,
     WouldMiss,
 )
+from server.core.limits import Door, Limits
 from server.core.load import LevelLoad, Load
 from server.core.request import BatchTimes, InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
@@ -143,7 +144,7 @@ def call(
         sent.append(dict(message))
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle, traces), LIMIT)
+        endpoint = InferEndpoint(services(handle, traces), Door(Limits(max_body_bytes=LIMIT)))
         await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
 
     asyncio.run(run())
@@ -314,7 +315,7 @@ def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
         sent.append(message)
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle), LIMIT)
+        endpoint = InferEndpoint(services(handle), Door(Limits(max_body_bytes=LIMIT)))
         task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
         await asyncio.sleep(0.01)
         assert handle.requests

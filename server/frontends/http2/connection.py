@@ -88,16 +88,14 @@ class Http2Connection(asyncio.Protocol):
         self.loop = loop
         self.allowance = Allowance(limits.burst, limits.per_s)
         self.grants = Grants(limits.grant_bytes)
-        self.lifetime = Lifetime(self)
-        self.streams: dict[int, Stream] = {}
+        self.lifetime, self.streams = Lifetime(self), dict[int, Stream]()
         self.lingering = self.epoch = self.last_id = self.unfinished_ns = 0
         self.heard = self.greeted = self.closing = False
         self._application = application
         self._control = ControlFrames(self)
         self._memory: HeaderMemory[Any] = HeaderMemory(limits.header_list_bytes, application.understand)
         self._patience = Patience(self)
-        self._window = frames.DEFAULT_WINDOW
-        self._began, self._rest = False, b""
+        self._window, self._began, self._rest = frames.DEFAULT_WINDOW, False, b""
         # A DATA frame of which a part is still to come: its stream (None: nobody wants it), end flag, bytes, padding.
         self._body: tuple[Stream | None, bool] = (None, False)
         self._body_bytes = self._skip_bytes = 0
@@ -117,7 +115,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer is gone, and so are its streams."""
-        self.closing = True
+        self.closing, self._body, self._rest = True, (None, False), b""
         self.outbox.close()
         self.lifetime.end()
         self._lose_streams()
@@ -219,6 +217,7 @@ class Http2Connection(asyncio.Protocol):
             self._body, self._skip_bytes = (None, False), length
             return self._read_body(data, start)
         if length > self.limits.header_bytes:
+            self.limits.reached("max_header_bytes")
             code = ErrorCode.ENHANCE_YOUR_CALM if kind == HEADERS else ErrorCode.FRAME_SIZE_ERROR
             raise ConnectionFault(code, f"a frame of kind {kind} with {length} bytes")
         end = start + length
@@ -319,6 +318,7 @@ class Http2Connection(asyncio.Protocol):
         if head is None:
             self.stream_fault(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif len(self.streams) + self.lingering >= self.limits.streams or self.outbox.overfull:
+            self.limits.reached("max_streams")
             self.stream_fault(stream_id, ErrorCode.REFUSED_STREAM)
         else:
             stream = self._application.open(self, stream_id, head, end)

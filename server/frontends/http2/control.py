@@ -95,6 +95,7 @@ class ControlFrames:
         self._block += payload
         self._block_frames += 1
         if len(self._block) > self._connection.limits.header_bytes or self._block_frames > _CONTINUATIONS:
+            self._connection.limits.reached("max_header_bytes")
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a header block that does not end")  # CVE-2024-27316
         if flags & frames.END_HEADERS:
             self.in_block = False

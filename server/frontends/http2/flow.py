@@ -9,6 +9,7 @@ window of the connection is kept open: it would only add a second bound over the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ from server.frontends.http2.frames import ConnectionFault, ErrorCode
 
 if TYPE_CHECKING:
     from server.frontends.http2.stream import Stream
+
+
+def _nobody(_limit: str) -> None:
+    """Counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Limits:
         idle_s: without a stream until the connection is shut down.
         drain_s: for the PING that parts the two GOAWAYs of a shutdown.
         linger_s: for a peer to read the last bytes of a closed connection.
+        reached: called with the name in `server.core.limits.Limits` of one that a peer has reached, for the metrics.
     """
 
     streams: int = 1024
@@ -66,6 +72,7 @@ class Limits:
     idle_s: float = 3600.0
     drain_s: float = 1.0
     linger_s: float = 2.0
+    reached: Callable[[str], None] = _nobody
 
 
 class Allowance:

@@ -90,8 +90,10 @@ class Lifetime:
         silent_s = (now_ns - self._heard_ns) / NS_PER_S
         unfinished_s = (now_ns - connection.unfinished_ns) / NS_PER_S if connection.unfinished_ns else 0.0
         if not connection.greeted and connection.epoch * self._tick_s >= limits.handshake_s:
+            limits.reached("header_timeout_s")
             connection.fail(ConnectionFault(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS in time"))
         elif unfinished_s > limits.frame_s:
+            limits.reached("header_timeout_s")
             connection.fail(
                 ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a frame or header block was not finished in time")
             )
@@ -115,6 +117,8 @@ class Lifetime:
             age_ticks = connection.epoch - stream.since
             if stream.pending:
                 if age_ticks > self._stall_ticks:
+                    connection.limits.reached("stall_timeout_s")
                     stream.reset(ErrorCode.CANCEL)
             elif stream.receiving and age_ticks > self._message_ticks:
+                connection.limits.reached("body_timeout_s")
                 stream.too_slow()

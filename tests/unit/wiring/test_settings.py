@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from server import settings
+from server.core.limits import Limits
 from server.settings import LATER, Settings
 
 
@@ -38,7 +39,6 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "trace_file": ("t.json", "t.json"),
         "log_format": ("json", "json"),
         "client_header": ("X-Api-Key", "x-api-key"),
-        "max_body_bytes": ("5", 5),
         "gpu_memory_fraction": ("0.25", 0.25),
         "profile_s": ("0", 0.0),
         "state_dir": ("s", "s"),
@@ -52,7 +52,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "tls_key": ("k.pem", "k.pem"),
         "tls_client_ca": ("a.pem", "a.pem"),
     }
-    assert set(values) == {field.name for field in dataclasses.fields(Settings)}
+    assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits"}
     for name, (text, expected) in values.items():
         variable = {f"HEADRACE_{name.upper()}": text}
         assert getattr(parse(**variable), name) == expected
@@ -61,6 +61,12 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         if isinstance(expected, bool):
             line = [option if expected else option.replace("--", "--no-", 1)]
         assert getattr(parse(*line), name) == expected
+
+
+@pytest.mark.parametrize("limit", [field.name for field in dataclasses.fields(Limits)])
+def test_every_limit_has_an_option_and_a_variable(limit: str) -> None:
+    assert getattr(parse(f"--{limit.replace('_', '-')}", "7").limits, limit) == 7
+    assert getattr(parse(**{f"HEADRACE_{limit.upper()}": "7"}).limits, limit) == 7
 
 
 def test_the_command_line_wins_and_repositories_add_up() -> None:
@@ -85,6 +91,10 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
         ("CLIENT_HEADER", "X-Request-Timeout-Ms"),
         ("CLIENT_HEADER", "headrace-timing"),
         ("GPU_MEMORY_FRACTION", "0"),
+        ("MAX_BODY_BYTES", "0"),
+        ("MAX_STREAMS", "1e3"),
+        ("HEADER_TIMEOUT_S", "0"),
+        ("STALL_TIMEOUT_S", "soon"),
         ("GPU_MEMORY_FRACTION", "1.01"),
         ("GPU_MEMORY_FRACTION", "nan"),
         ("GPU_MEMORY_FRACTION", "half"),

@@ -1,0 +1,30 @@
+"""Servers to attack: everything switched on that clients may be let do, limits as they are by default but for bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.attacks import Attacked, attack
+
+
+@pytest.fixture(scope="session")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """With our own gRPC engine; HTTP is the same behind both."""
+    with attack("fast", tmp_path_factory.mktemp("attacked")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def grpcio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """With grpcio."""
+    with attack("grpcio", tmp_path_factory.mktemp("attacked")) as server:
+        yield server
+
+
+@pytest.fixture(params=["fast", "grpcio"])
+def attacked(request: pytest.FixtureRequest) -> Attacked:
+    """Either engine, for what goes over gRPC."""
+    server: Attacked = request.getfixturevalue(request.param)
+    return server
