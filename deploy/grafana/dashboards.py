@@ -97,8 +97,9 @@ OVERVIEW = Dashboard(
                 Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],
                       "percentunit", "Of the limit."),
                 Panel("Threads", [Query(f"headrace_threads{{{J}}}", "{{instance}}")]),
-                Panel("Limits met", [Query(f"sum by (limit) (rate(headrace_limit_hits_total{{{J}}}{RATE}))", "{{limit}}")],
-                      "reqps"),
+                Panel("Limits met", [
+                    Query(f"sum by (protocol, limit) (rate(headrace_limit_hits_total{{{J}}}{RATE}))", "{{protocol}} {{limit}}")],
+                      "reqps", "Each is an option of headrace serve; the table beside has what is in force."),
                 Panel("Restarts", [
                     Query(f"sum by (instance, model) (increase(headrace_instance_restarts_total{{{J}}}[1h]))",
                           "{{instance}} {{model}} instances"),
@@ -107,7 +108,8 @@ OVERVIEW = Dashboard(
                 Panel("Certificate", [
                     Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
                       "Time until it expires; no data without TLS."),
-                Panel("Versions", [Query(f"headrace_build_info{{{J}}}")], kind="table", width=12, height=5),
+                Panel("Limits", [Query(f"headrace_limit{{{J}}}")], kind="table"),
+                Panel("Versions", [Query(f"headrace_build_info{{{J}}}")], kind="table", height=5),
             ],
         ),
     ],

@@ -8,6 +8,7 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.core.clock import NS_PER_S
+from server.core.limits import Door, Limits
 from server.observability.metrics import MetricsPage
 from server.observability.metrics_server import LoopLag, ServerFacts
 from server.observability.tally import LOADS
@@ -32,10 +33,18 @@ def samples(page: MetricsPage) -> dict[tuple[str, ...], float]:
 
 def test_the_page_tells_what_the_wiring_knows() -> None:
     LOADS.count("a-model-of-this-test", "failed")
-    facts = ServerFacts(States(), "1.2.3", LoopLag(), {"http": lambda: 7}, 2e9)
+    http, grpc = Door(Limits(max_chunks=5)), Door(protocol="grpc")
+    http.connections = 7
+    http.hit("max_chunks")
+    facts = ServerFacts(States(), "1.2.3", LoopLag(), (http, grpc), 2e9)
     found = samples(MetricsPage(list, facts=facts))
     assert found["headrace_ready",] == 0
     assert found["headrace_connections", "http"] == 7
+    assert ("headrace_connections", "grpc") not in found, "grpcio does not tell"
+    assert found["headrace_limit", "max_chunks"] == 5
+    hits = {key[1:]: value for key, value in found.items() if key[0] == "headrace_limit_hits_total"}
+    assert {key for key, value in hits.items() if value} == {("max_chunks", "http")}
+    assert set(hits) == {(limit, protocol) for limit in http.limits.table() for protocol in ("grpc", "http")}
     assert found["headrace_tls_certificate_expiry_timestamp_seconds",] == 2e9
     assert found["headrace_model_loads_total", "a-model-of-this-test", "failed"] == 1
     assert any(key[0] == "headrace_build_info" and "1.2.3" in key for key in found)
