@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | validate | infer | explain | simulate`; `build | compare | ...` are the builders'."""
+"""The command line: `headrace serve | validate | infer | explain | simulate | tune`; `build | ...` are the builders'."""
 
 from __future__ import annotations
 
@@ -71,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
     simulation.add_arguments(simulate)
     simulate.set_defaults(run=_simulate)
+
+    from server.control import tune_command
+
+    tune = commands.add_parser("tune", help="try numbers of instances and batch sizes of a model")
+    tune_command.add_arguments(tune)
+    tune.set_defaults(run=tune_command.main)
 
     for name, text in ENGINES_COMMANDS.items():
         commands.add_parser(name, help=text)

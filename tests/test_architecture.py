@@ -68,6 +68,7 @@ EXTRA: dict[str, str] = {
     "server/control/shared_memory.py": "numpy",
     "engines/targets/tensorrt_*.py": "tensorrt",
     "server/control/valid*.py": "rich",
+    "server/control/tune_command.py": "rich",
     "server/control/warmup.py": "numpy",
 }
 EVERYWHERE = ("server.__version__",)

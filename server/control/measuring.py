@@ -125,7 +125,7 @@ class Measuring:
         end_ns = begun_ns + self._limit_ns
         stages: list[Together] = []
         try:
-            feed = _feeds(self._config)
+            feed = feeds(self._config)
             if self._kept_ns and self._still_as(execution, feed):
                 self._believe()
                 return
@@ -285,7 +285,8 @@ def _warm(found_ns: Mapping[int, list[int]], instances: int) -> dict[int, list[i
     return {rows: times_ns[instances:] or times_ns for rows, times_ns in found_ns.items()}
 
 
-def _feeds(config: ModelConfig) -> Feed:
+def feeds(config: ModelConfig) -> Feed:
+    """What makes inputs for a model that is not `unmeasurable`: one row made up at random, as often as wanted."""
     rows_of = {tensor.name: one_row(tensor) for tensor in config.served_input}
 
     def feed(rows: int) -> dict[str, Array]:
