@@ -95,7 +95,7 @@ class Answers:
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
         self.profile.observe(batch_rows, compute_ns, instances)
         if self._outlook is not None:
-            self._outlook.ran(batch_rows, busy_ns - compute_ns)
+            self._outlook.ran(batch_rows, busy_ns)
             if self._outlook.promises:
                 self._outlook.learn(leading, times.split_ns)
 

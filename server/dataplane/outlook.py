@@ -13,17 +13,21 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import sqrt
 from typing import NamedTuple, Protocol
 
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.errors import WouldMiss
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.profile import Profile
+from server.dataplane.profile import WINDOW, Profile
 from server.dataplane.queue import FAR_NS, Entry
 
+_SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
+_MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
 _LATE = 0.005  # of those that were promised most, what may be late: half of what a 99th percentile leaves
 _STEP = 8  # a batch that is late as a whole makes the reserve longer by one part in so many of what a batch takes
-_SMOOTHING = 16  # a new measurement counts for one in so many
+_OUTLIER = 4  # what takes so many times as long as it should counts no more than that
+_SMOOTHING = 64  # a new measurement counts for one in so many
 _REDRAW = 64  # batches until the plan is made anew
 
 
@@ -58,7 +62,8 @@ class _Plan(NamedTuple):
         promises_ns: what each takes at most, as a rule.
         best: of the sizes up to each, the one with the most rows a second.
         usual: size of the batches that are ahead of a request under load.
-        cycle_ns: what one of them keeps an instance busy.
+        cycle_ns: what one of them keeps an instance busy, on average.
+        spread_ns: what 19 of 20 of them take longer at most.
         merges: a request may share a batch with others.
     """
 
@@ -67,6 +72,7 @@ class _Plan(NamedTuple):
     best: list[int]
     usual: int
     cycle_ns: int
+    spread_ns: int
     merges: bool
 
     def rows_within(self, time_ns: int) -> int:
@@ -102,7 +108,7 @@ class Outlook:
         self._lock = threading.Lock()
         self._plan: _Plan | None = None
         self._batches = 0  # since the plan was made
-        self._overhead_ns = 0  # smoothed: what a batch keeps an instance busy besides computing
+        self._overhead_ns = 0.0  # smoothed: how much longer a batch keeps an instance busy than it computes as a rule
         self._reserve_ns = 0
         self._rows = 1.0  # smoothed, of a batch
         self._probed_ns = -NS_PER_S
@@ -128,7 +134,7 @@ class Outlook:
         ahead = self._line.rows_ahead(last.level, due_ns, last.client)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
-        done_ns = self._done_ns(plan, free_ns, ahead, last.rows, due_ns, now_ns)
+        done_ns = self._done_ns(plan, free_ns, ahead, last, now_ns)
         if done_ns + self._reserve_ns <= due_ns or self._idles(free_ns, ahead, last, now_ns):
             last.promised_ns = done_ns
             return
@@ -143,16 +149,18 @@ class Outlook:
             max(self.drain_ns(now_ns), NS_PER_MS) / NS_PER_S,
         )
 
-    def ran(self, rows: int, overhead_ns: int) -> None:
+    def ran(self, rows: int, busy_ns: int) -> None:
         """A batch was run.
 
         Args:
             rows: of all its members.
-            overhead_ns: how long it kept its instance besides computing.
+            busy_ns: how long it kept its instance.
         """
+        estimate_ns = self.profile.estimate_ns(rows)
+        overhead_ns = min(busy_ns, _OUTLIER * estimate_ns) - estimate_ns
         # No lock: of two at the same time one is lost, which does not matter, and most models need none of it.
         self._rows += (rows - self._rows) / _SMOOTHING
-        self._overhead_ns += (overhead_ns - self._overhead_ns) // _SMOOTHING
+        self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _SMOOTHING, 0.0)
         self._batches += 1
         if self._batches >= _REDRAW:
             self._plan = None
@@ -208,12 +216,16 @@ class Outlook:
         plan = self._current()
         return plan.usual * NS_PER_S / plan.cycle_ns if plan else 0.0
 
-    def _done_ns(self, plan: _Plan, free_ns: list[int], ahead: int, rows: int, due_ns: int, now_ns: int) -> int:
-        start_ns, before = _start(plan, free_ns, ahead, rows)
-        own = before + rows
+    def _done_ns(self, plan: _Plan, free_ns: list[int], ahead: int, entry: Entry, now_ns: int) -> int:
+        """When it will be answered, at the latest."""
+        start_ns, rounds, before = _start(plan, free_ns, ahead, entry.rows)
+        rows = before + entry.rows
         if start_ns > now_ns and plan.merges:  # others will come until then, and join it
-            own = max(own, plan.rows_within((due_ns - now_ns) // 2))
-        return start_ns + self.profile.promise_ns(min(own, self._policy.max_rows)) + self._overhead_ns
+            rows = max(rows, plan.rows_within((entry.due_ns - now_ns) // 2))
+        compute_ns = self.profile.estimate_ns(min(rows, self._policy.max_rows)) + int(self._overhead_ns)
+        # Variances of independent times add up; what the median of a window is wrong by, they have in common.
+        runs = rounds + 1
+        return start_ns + compute_ns + int(_SIGMAS * plan.spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2))
 
     def _idles(self, free_ns: list[int], ahead: int, entry: Entry, now_ns: int) -> bool:
         """An instance has nothing else to do; of hard deadlines that cannot be met one a second is tried."""
@@ -228,11 +240,11 @@ class Outlook:
 
     def _free_ns(self, now_ns: int) -> list[int]:
         """When each instance will have done what it has, ascending."""
-        free_ns = []
+        free_ns, overhead_ns = [], int(self._overhead_ns)
         for since_ns, batches in self.under_way():
             end_ns = since_ns
             for taken_ns, rows in batches:
-                end_ns = max(end_ns, taken_ns) + self.profile.estimate_ns(rows) + self._overhead_ns
+                end_ns = max(end_ns, taken_ns) + self.profile.estimate_ns(rows) + overhead_ns
                 end_ns = max(end_ns, now_ns)  # it is not over yet
             free_ns.append(end_ns if batches else now_ns)
         free_ns.sort()
@@ -273,13 +285,16 @@ class Outlook:
             usual = max(round(self._rows), 1)
         elif policy.objective_ns:
             usual = best[max(bisect_right(promises_ns, policy.objective_ns // 2) - 1, 0)]
-        return _Plan(sizes, promises_ns, best, usual, profile.estimate_ns(usual) + self._overhead_ns, policy.merge)
+        usual_ns = profile.estimate_ns(usual)
+        spread_ns = profile.promise_ns(usual) - usual_ns
+        return _Plan(sizes, promises_ns, best, usual, usual_ns + int(self._overhead_ns), spread_ns, policy.merge)
 
 
-def _start(plan: _Plan, free_ns: list[int], ahead: int, rows: int) -> tuple[int, int]:
-    """When the batch begins that has a request with so many rows ahead of it, and how many of them it has, too."""
+def _start(plan: _Plan, free_ns: list[int], ahead: int, rows: int) -> tuple[int, int, int]:
+    """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what is
+    under way; and how many of those rows it has, too."""
     batches, before = divmod(ahead, plan.usual)
     if before and (before + rows > plan.usual or not plan.merges):
         batches, before = batches + 1, 0
     rounds, instance = divmod(batches, len(free_ns))
-    return free_ns[instance] + rounds * plan.cycle_ns, before
+    return free_ns[instance] + rounds * plan.cycle_ns, rounds, before
