@@ -32,7 +32,7 @@ class Answers:
 
     Attributes:
         profile: learns how long batches compute.
-        at_work: the runners that have a batch under way; each puts itself in and takes itself out.
+        at_work: the runners that have a batch under way.
     """
 
     def __init__(
@@ -44,6 +44,18 @@ class Answers:
         self._outlook = outlook
         self.profile = Profile() if outlook is None else outlook.profile
         self.at_work: set[object] = set()
+
+    def begin(self, runner: object) -> None:
+        """A runner has taken a batch."""
+        self.at_work.add(runner)
+        if self._outlook is not None:
+            self._outlook.changed = True
+
+    def end(self, runner: object) -> None:
+        """A runner has nothing under way any more."""
+        self.at_work.discard(runner)
+        if self._outlook is not None:
+            self._outlook.changed = True
 
     def settle(
         self,

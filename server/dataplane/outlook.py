@@ -94,6 +94,7 @@ class Outlook:
     Attributes:
         late: answers that came after they were due.
         promises: a request was due once.
+        changed: instances have begun or ended something since they were last looked at; set by whoever knows.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Outlook:
         self.under_way = under_way
         self.late = 0
         self.promises = False
+        self.changed = True
         self._policy = policy
         self._line = line
         self._lock = threading.Lock()
@@ -112,6 +114,8 @@ class Outlook:
         self._reserve_ns = 0
         self._rows = 1.0  # smoothed, of a batch
         self._probed_ns = -NS_PER_S
+        self._free: list[int] = []  # as of the last time that something changed
+        self._free_until_ns = 0  # until then, if nothing changes
 
     def admit(self, entries: list[Entry], now_ns: int) -> None:
         """Take a request that is due some time, before it is queued, or refuse it; notes what it is promised.
@@ -162,6 +166,7 @@ class Outlook:
         self._rows += (rows - self._rows) / _SMOOTHING
         self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _SMOOTHING, 0.0)
         self._batches += 1
+        self.changed = True
         if self._batches >= _REDRAW:
             self._plan = None
 
@@ -200,7 +205,7 @@ class Outlook:
         objective_ns = self._policy.objective_ns
         ahead = self._line.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
         free_ns = self._free_ns(now_ns)
-        return _start(plan, free_ns, ahead, 1)[0] - now_ns if free_ns else 0
+        return _start(plan, free_ns, ahead, 1, now_ns)[0] - now_ns if free_ns else 0
 
     def drain_ns(self, now_ns: int) -> int:
         """How long what waits and runs would take if nothing came; 0 if nothing is known."""
@@ -208,7 +213,8 @@ class Outlook:
         if plan is None or not free_ns:
             return 0
         batches = -(-self._line.waiting_rows // plan.usual)
-        return (sum(free_ns) - now_ns * len(free_ns) + batches * plan.cycle_ns) // len(free_ns)
+        busy_ns = sum([max(time_ns - now_ns, 0) for time_ns in free_ns])
+        return (busy_ns + batches * plan.cycle_ns) // len(free_ns)
 
     @property
     def rows_hz(self) -> float:
@@ -218,7 +224,7 @@ class Outlook:
 
     def _done_ns(self, plan: _Plan, free_ns: list[int], ahead: int, entry: Entry, now_ns: int) -> int:
         """When it will be answered, at the latest."""
-        start_ns, rounds, before = _start(plan, free_ns, ahead, entry.rows)
+        start_ns, rounds, before = _start(plan, free_ns, ahead, entry.rows, now_ns)
         rows = before + entry.rows
         if start_ns > now_ns and plan.merges:  # others will come until then, and join it
             rows = max(rows, plan.rows_within((entry.due_ns - now_ns) // 2))
@@ -239,15 +245,23 @@ class Outlook:
         return True
 
     def _free_ns(self, now_ns: int) -> list[int]:
-        """When each instance will have done what it has, ascending."""
-        free_ns, overhead_ns = [], int(self._overhead_ns)
-        for since_ns, batches in self.under_way():
+        """When each instance will have done what it has, ascending; 0 if it has nothing."""
+        if not self.changed and now_ns < self._free_until_ns:
+            return self._free
+        self.changed = False
+        free_ns, overhead_ns, until_ns = [], int(self._overhead_ns), FAR_NS
+        works = self.under_way()
+        for since_ns, batches in works:
             end_ns = since_ns
             for taken_ns, rows in batches:
-                end_ns = max(end_ns, taken_ns) + self.profile.estimate_ns(rows) + overhead_ns
-                end_ns = max(end_ns, now_ns)  # it is not over yet
-            free_ns.append(end_ns if batches else now_ns)
+                end_ns = max(end_ns, taken_ns) + self.profile.estimate_ns(rows, len(works)) + overhead_ns
+                if end_ns > now_ns:
+                    until_ns = min(until_ns, end_ns)
+                else:  # it is late
+                    end_ns = until_ns = now_ns
+            free_ns.append(end_ns if batches else 0)
         free_ns.sort()
+        self._free, self._free_until_ns = free_ns, until_ns
         return free_ns
 
     def _weigh(self, errors_ns: list[int]) -> None:
@@ -290,11 +304,29 @@ class Outlook:
         return _Plan(sizes, promises_ns, best, usual, usual_ns + int(self._overhead_ns), spread_ns, policy.merge)
 
 
-def _start(plan: _Plan, free_ns: list[int], ahead: int, rows: int) -> tuple[int, int, int]:
+def _start(plan: _Plan, free_ns: list[int], ahead: int, rows: int, now_ns: int) -> tuple[int, int, int]:
     """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what is
     under way; and how many of those rows it has, too."""
     batches, before = divmod(ahead, plan.usual)
     if before and (before + rows > plan.usual or not plan.merges):
         batches, before = batches + 1, 0
-    rounds, instance = divmod(batches, len(free_ns))
-    return free_ns[instance] + rounds * plan.cycle_ns, rounds, before
+    if len(free_ns) == 1:
+        return max(free_ns[0], now_ns) + batches * plan.cycle_ns, batches, before
+    return (
+        _nth_start(batches, [max(time_ns, now_ns) for time_ns in free_ns], plan.cycle_ns),
+        batches // len(free_ns),
+        before,
+    )
+
+
+def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:
+    """When a batch begins, counted from 0, if whichever instance is free first takes the next; `free_ns` ascending."""
+    last_ns = free_ns[-1]
+    if last_ns - free_ns[0] >= cycle_ns:  # some begin again before others begin at all
+        again = [(last_ns - time_ns) // cycle_ns for time_ns in free_ns]
+        if number < sum(again):  # the last one is not needed
+            return _nth_start(number, free_ns[:-1], cycle_ns)
+        number -= sum(again)
+        free_ns = sorted([time_ns + count * cycle_ns for time_ns, count in zip(free_ns, again, strict=True)])
+    rounds, instance = divmod(number, len(free_ns))
+    return free_ns[instance] + rounds * cycle_ns

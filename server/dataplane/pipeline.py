@@ -138,7 +138,7 @@ class Pipeline:
             self._launched.put(None)
             self._finisher.join()
             self._await_turn()
-            self._answers.at_work.discard(self)
+            self._answers.end(self)
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that was pulled and is not settled with an error."""
@@ -216,7 +216,7 @@ class Pipeline:
     def _hold(self, batch: Batch) -> _Run:
         run = _Run(batch.entries, batch.reason, batch.taken_ns)
         self._held.add(run)
-        self._answers.at_work.add(self)
+        self._answers.begin(self)
         return run
 
     def _fly(self, run: _Run) -> bool:
@@ -376,7 +376,7 @@ class Pipeline:
         """A batch is done with."""
         self._held.discard(run)
         if not self._held:  # what is pulled in this moment counts as no work: the next one will
-            self._answers.at_work.discard(self)
+            self._answers.end(self)
 
     def _failed(self, run: _Run, error: Exception) -> list[_Run]:
         singly = self._answers.failed(run.entries, run.reason, error)

@@ -46,17 +46,17 @@ class SerialRunner:
         """Run batches until the scheduler is closed and empty."""
         sleeper = threading.Lock()
         sleeper.acquire()
-        at_work = self._answers.at_work
+        answers = self._answers
         while (batch := self._scheduler.next_batch(sleeper)) is not None:
             batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
-            self._held, self._taken_ns = batch.entries, batch.taken_ns
             if batch.entries:
-                at_work.add(self)
+                self._held, self._taken_ns = batch.entries, batch.taken_ns
+                answers.begin(self)
                 try:
                     self.execute(batch)
                 finally:
-                    at_work.discard(self)
-            self._held = []
+                    answers.end(self)
+                self._held = []
             del batch  # its arrays may be large, and the next may be long in coming
 
     def give_up(self, error: Exception) -> None:

@@ -119,6 +119,7 @@ class VirtualInstance:
         for entry in batch.entries:
             rows += entry.rows
         run = _Run(batch.entries, batch, rows)
+        self.answers.begin(self)
         self.open += 1
         fill_ns = self.times.fill[rows]
         if fill_ns:
@@ -158,6 +159,8 @@ class VirtualInstance:
         self._last_ns = now_ns
         self.answers.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
         self.open -= 1
+        if not self.open:
+            self.answers.end(self)
         if self.pace is not None:
             self.pace.landed(now_ns)
         if not self.asks and self._filling is None:

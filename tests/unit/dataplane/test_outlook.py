@@ -1,0 +1,236 @@
+"""Predictions, who is refused by them, and what is learned from what became of them."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.core.clock import NS_PER_MS as MS
+from server.core.clock import NS_PER_S
+from server.core.completion import ThreadCompletion
+from server.core.errors import WouldMiss
+from server.core.request import InferRequest
+from server.dataplane.batching import BatchPolicy
+from server.dataplane.outlook import Outlook, UnderWay, _nth_start
+from server.dataplane.profile import Profile
+from server.dataplane.queue import Entry
+
+NOW = 1000 * MS
+IDLE = UnderWay(NOW - 1, ())
+
+
+class Line:
+    """A queue of which only the numbers matter."""
+
+    def __init__(self) -> None:
+        self.waiting_rows = 0
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        return self.waiting_rows
+
+
+class Case:
+    """A model whose batches of up to 8 rows take 10 ms each, promised in 50 ms."""
+
+    def __init__(self, instances: int = 1, objective_ms: int = 50, merge: bool = True, known: bool = True) -> None:
+        self.line = Line()
+        self.works = [IDLE] * instances
+        self.objective_ns = objective_ms * MS
+        profile = Profile()
+        if known:
+            profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
+        policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
+        self.outlook = Outlook(profile, policy, self.line, lambda: self.works)
+
+    def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
+        """An instance has these under way: when each was taken, in ms from now, and its rows."""
+        self.works[instance] = UnderWay(0, [(NOW + ms * MS, rows) for ms, rows in batches])
+        self.outlook.changed = True
+
+    def entry(self, rows: int = 1, deadline_ms: int = 0) -> Entry:
+        deadline_ns = NOW + deadline_ms * MS if deadline_ms else 0
+        request = InferRequest(inputs={}, rows=rows, shape_key=None, received_ns=NOW, deadline_ns=deadline_ns)
+        return Entry(request, ThreadCompletion(), 0, NOW, self.objective_ns)
+
+    def ask(self, *rows: int, deadline_ms: int = 0) -> float:
+        """When a request would be answered, in ms from now."""
+        entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
+        self.outlook.admit(entries, NOW)
+        return (entries[-1].promised_ns - NOW) / MS
+
+
+def test_what_runs_and_what_waits_comes_before() -> None:
+    case = Case()
+    assert case.ask() == 10
+    case.busy((-4, 8))
+    assert case.ask() == 16
+    case.line.waiting_rows = 7
+    assert case.ask() == 16, "it fits into the next batch"
+    assert case.ask(2) == 26, "two rows do not"
+    case.line.waiting_rows = 8
+    assert case.ask() == 26
+    case.busy((-4, 8), (-3, 8), (-1, 8))
+    assert case.ask() == 46, "batches in the air follow one another"
+
+
+def test_a_batch_that_takes_longer_than_it_should_ends_any_moment() -> None:
+    case = Case()
+    case.busy((-15, 8), (-5, 8))
+    assert case.ask() == 20
+    assert case.outlook.wait_ns(0, NOW) == 10 * MS
+    assert case.outlook.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
+
+
+def test_several_instances_share_the_work() -> None:
+    case = Case(instances=3)
+    case.busy((-1, 8), instance=0)
+    case.busy((-9, 8), instance=1)
+    assert case.ask() == 10, "one is idle"
+    case.busy((-5, 8), instance=2)
+    assert case.ask() == 11, "the next to be free takes it"
+    case.line.waiting_rows = 24
+    assert case.ask() == 21
+
+
+def test_who_would_be_late_is_told_when_to_come_back() -> None:
+    case = Case(instances=2)
+    case.busy((0, 8))
+    case.busy((0, 8), instance=1)
+    case.line.waiting_rows = 6 * 8
+    assert case.ask() == 50
+    case.line.waiting_rows = 8 * 8
+    with pytest.raises(WouldMiss, match=r"answered in 60 ms; the model promises 50 ms") as refused:
+        case.ask()
+    assert refused.value.retry_after_s == pytest.approx(0.05)
+    with pytest.raises(WouldMiss, match="its deadline is in 20 ms"):
+        case.ask(deadline_ms=20)
+    assert case.outlook.drain_ns(NOW) == 50 * MS
+
+
+def test_of_a_request_cut_into_parts_the_last_one_counts() -> None:
+    case = Case()
+    case.busy((0, 8))
+    assert case.ask(8, 8, 3) == 40
+    with pytest.raises(WouldMiss):
+        case.ask(8, 8, 8, 8, 1)
+
+
+def test_requests_that_do_not_merge_are_counted_singly() -> None:
+    case = Case(merge=False)
+    case.busy((0, 1))
+    case.line.waiting_rows = 3
+    assert case.ask() == 50
+    for _ in range(300):  # it turns out that each has three rows
+        case.outlook.ran(3, 10 * MS)
+    assert case.ask() == 30
+
+
+def test_nobody_is_refused_while_nothing_is_known() -> None:
+    unknown = Case(known=False)
+    unknown.line.waiting_rows = 10_000
+    assert unknown.ask() == -NOW / MS, "and nothing is promised"
+    assert (unknown.outlook.wait_ns(0, NOW), unknown.outlook.drain_ns(NOW), unknown.outlook.rows_hz) == (0, 0, 0)
+    parked = Case(instances=0)
+    parked.line.waiting_rows = 10_000
+    assert parked.ask() == -NOW / MS
+    assert (parked.outlook.wait_ns(0, NOW), parked.outlook.drain_ns(NOW)) == (0, 0)
+
+
+def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
+    case = Case()
+    for _ in range(100):  # something is slow for a while, and what is refused teaches nothing
+        case.outlook.profile.observe(1, 45 * MS)
+        case.outlook.profile.observe(8, 70 * MS)
+    assert case.ask() > 44
+    case.busy((0, 1))
+    with pytest.raises(WouldMiss):
+        case.ask()
+
+
+def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
+    case = Case(objective_ms=0)
+    assert case.ask(deadline_ms=3) == 10
+    with pytest.raises(WouldMiss):
+        case.ask(deadline_ms=3)
+    assert case.ask(deadline_ms=11) == 10
+    late = case.entry(deadline_ms=3)
+    case.outlook.admit([late], NOW + NS_PER_S)
+    assert late.promised_ns == NOW + NS_PER_S + 10 * MS
+
+
+def test_an_objective_that_nobody_can_meet_refuses_nobody() -> None:
+    case = Case(objective_ms=9)
+    case.busy((0, 8))
+    case.line.waiting_rows = 1000
+    assert case.ask() == -NOW / MS
+
+
+def test_what_batches_take_beyond_computing_is_learned_and_one_outlier_is_not() -> None:
+    case = Case()
+    for _ in range(500):
+        case.outlook.ran(8, 12 * MS)
+    assert case.ask() == pytest.approx(12, abs=0.1)
+    case.outlook.ran(8, NS_PER_S)
+    assert case.ask() < 12.6
+
+
+def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
+    case = Case()
+    case.busy((0, 8))
+    case.line.waiting_rows = 16
+    assert case.ask() == 40
+
+    def answered(error_ms: int, times: int) -> None:
+        for _ in range(times):
+            entry = case.entry()
+            entry.promised_ns = NOW + 40 * MS
+            case.outlook.learn([entry], NOW + (40 + error_ms) * MS)
+
+    answered(14, 12)
+    assert case.outlook.late == 12
+    with pytest.raises(WouldMiss):
+        case.ask()
+    answered(0, 3000)
+    assert case.ask() == 40
+    early = case.entry()
+    early.promised_ns = NOW + 11 * MS
+    for _ in range(100):  # those with plenty of time do not matter
+        case.outlook.learn([early], NOW + 30 * MS)
+    assert case.ask() == 40
+    case.outlook.missed([early] * 8)
+    case.outlook.missed([case.entry()] * 8)
+    assert case.ask() == 40
+    for _ in range(9):
+        case.outlook.missed([early])
+    with pytest.raises(WouldMiss):
+        case.ask()
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 100), min_size=1, max_size=6).map(sorted), st.integers(1, 40))
+def test_whichever_instance_is_free_first_takes_the_next(number: int, free_ns: list[int], cycle_ns: int) -> None:
+    heap = list(free_ns)
+    for _ in range(number):
+        heapq.heapreplace(heap, heap[0] + cycle_ns)
+    assert _nth_start(number, free_ns, cycle_ns) == heap[0]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-30, 0), st.integers(1, 8)), max_size=4), min_size=1, max_size=5),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], waiting: int, more: int) -> None:
+    case = Case(len(works), objective_ms=100_000)
+    for instance, batches in enumerate(works):
+        case.busy(*sorted(batches), instance=instance)
+    case.line.waiting_rows = waiting
+    first = case.ask()
+    drain_ns = case.outlook.drain_ns(NOW)
+    case.line.waiting_rows += more
+    assert case.ask() >= first >= 10
+    assert case.outlook.drain_ns(NOW) >= drain_ns
+    case.busy(*sorted(works[0]), (0, 8))
+    assert case.ask() >= first
