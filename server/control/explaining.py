@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from server.control.registry import Registry
+from server.core.clock import NS_PER_US
 from server.dataplane.limits import limits
 from server.dataplane.situation import Situation, numbers
 
@@ -43,7 +44,10 @@ class Explainer:
                 handle.depth,
                 handle.spec.max_batch_size > 0,
                 handle.profile.buckets,
+                handle.parked,
             )
+            load = handle.load(by_level=False)
+            told = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
             found = limits(now)
             first = found[0]
             return {
@@ -52,7 +56,7 @@ class Explainer:
                 "limit": first.kind,
                 "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
                 "findings": [asdict(limit) for limit in found],
-                "numbers": numbers(now),
+                "numbers": numbers(now) | told,
             }
         finally:
             handle.release()

@@ -55,6 +55,20 @@ def _ms(time_ns: float) -> str:
 # The rules
 
 
+def _parked(now: Situation) -> Limit | None:
+    if not now.parked:
+        return None
+    told = "the model is parked, since others need the GPU's memory: a request waits until it is loaded again"
+    return Limit("parked", told, "pin it, or give it and the others room", "keep_loaded, gpu_memory_budget")
+
+
+def _missing(now: Situation) -> Limit | None:
+    if now.parked or now.instances >= now.policy.instances:
+        return None
+    told = f"{now.instances} of {now.policy.instances} instances live: the others have died, the server's log says why"
+    return Limit("instances", told, "mend what they died of; they are started again by themselves")
+
+
 def _nobody(now: Situation) -> Limit | None:
     if now.asked:
         return None
@@ -270,6 +284,6 @@ def _compute(now: Situation) -> str:
 
 
 _RULES: Iterable[Callable[[Situation], Limit | None]] = (
-    _nobody, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _promise, _company, _padding, _computing, _delay, _bursts,
-    _copies, _sparse,
+    _parked, _missing, _nobody, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _promise, _company, _padding,
+    _computing, _delay, _bursts, _copies, _sparse,
 )  # fmt: skip

@@ -249,6 +249,7 @@ class Profile:
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
         self._first = first = _Table(1)
+        self._one = True  # the first table stands for all
         self._tables = (first,) * _TABLES  # by `_place` of the instances at work; one may stand for several
         self._crowd = 1.0  # instances at work of late, smoothed
 
@@ -268,7 +269,7 @@ class Profile:
         with self._lock:
             if instances > 1 or self._crowd > 1.0:
                 self._crowd += (instances - self._crowd) / _SMOOTHING
-            self._table(instances).observe(rows, time_ns)
+            (self._first if instances == 1 else self._table(instances)).observe(rows, time_ns)
 
     def estimate_ns(self, rows: int, instances: int = 0) -> int:
         """How long a batch of `rows` computes as a rule: to plan with; 0 if nothing is known.
@@ -277,7 +278,7 @@ class Profile:
             rows: in the batch.
             instances: at work, its own included; 0: as many as of late.
         """
-        table = self._tables[_place(instances or round(self._crowd))]
+        table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
         curve = table.curve or self._drawn(table)
         return _read(curve.rows, curve.medians_ns, rows)
 
@@ -287,7 +288,7 @@ class Profile:
         Args:
             rows, instances: as of `estimate_ns`.
         """
-        table = self._tables[_place(instances or round(self._crowd))]
+        table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
         curve = table.curve or self._drawn(table)
         return _read(curve.rows, curve.p95s_ns, rows)
 
@@ -337,6 +338,7 @@ class Profile:
             return found
         made = found.copy(1 << place)
         self._tables = tuple(made if at >= place and table is found else table for at, table in enumerate(tables))
+        self._one = False
         return made
 
     def _drawn(self, table: _Table) -> _Curve:

@@ -28,6 +28,7 @@ class Situation:
         depth: requests that wait now.
         batched: the model has a batch dimension.
         buckets: rows to which the backend pads batches, ascending; empty if it does not.
+        parked: the model is out of memory until somebody asks.
     """
 
     recent: Recent
@@ -37,6 +38,7 @@ class Situation:
     depth: int = 0
     batched: bool = True
     buckets: tuple[int, ...] = ()
+    parked: bool = False
 
     @property
     def busy(self) -> float:

@@ -228,3 +228,20 @@ def test_something_is_said_of_any_load() -> None:
     now = Situation(batches(8, "full", queue_ms=0.1, count=600).recent(), policy(8), Profile(), 1)
     assert limits(now)
     assert numbers(now)["rows_per_batch"] == 8
+
+
+def test_who_promises_refuses_and_says_so(explained) -> None:  # type: ignore[no-untyped-def]
+    now = explained(12_000, policy(objective_ns=20 * MS, queue=100_000))
+    found = {limit.kind: limit for limit in limits(now)}
+    assert next(iter(found)) == "overloaded"
+    assert "would_miss" in found["overloaded"].explanation
+    assert "late" not in found, "what is answered is in time"
+    assert now.busy > 0.9
+    assert found.keys() & {"compute", "promise"}
+
+
+def test_parked_models_and_dead_instances_come_first() -> None:
+    recent = batches(8, "full", count=500).recent()
+    assert first(Situation(recent, policy(instances=2), Profile(), 0, parked=True)).kind == "parked"
+    dead = first(Situation(recent, policy(instances=2), Profile(), 1))
+    assert (dead.kind, "1 of 2 instances live" in dead.explanation) == ("instances", True)
