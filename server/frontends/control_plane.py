@@ -87,10 +87,10 @@ class ControlPlane:
         finally:
             handle.release()
 
-    def status(self) -> dict[str, object]:
+    async def status(self) -> dict[str, object]:
         """Every version with its state, counts and gauges."""
         services = self.services
-        return {"name": "headrace", "version": services.version, **services.overview.status()}
+        return {"name": "headrace", "version": services.version, **(await services.overview.status())}
 
     async def layers(self, model: str, version: str) -> Mapping[str, object]:
         """How long each layer of a version takes; raises NotFound or Unavailable."""

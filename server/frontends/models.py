@@ -189,7 +189,7 @@ class LogControl(Protocol):
 class Overview(Protocol):
     """What the server's own page shows; see `server.control.overview.Overview`."""
 
-    def status(self) -> Mapping[str, object]:
+    async def status(self) -> Mapping[str, object]:
         """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
 
     async def layers(self, model: str, version: str) -> Mapping[str, object]:

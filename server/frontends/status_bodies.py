@@ -25,6 +25,10 @@ class Serving(Struct, forbid_unknown_fields=True):
     restarts: Annotated[int, Meta(ge=0, description="of instances that had died")]
     parked: Annotated[bool, Meta(description="out of the GPU's memory, loaded when a request comes")]
     queued: Annotated[int, Meta(ge=0, description="requests in the queue")]
+    wait_ns: Annotated[
+        int, Meta(ge=0, description="that a request which came now is expected to wait, 0 if nothing is known")
+    ]
+    late: Annotated[int, Meta(ge=0, description="answers that came after they were due")]
     in_flight: Annotated[int, Meta(ge=0, description="requests between arrival and answer")]
     requests: Annotated[int, Meta(ge=0, description="answered with success")]
     rows: Annotated[int, Meta(ge=0, description="of those requests")]

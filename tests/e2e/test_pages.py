@@ -7,10 +7,13 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import skimage
 
+from server.frontends.http_routes import Call
+from server.frontends.pages import page_routes
 from tests import models
 from tests.browser import PHONE, Browser, Page, chromium
 from tests.serving import COMMAND, ROOT, Server, serving
@@ -243,6 +246,13 @@ def test_the_files_hold_no_way_out() -> None:
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\son\w+=", text
         ), file
         assert len(text.splitlines()) < 400, file
+
+
+def test_no_page_leads_to_metrics_that_are_elsewhere(server: Server) -> None:
+    routes = {route.path: route for route in page_routes(metrics=False)}
+    call = Call("", "", "", None)
+    assert b'"metrics"' not in cast(bytes, routes["/"].run(call))
+    assert b'"metrics"' in server.request("GET", "/")[2]
 
 
 @pytest.mark.parametrize("path", ["/", "/docs"])

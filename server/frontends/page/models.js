@@ -13,7 +13,7 @@ const CLOSED_BY = {
 };
 const REASONS = Object.keys(CLOSED_BY);
 const PHASES = [["queue", "queue_ns"], ["assembly", "assembly_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
-const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["flight", "in flight"], ["living", "instances"]];
+const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["wait", "expected wait"], ["flight", "in flight"], ["living", "instances"]];
 
 const LAYERS_SHOWN = 40;
 
@@ -76,7 +76,8 @@ class Card {
     const key = keyOf(model);
     const rates = history.rates(key);
     const recent = history.recent(key);
-    const seen = JSON.stringify([model, recent, rates.some((value) => value > 0)]);
+    const moving = rates.some((value) => value > 0) ? history.latest.time_ns : 0;
+    const seen = JSON.stringify([model, { ...recent, seconds: 0 }, moving]);
     // Nothing has come, nothing is to be drawn: a repository of a thousand models costs the browser no more than those at work.
     if (seen === this.seen) return;
     this.seen = seen;
@@ -97,6 +98,7 @@ class Card {
     const told = {
       rate: rate(recent.seconds ? average(rates.slice(-5)) : 0),
       queued: count(serving.queued),
+      wait: milliseconds(serving.wait_ns / 1e6),
       flight: count(serving.in_flight),
       living: `${serving.living}/${serving.instances}`,
     };
@@ -111,10 +113,12 @@ class Card {
     section(this.time, "Where the time goes", when, shown.requests ? stack(phases) : []);
     section(this.sizes, "Rows a batch", when, shown.requests ? [columns(sizesOf(shown.sizes))] : []);
     section(this.closed, "Why batches closed", when, shown.requests ? stack(closedBy(shown.batches)) : []);
-    const failed = Object.entries(recent.failures).length ? recent.failures : serving.failures;
+    const lately = recent.late > 0 || Object.keys(recent.failures).length > 0;
+    const { late, failures } = lately ? recent : serving;
+    const failed = { ...failures, ...(late ? { "answered late": late } : {}) };
     const most = Math.max(...Object.values(failed), 1);
     const bars = Object.entries(failed).sort((a, b) => b[1] - a[1]).map(([reason, value]) => [reason, value / most, count(value)]);
-    section(this.failures, "Errors", failed === serving.failures ? "since loaded" : "last minute", bars.length ? [ranking(bars)] : []);
+    section(this.failures, "Errors", lately ? "last minute" : "since loaded", bars.length ? [ranking(bars)] : []);
   }
 
   /** What is asked of the server only when somebody looks. */

@@ -59,7 +59,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
         clock = Clock()
         overview = Overview(registry, [], clock)
         clock.now_ns += 5
-        told = orjson.loads(orjson.dumps(overview.status()))
+        told = orjson.loads(orjson.dumps(runner.run(overview.status())))
         assert (told["time_ns"], told["uptime_ns"], told["ready"]) == (1_005, 5, False)
         broken, serving = told["models"]
         assert broken == {
@@ -68,6 +68,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
         figures = serving["serving"]
         assert (figures["requests"], figures["rows"], figures["living"]) == (2, 3, 1)
         assert figures["sizes"] == {"1": 1, "2": 1}
+        assert (figures["queued"], figures["wait_ns"], figures["late"]) == (0, 0, 0)
         assert sum(figures["batches"].values()) == 2
         assert sum(figures["latency"].values()) == 2
         per_doubling = told["buckets_per_doubling"]
@@ -82,13 +83,31 @@ def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_
     registry = Slow(clock, look_ns)
     overview = Overview(registry, [], clock)
     begun_ns = clock.now_ns
-    first = overview.status()
-    assert overview.status() is first
-    clock.now_ns = begun_ns + fresh_ns - 1
-    assert overview.status() is first
-    clock.now_ns = begun_ns + fresh_ns
-    assert overview.status() is not first
-    assert registry.looks == 2
+
+    async def ask_thrice() -> None:
+        first, *others = await asyncio.gather(*[overview.status() for _ in range(5)])
+        assert all(other is first for other in others)
+        clock.now_ns = begun_ns + fresh_ns - 1
+        assert await overview.status() is first
+        assert registry.looks == 1
+        clock.now_ns = begun_ns + fresh_ns
+        assert await overview.status() is not first
+        assert registry.looks == 2
+
+    asyncio.run(ask_thrice())
+
+
+def test_who_leaves_takes_the_answer_from_nobody() -> None:
+    overview = Overview(Registry(), [])
+
+    async def leave() -> None:
+        leaving, staying = (asyncio.create_task(overview.status()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert (await staying)["models"] == []
+        assert leaving.cancelled() or leaving.cancelling()
+
+    asyncio.run(leave())
 
 
 def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
