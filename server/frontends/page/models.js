@@ -13,7 +13,7 @@ const CLOSED_BY = {
 };
 const REASONS = Object.keys(CLOSED_BY);
 const PHASES = [["queue", "queue_ns"], ["assembly", "assembly_ns"], ["compute", "compute_ns"], ["split", "split_ns"]];
-const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["wait", "expected wait"], ["flight", "in flight"], ["living", "instances"]];
+const FIGURES = [["rate", "requests/s"], ["p50", "p50"], ["p95", "p95"], ["p99", "p99"], ["queued", "queued"], ["wait", "wait ahead"], ["flight", "in flight"], ["living", "instances"]];
 
 const LAYERS_SHOWN = 40;
 
