@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from server.core.errors import ConfigError
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.policy import HandlePolicy
+from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
 from server.simulation.options import KINDS, SettingParser, add_setting
 from server.simulation.profiles import Profile, parse_profile
 from server.simulation.replay import SimulatedModel, replay
@@ -106,7 +106,7 @@ def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
             raise ValueError(f"--arrivals {args.arrivals}: write {', '.join(KINDS)}, or the name of a .csv file")
         return read_trace(Path(args.arrivals), names, timeout_ns)
     shape = Shape(args.arrivals, args.burst_factor, args.burst_seconds, args.calm_seconds, args.period, args.swing)
-    load = Load(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns)
+    load = Load(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns, args.clients)
     trace = make_trace(load, names, np.random.default_rng(args.seed))
     if not len(trace):
         raise ValueError(f"no request comes in {args.seconds:g} seconds at a rate of {args.rate:g}")
@@ -137,13 +137,22 @@ def _setting(
         profiles = [replace(profile, variation=args.variation) for profile in profiles]
     depth, devices = given.get("depth", 1), given.get("devices", 0)
     models, placed = [], 0
-    for (configured, _), profile in zip(policies, profiles, strict=True):
-        policy = _policy(configured, args)
+    slos_ms = _slos_ms(given.get("slo_ms", {}), names, [slo_ms for _, slo_ms in policies])
+    for (configured, _), profile, slo_ms in zip(policies, profiles, slos_ms, strict=True):
+        policy = _policy(configured, args, slo_ms)
         numbers = range(placed, placed + policy.instances) if devices else ()
         placed += policy.instances
         models.append(SimulatedModel(policy, profile, depth, tuple(number % devices for number in numbers)))
-    slos_ms = tuple(given.get("slo_ms", slo_ms) for _, slo_ms in policies)
     return _Setting(label, tuple(models), slos_ms, round(given.get("overhead_us", 0.0) * NS_PER_US))
+
+
+def _slos_ms(
+    told: Mapping[str, float], names: Sequence[str], configured: Sequence[float | None]
+) -> tuple[float | None, ...]:
+    for name in told:
+        if name and name not in names:
+            raise ValueError(f"--slo-ms {name}=...: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
+    return tuple(told.get(name, told.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True))
 
 
 def _profiles(text: str, names: Sequence[str]) -> list[Profile]:
@@ -161,7 +170,7 @@ def _profiles(text: str, names: Sequence[str]) -> list[Profile]:
     return [profiles[named.get(name, default)] for name in names]
 
 
-def _policy(policy: HandlePolicy, args: argparse.Namespace) -> HandlePolicy:
+def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None) -> HandlePolicy:
     """A configured policy with what the options say instead."""
     given, batch = vars(args), policy.batch
     if "max_batch_size" in given:
@@ -172,9 +181,20 @@ def _policy(policy: HandlePolicy, args: argparse.Namespace) -> HandlePolicy:
         batch = replace(batch, max_delay_ns=round(args.delay_us * NS_PER_US))
     if batch != policy.batch:
         batch = replace(batch, merge=True)
+    promised = given.get("scheduler", "promise") == "promise"
+    batch = replace(batch, objective_ns=round((slo_ms or 0) * NS_PER_MS) if promised else 0)
     policy = replace(policy, batch=batch, instances=given.get("instances", policy.instances))
     if "max_queue_size" in given:
         policy = replace(policy, limits=replace(policy.limits, max_count=args.max_queue_size))
     if "queue_timeout_us" in given:
         policy = replace(policy, queue_timeout_ns=round(args.queue_timeout_us * NS_PER_US))
+    if "levels" in given:
+        policy = replace(policy, levels=args.levels, default_level=args.levels)
+    if "aging_us" in given:
+        policy = replace(policy, aging_ns=round(args.aging_us * NS_PER_US))
+    if "share" in given:
+        policy = replace(policy, sharing=Sharing(dict(args.share)))
+    if "quota" in given:
+        quotas = {name: Quota(*quota) for name, quota in args.quota.items()}
+        policy = replace(policy, rate_limits=RateLimits(quotas, quotas.pop("", None)))
     return policy

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+Value = TypeVar("Value")
 
 KINDS = ("poisson", "bursty", "diurnal")
 
@@ -28,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=_positive, default=60.0, metavar="S", help="how long (%(default)g)")
     add("--rows", type=_rows, default=((1, 1.0),), metavar="N[:W,...]", help="rows of a request, with weights (1)")
     add("--timeout-ms", type=_natural, default=0.0, metavar="MS", help="deadline of each request (none)")
+    add(
+        "--clients",
+        type=_weights,
+        default=(),
+        metavar="NAME[:W],...",
+        help="who asks, with weights (nobody in particular)",
+    )
     add("--models", type=_count, default=1, metavar="N", help="models alike, without folders (%(default)s)")
     add("--skew", type=_natural, default=0.0, metavar="S", help="the k-th model is asked k**-S times as often (0)")
     add("--burst-factor", type=_positive, default=10.0, metavar="F", help="rate of a burst over the calm's (10)")
@@ -64,7 +74,17 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     )
     add("--variation", type=_natural, metavar="CV", help="of that time: 0 is always the same, 1 is exponential (0)")
     add("--overhead-us", type=_natural, metavar="US", help="what a request takes besides, in network and codec (0)")
-    add("--slo-ms", type=_positive, metavar="MS", help="latency within which an answer is good")
+    add(
+        "--slo-ms",
+        type=_by_name(_positive),
+        metavar="MS",
+        help="latency promised: to plan and judge by; or NAME=MS,...",
+    )
+    add(
+        "--scheduler",
+        choices=("promise", "fixed"),
+        help="fixed: by size and delay alone, as if nothing were promised; the SLO only judges (promise)",
+    )
     add("--max-batch-size", type=_count, metavar="N", help="rows of a batch (8)")
     add("--preferred", type=_counts, metavar="N,...", help="rows worth closing a batch for")
     add("--delay-us", type=_natural, metavar="US", help="how long the oldest request may be held back (0)")
@@ -73,6 +93,15 @@ def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
     add("--devices", type=_count, metavar="N", help="that all instances share, in turn (one for each)")
     add("--max-queue-size", type=_count, metavar="N", help="requests that may wait (4096)")
     add("--queue-timeout-us", type=_natural, metavar="US", help="how long one may (for ever)")
+    add("--levels", type=_count, metavar="N", help="of priority; a request that names none has the lowest (1)")
+    add("--aging-us", type=_natural, metavar="US", help="how long a request waits before it rises a level (never)")
+    add("--share", type=_weights, metavar="NAME[:W],...", help="clients share by weight; those not named have 1")
+    add(
+        "--quota",
+        type=_by_name(_quota),
+        metavar="HZ[:BURST]",
+        help="requests a second of a client; or NAME=HZ[:BURST],...",
+    )
 
 
 def _natural(text: str) -> float:
@@ -105,6 +134,32 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({_count(part) for part in text.split(",")}))
+
+
+def _by_name(read: Callable[[str], Value]) -> Callable[[str], dict[str, Value]]:
+    """Reads `5` or `NAME=5,...`: values by name, "" being all that are not named."""
+
+    def table(text: str) -> dict[str, Value]:
+        found = {}
+        for part in text.split(","):
+            name, _, told = part.rpartition("=")
+            found[name] = read(told)
+        return found
+
+    return table
+
+
+def _quota(text: str) -> tuple[float, int]:
+    rate, _, burst = text.partition(":")
+    return _positive(rate), _count(burst or "1")
+
+
+def _weights(text: str) -> tuple[tuple[str, float], ...]:
+    found = []
+    for part in text.split(","):
+        name, _, weight = part.partition(":")
+        found.append((name, _positive(weight or "1")))
+    return tuple(found)
 
 
 def _rows(text: str) -> tuple[tuple[int, float], ...]:

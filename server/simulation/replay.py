@@ -19,7 +19,7 @@ import numpy as np
 from server.backends.base import Execution
 from server.core.completion import Completion, Mailbox
 from server.core.errors import HeadraceError
-from server.core.request import BatchTimes, InferRequest
+from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
 from server.dataplane.batching import WaitUntil
 from server.dataplane.handle import ModelHandle
@@ -231,24 +231,8 @@ class _Simulation:
     def run(self) -> Replay:
         trace, loop, result = self._result.trace, self._loop, self._result
         handles, instances = self._handles, self._instances
-        arrivals = zip(
-            trace.times_ns.tolist(),
-            trace.models.tolist(),
-            trace.rows.tolist(),
-            trace.priorities.tolist(),
-            trace.timeouts_ns.tolist(),
-            strict=True,
-        )
-        for number, (time_ns, model, rows, priority, timeout_ns) in enumerate(arrivals):
+        for number, (time_ns, model, request) in enumerate(trace.requests()):
             loop.advance(time_ns)
-            request = InferRequest(
-                inputs={},
-                rows=rows,
-                shape_key=None,
-                received_ns=time_ns,
-                priority=priority,
-                deadline_ns=time_ns + timeout_ns if timeout_ns else 0,
-            )
             try:
                 completion = handles[model].infer(request)
             except HeadraceError as error:

@@ -74,11 +74,13 @@ class Report:
         total: of all models.
         models: of each.
         busy: share of the time in which a device computed, the mean of all devices.
+        clients: of each that has a name, without batches.
     """
 
     total: Figures
     models: tuple[Figures, ...]
     busy: float
+    clients: tuple[Figures, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """For `json`."""
@@ -86,6 +88,7 @@ class Report:
             "all": self.total.as_json(),
             "devices_busy": _rounded(self.busy),
             "models": [figures.as_json() for figures in self.models],
+            "clients": [figures.as_json() for figures in self.clients],
         }
 
 
@@ -113,7 +116,7 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
         served = latency_ns[mine[answered[mine]]] / NS_PER_US
         failed = [replay.outcomes[number] for number in mine[~answered[mine]].tolist()]
         rows, reasons = _batches(replay, models, warm_up_ns)
-        promised = any(slos_ms[model] is not None for model in models)
+        promised = any(slos_ms[model] is not None for model in models or everybody)
         return Figures(
             name=name,
             requests=len(mine),
@@ -129,22 +132,26 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
             reasons=reasons,
         )
 
+    everybody = range(len(trace.names))
     order = np.argsort(trace.models, kind="stable")
     bounds = np.searchsorted(trace.models[order], np.arange(len(trace.names) + 1))
     each = tuple(
         figures(name, order[bounds[model] : bounds[model + 1]], slos_ms[model], [model])
         for model, name in enumerate(trace.names)
     )
-    everybody = range(len(trace.names))
     common = slos_ms[0] if len(set(slos_ms)) == 1 else None
     total = figures("all", np.arange(len(trace)), common, everybody) if len(each) > 1 else each[0]
+    clients = tuple(
+        figures(name, np.flatnonzero(trace.clients == client), common, ())
+        for client, name in enumerate(trace.client_names)
+    )
     busy = sum(replay.busy_ns) / len(replay.busy_ns) / max(replay.end_ns, trace.duration_ns)
-    return Report(total, each, busy)
+    return Report(total, each, busy, clients)
 
 
 def _batches(replay: Replay, models: Sequence[int], warm_up_ns: int) -> tuple[npt.NDArray[np.int64], dict[str, int]]:
     """Rows of the batches that count, and why they were closed (all of them)."""
-    rows = []
+    rows = [np.empty(0, np.int64)]
     reasons: Counter[str] = Counter()
     for model in models:
         batches = replay.batches[model]

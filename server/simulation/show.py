@@ -10,7 +10,7 @@ from rich.table import Table
 
 from server.simulation.report import PERCENTILES, Figures, Report
 
-# Models that a table lists: those asked most.
+# Models, or clients, that a table lists: those that ask, or are asked, most.
 _MOST_MODELS = 10
 
 # A name, its figures, and how busy the devices were where that is known.
@@ -18,7 +18,7 @@ _Line = tuple[str, Figures, float | None]
 
 
 def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> None:
-    """One setting: its models, a line each. Several: a line each.
+    """One setting: its models and clients, a line each. Several: a line each.
 
     Args:
         reports: by the text that tells the setting.
@@ -27,16 +27,22 @@ def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> No
     if len(reports) == 1:
         told = reports[0][1]
         listed = sorted(told.models, key=lambda each: -each.requests)[:_MOST_MODELS] if len(told.models) > 1 else []
-        lines: list[_Line] = [(figures.name, figures, None) for figures in listed] + [
-            (told.total.name, told.total, told.busy)
-        ]
+        lines: list[_Line] = [(figures.name, figures, None) for figures in listed]
+        lines += [*_clients(told), (told.total.name, told.total, told.busy)]
         if len(told.models) > len(listed) > 0:
             console.print(f"the {len(listed)} models of {len(told.models)} that were asked most, and all")
     else:
-        lines = [(label, told.total, told.busy) for label, told in reports]
+        lines = []
+        for label, told in reports:
+            lines += [(label, told.total, told.busy), *_clients(told)]
     first = "setting" if len(reports) > 1 else "model"
     console.print(_times(first, lines))
     console.print(_batches(first, lines))
+
+
+def _clients(told: Report) -> list[_Line]:
+    asked_most = sorted(told.clients, key=lambda each: -each.requests)[:_MOST_MODELS]
+    return [(f"  client {figures.name}", figures, None) for figures in asked_most]
 
 
 def _times(first: str, lines: Sequence[_Line]) -> Table:
@@ -59,7 +65,7 @@ def _batches(first: str, lines: Sequence[_Line]) -> Table:
     for name, figures, busy in lines:
         table.add_row(
             name,
-            f"{figures.mean_rows:.1f}",
+            f"{figures.mean_rows:.1f}" if figures.batches else "-",
             "" if busy is None else f"{busy:.0%}",
             _shares(figures.reasons, sum(figures.reasons.values())),
             _shares(figures.errors, figures.requests) or "none",

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from server.core.clock import NS_PER_MS, NS_PER_S
+from server.core.request import InferRequest
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 # Points of the curve from which the arrivals of a day are drawn.
 _CURVE_POINTS = 2001
-_COLUMNS = ("seconds", "model", "rows", "priority", "timeout_ms")
+_COLUMNS = ("seconds", "model", "rows", "priority", "timeout_ms", "shape", "client")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Trace:
         timeouts_ns: how long each may take before its deadline passes, 0 for ever.
         duration_ns: how long the trace is.
         names: of the models, by number.
+        shapes: number of each one's shape: only those of one shape share a batch; None: all have the same.
+        clients: number of who asks; None: nobody in particular.
+        client_names: by number.
     """
 
     times_ns: Integers
@@ -42,9 +47,49 @@ class Trace:
     timeouts_ns: Integers
     duration_ns: int
     names: tuple[str, ...]
+    shapes: Integers | None = None
+    clients: Integers | None = None
+    client_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.times_ns)
+
+    def of(self, chosen: npt.NDArray[np.bool_]) -> Trace:
+        """The requests chosen, at the times at which they come here."""
+        return replace(
+            self,
+            times_ns=self.times_ns[chosen],
+            models=self.models[chosen],
+            rows=self.rows[chosen],
+            priorities=self.priorities[chosen],
+            timeouts_ns=self.timeouts_ns[chosen],
+            shapes=None if self.shapes is None else self.shapes[chosen],
+            clients=None if self.clients is None else self.clients[chosen],
+        )
+
+    def requests(self) -> Iterator[tuple[int, int, InferRequest]]:
+        """Arrival, number of the model and request of each; without tensors."""
+        count = len(self)
+        shapes: Iterable[object] = repeat(None, count) if self.shapes is None else self.shapes.tolist()
+        clients: Iterable[str] = repeat("", count)
+        if self.clients is not None:
+            clients = (self.client_names[client] for client in self.clients.tolist())
+        columns = (self.times_ns, self.models, self.rows, self.priorities, self.timeouts_ns)
+        told = (column.tolist() for column in columns)
+        for time_ns, model, rows, priority, timeout_ns, shape, client in zip(*told, shapes, clients, strict=True):
+            yield (
+                time_ns,
+                model,
+                InferRequest(
+                    inputs={},
+                    rows=rows,
+                    shape_key=shape,
+                    received_ns=time_ns,
+                    priority=priority,
+                    deadline_ns=time_ns + timeout_ns if timeout_ns else 0,
+                    client=client,
+                ),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +124,7 @@ class Load:
         rows: weights by rows of a request.
         skew: the k-th model is asked k**-skew times as often as the first; 0: all as often.
         timeout_ns: how long a request may take before its deadline passes, 0 for ever.
+        clients: weights by name of who asks; empty: nobody in particular.
     """
 
     rate_hz: float
@@ -87,6 +133,7 @@ class Load:
     rows: tuple[tuple[int, float], ...] = ((1, 1.0),)
     skew: float = 0.0
     timeout_ns: int = 0
+    clients: tuple[tuple[str, float], ...] = ()
 
 
 def make_trace(load: Load, names: Sequence[str], generator: np.random.Generator) -> Trace:
@@ -110,21 +157,27 @@ def make_trace(load: Load, names: Sequence[str], generator: np.random.Generator)
     models = np.repeat(np.arange(len(names)), [len(each) for each in per_model])
     order = np.argsort(times, kind="stable")
     sizes = np.array([rows for rows, _ in load.rows], dtype=np.int64)
-    shares = np.array([weight for _, weight in load.rows], dtype=np.float64)
-    rows = (
-        np.full(len(times), sizes[0])
-        if len(sizes) == 1
-        else generator.choice(sizes, len(times), p=shares / shares.sum())
-    )
+    rows = sizes[_drawn([weight for _, weight in load.rows], len(times), generator)]
+    clients = _drawn([weight for _, weight in load.clients], len(times), generator) if load.clients else None
     return Trace(
         times_ns=(times[order] * NS_PER_S).astype(np.int64),
         models=models[order].astype(np.int64),
-        rows=rows.astype(np.int64),
+        rows=rows,
         priorities=np.zeros(len(times), np.int64),
         timeouts_ns=np.full(len(times), load.timeout_ns, np.int64),
         duration_ns=round(load.seconds * NS_PER_S),
         names=tuple(names),
+        clients=clients,
+        client_names=tuple(name for name, _ in load.clients),
     )
+
+
+def _drawn(weights: Sequence[float], count: int, generator: np.random.Generator) -> Integers:
+    """Numbers by their weights; without a draw where there is no choice."""
+    if len(weights) == 1:
+        return np.zeros(count, np.int64)
+    shares = np.array(weights, dtype=np.float64)
+    return generator.choice(len(shares), count, p=shares / shares.sum()).astype(np.int64)
 
 
 def _draw(seconds: Floats, expected: Floats, generator: np.random.Generator) -> Floats:
@@ -167,7 +220,8 @@ def read_trace(path: Path, names: Sequence[str], timeout_ns: int = 0) -> Trace:
 
     Args:
         path: comma-separated values under a line with the columns' names: `seconds` (when a request arrived), and if need be
-            `model` (its name; else all ask the first one), `rows`, `priority`, `timeout_ms`. The first arrives at 0.
+            `model` (its name; else all ask the first one), `rows`, `priority`, `timeout_ms`, `shape` (any text: requests whose
+            texts differ do not share a batch), `client` (its name). The first arrives at 0.
         names: of the models that there are.
         timeout_ns: of a request that has none of its own.
 
@@ -194,14 +248,32 @@ def read_trace(path: Path, names: Sequence[str], timeout_ns: int = 0) -> Trace:
     asked.sort(key=lambda each: each[0])
     seconds = np.array([each[0] for each in asked])
     times_ns = np.round((seconds - seconds[0]) * NS_PER_S).astype(np.int64)
-    models, rows, priorities, timeouts_ns = np.array([each[1:] for each in asked], dtype=np.int64).T
-    duration_ns = max(int(times_ns[-1]), 1)
-    return Trace(times_ns, models, rows, priorities, timeouts_ns, duration_ns, tuple(names))
+    models, rows, priorities, timeouts_ns = np.array([each[1:5] for each in asked], dtype=np.int64).T
+    shapes, _ = _numbered([each[5] for each in asked]) if "shape" in columns else (None, ())
+    clients, client_names = _numbered([each[6] for each in asked]) if "client" in columns else (None, ())
+    return Trace(
+        times_ns,
+        models,
+        rows,
+        priorities,
+        timeouts_ns,
+        duration_ns=max(int(times_ns[-1]), 1),
+        names=tuple(names),
+        shapes=shapes,
+        clients=clients,
+        client_names=client_names,
+    )
+
+
+def _numbered(texts: Sequence[str]) -> tuple[Integers, tuple[str, ...]]:
+    """Numbers in the place of texts, and the texts by number."""
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return np.array([numbers[text] for text in texts], dtype=np.int64), tuple(numbers)
 
 
 def _read_line(
     line: Mapping[str, str | None], numbers: Mapping[str, int], timeout_ns: int
-) -> tuple[float, int, int, int, int]:
+) -> tuple[float, int, int, int, int, str, str]:
     name = line.get("model")
     if name and name not in numbers:
         raise ValueError(f"no model '{name}' is simulated, only {', '.join(list(numbers)[:5])}")
@@ -209,4 +281,6 @@ def _read_line(
     rows, priority = int(line.get("rows") or 1), int(line.get("priority") or 0)
     if not (math.isfinite(seconds) and math.isfinite(timeout_ms)) or rows < 1 or priority < 0 or timeout_ms < 0:
         raise ValueError("seconds is a number, rows is at least 1, priority and timeout_ms are at least 0")
-    return seconds, numbers[name] if name else 0, rows, priority, round(timeout_ms * NS_PER_MS) or timeout_ns
+    timeout_ns = round(timeout_ms * NS_PER_MS) or timeout_ns
+    model, shape, client = numbers[name] if name else 0, line.get("shape") or "", line.get("client") or ""
+    return seconds, model, rows, priority, timeout_ns, shape, client

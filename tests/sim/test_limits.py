@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from server.core.clock import NS_PER_MS
-from server.core.request import BatchTimes, InferRequest
+from server.core.request import BatchTimes
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.limits import Limit, limits
 from server.dataplane.policy import HandlePolicy
@@ -64,13 +64,9 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> object:
         shapes: int = 1,
         **load: object,
     ) -> Situation:
-        def request(number: int = 0, **told: object) -> InferRequest:
-            counted[0] += 1
-            return InferRequest(**{**told, "shape_key": (counted[0] % shapes,) if shapes > 1 else None})  # type: ignore[arg-type]
-
-        counted = [0]
-        monkeypatch.setattr(replay, "InferRequest", request)
         trace = make_trace(Load(rate_hz, 5.0, **load), ["m"], np.random.default_rng(1))  # type: ignore[arg-type]
+        if shapes > 1:
+            trace = dataclasses.replace(trace, shapes=np.arange(len(trace)) % shapes)
         done = replay.replay(trace, [SimulatedModel(policy, Steps(Latency.line(batch_us, row_us)))])
         (recorder,) = Kept.made
         recorder.now_ns = int(trace.times_ns[-1])

@@ -29,7 +29,8 @@ def test_json_is_the_same_for_the_same_seed(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_settings_are_compared_on_the_same_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    document = told(capsys, "--delay-us", "5000", "--slo-ms", "3", "--compare", "delay-us=0", "--compare", "slo-ms=9")
+    fixed = ("--scheduler", "fixed", "--delay-us", "5000", "--slo-ms", "3")
+    document = told(capsys, *fixed, "--compare", "delay-us=0", "--compare", "slo-ms=9")
     given, prompt, lax = document["settings"]
     assert [each["setting"] for each in document["settings"]] == ["as given", "delay-us=0", "slo-ms=9"]
     assert given["all"]["requests"] == prompt["all"]["requests"] == lax["all"]["requests"]
@@ -59,6 +60,37 @@ def test_a_recorded_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert one["latency_us"]["mean"] == pytest.approx((470 + 470 + 370) / 2)
 
 
+def test_a_promise_refuses_what_fixed_sizes_answer_too_late(capsys: pytest.CaptureFixture[str]) -> None:
+    overloaded = ("--rate", "9000", "--profile", "1000+100n", "--slo-ms", "20")
+    promise, fixed = told(capsys, *overloaded, "--compare", "scheduler=fixed")["settings"]
+    assert promise["all"]["goodput"] > 0.9 * fixed["all"]["throughput"]
+    assert fixed["all"]["goodput"] < 0.2 * fixed["all"]["throughput"]
+    assert set(promise["all"]["errors"]) == {"would_miss"}
+
+
+def test_promises_are_made_by_model(capsys: pytest.CaptureFixture[str]) -> None:
+    (setting,) = told(capsys, "--models", "3", "--slo-ms", "model1=5,8")["settings"]
+    assert [each["slo_ms"] for each in setting["models"]] == [8, 5, 8]
+
+
+def test_clients_are_told_apart_and_have_quotas(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--clients", "calm:1,loud:9", "--quota", "loud=100:10")
+    (setting,) = told(capsys, *asked)["settings"]
+    calm, loud = setting["clients"]
+    assert (calm["name"], loud["name"]) == ("calm", "loud")
+    assert calm["requests"] == calm["answered"]
+    assert loud["answered"] == pytest.approx(2 * 100 + 10, abs=2)
+    assert loud["errors"] == {"quota": loud["requests"] - loud["answered"]}
+
+
+def test_levels_are_those_of_recorded_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.csv").write_text("seconds,priority\n0,2\n0.0001,2\n0.0002,1\n")
+    document = told(capsys, "--arrivals", str(tmp_path / "t.csv"), "--levels", "2", "--max-batch-size", "1")
+    assert document["settings"][0]["all"]["latency_us"]["p50"] == pytest.approx(2 * 470 - 200), (
+        "the urgent one is second"
+    )
+
+
 def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--models", "12", "--skew", "1", "--slo-ms", "5"]) == 0
     out = capsys.readouterr().out
@@ -66,6 +98,8 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "model0 " in out
     assert "model11 " not in out
     assert "p99.9 ms" in out
+    assert main([*QUICK, "--clients", "calm,loud"]) == 0
+    assert "client calm" in capsys.readouterr().out
     assert main([*QUICK, "--compare", "instances=2"]) == 0
     out = capsys.readouterr().out
     assert "as given" in out
@@ -85,6 +119,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--compare", "rate=5"], '--compare "rate=5": '),
         (["--compare", "instances 2"], '--compare "instances 2": '),
         (["nowhere"], "nowhere is no folder of a model"),
+        (["--slo-ms", "other=5"], "--slo-ms other=...: no model 'other' is simulated"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +130,8 @@ def test_what_cannot_be_simulated_is_said(options: list[str], message: str, caps
 
 
 @pytest.mark.parametrize(
-    "option", ["--rate=0", "--seconds=nan", "--rows=0", "--rows=1:0", "--swing=2", "--instances=0", "--delay-us=-1"]
+    "option",
+    ["--rate=0", "--seconds=nan", "--rows=0", "--rows=1:0", "--swing=2", "--instances=0", "--delay-us=-1", "--quota=0"],
 )
 def test_options_out_of_range_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

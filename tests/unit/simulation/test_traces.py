@@ -85,3 +85,30 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, me
     file.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_trace(file, ["a", "b"])
+
+
+def test_clients_follow_their_weights_and_change_nothing_else() -> None:
+    alone, shared = (made(Load(1000, 20, clients=clients)) for clients in ((), (("calm", 1.0), ("loud", 9.0))))
+    assert alone.times_ns.tolist() == shared.times_ns.tolist()
+    assert alone.clients is None
+    assert shared.clients is not None
+    assert (shared.clients == 1).mean() == pytest.approx(0.9, abs=0.02)
+    assert {request.client for _, _, request in shared.requests()} == {"calm", "loud"}
+
+
+def test_recorded_shapes_and_clients_become_those_of_requests(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("seconds,shape,client\n2,3x4,b\n1,3x8,a\n3,3x4,\n")
+    trace = read_trace(file, ["m"])
+    first, second, third = (request for _, _, request in trace.requests())
+    assert first.shape_key != second.shape_key == third.shape_key
+    assert [first.client, second.client, third.client] == ["a", "b", ""]
+
+
+def test_a_part_of_a_trace_keeps_its_times() -> None:
+    trace = made(Load(100, 5, clients=(("a", 1.0), ("b", 1.0))))
+    assert trace.clients is not None
+    part = trace.of(trace.clients == 1)
+    assert part.times_ns.tolist() == trace.times_ns[trace.clients == 1].tolist()
+    assert {request.client for _, _, request in part.requests()} == {"b"}
+    assert part.duration_ns == trace.duration_ns
