@@ -111,7 +111,7 @@ class Sleeper:
     def finish(self, flight: Flight) -> dict[str, Array]:
         """Sleep until then."""
         done_ns, buffer = cast("tuple[int, Array]", flight.handle)
-        _sleep_until(done_ns)
+        sleep_until(done_ns)
         self._buffers.append(buffer)
         return {
             "scores": np.zeros((flight.rows, _OUTPUTS), np.float32),
@@ -125,7 +125,8 @@ class Sleeper:
         """Holds nothing."""
 
 
-def _sleep_until(done_ns: int) -> None:
+def sleep_until(done_ns: int) -> None:
+    """Return at that time, monotonic, as exactly as the machine can."""
     left_ns = done_ns - monotonic_ns()
     if left_ns > 0:
         _precise_timers()
@@ -309,7 +310,7 @@ def bare_p50_us(device_ns: int, seconds: float) -> float:
     times_ns: list[int] = []
     end_ns = monotonic_ns() + int(seconds * NS_PER_S)
     while (start_ns := monotonic_ns()) < end_ns:
-        _sleep_until(start_ns + device_ns)
+        sleep_until(start_ns + device_ns)
         times_ns.append(monotonic_ns() - start_ns)
     return statistics.median(times_ns) / NS_PER_US
 

@@ -10,41 +10,30 @@ nothing else of this machine. A case is a trace and a policy; goodput counts ans
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import statistics
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
-import uvloop
 
-from loadtest.bench.dataplane import Device, Sleeper, _sleep_until
+from loadtest.bench.clocked import Played, play
+from loadtest.bench.dataplane import Device
 from loadtest.bench.report import markdown_table, number
 from loadtest.bench.spread import Spread, ratios
-from loadtest.protocol import Array
-from server.backends.base import Execution
-from server.core.clock import NS_PER_MS, NS_PER_US, monotonic_ns
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.errors import HeadraceError
-from server.core.request import BatchTimes, InferRequest
-from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
+from server.core.clock import NS_PER_US
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.scheduler import QueueLimits
 from server.simulation.profiles import Latency, Profile
-from server.simulation.replay import ANSWERED, Batches, Replay, SimulatedModel, Tally, replay
+from server.simulation.replay import SimulatedModel, replay
 from server.simulation.report import Figures, report
-from server.simulation.traces import Load, Shape, Trace, make_trace
+from server.simulation.traces import Load, Shape, make_trace
 
 _SLO_MS = 20.0
 _BATCH_US, _ROW_US, _ROWS = 2000, 200, 16
 _CAPACITY_HZ = _ROWS / (_BATCH_US + _ROW_US * _ROWS) * 1e6
-_HEAD_START_NS = 50 * NS_PER_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,124 +65,14 @@ CASES = {
 }
 
 
-@dataclass
-class Sleeping:
-    """A model (and its execution) that takes one batch after the other, for as long as a device of that speed would."""
-
-    device: Device
-
-    def execution(self, index: int) -> Execution:
-        """Itself."""
-        return self
-
-    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
-        """Sleep."""
-        rows = len(inputs["x"])
-        _sleep_until(monotonic_ns() + self.device.ns(rows))
-        return {"scores": np.zeros((rows, 1), np.float32)}
-
-    def close(self) -> None:
-        """Holds nothing."""
-
-
-@dataclass
-class Real:
-    """A trace replayed by the clock."""
-
-    trace: Trace
-    handle: ModelHandle
-    result: Replay
-    start_ns: int = 0
-    missing: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def run(self) -> None:
-        """Until everything is answered."""
-        self.start_ns, self.missing = monotonic_ns() + _HEAD_START_NS, len(self.trace)
-        threading.Thread(target=self._feed, args=(asyncio.get_running_loop(),), daemon=True).start()
-        await self.done.wait()
-
-    def _feed(self, loop: asyncio.AbstractEventLoop) -> None:
-        for which, time_ns in enumerate(self.trace.times_ns.tolist()):
-            _sleep_until(self.start_ns + time_ns)
-            loop.call_soon_threadsafe(self._ask, which, self.start_ns + time_ns)
-
-    def _ask(self, which: int, due_ns: int) -> None:
-        row = np.zeros((1, 1), np.uint8)
-        request = InferRequest(inputs={"x": row}, rows=1, shape_key=None, received_ns=due_ns, size_bytes=1)
-        try:
-            completion = self.handle.infer(request)
-        except HeadraceError as error:
-            self._told(which, error.reason)
-        else:
-            completion.then(partial(self._answered, which, due_ns, completion))
-
-    def _answered(self, which: int, due_ns: int, completion: LoopCompletion) -> None:
-        self.result.latency_ns[which] = monotonic_ns() - due_ns
-        outcome = completion.outcome
-        self._told(which, outcome.reason if isinstance(outcome, HeadraceError) else ANSWERED)
-
-    def _told(self, which: int, outcome: str) -> None:
-        self.result.outcomes[which] = outcome
-        self.missing -= 1
-        if not self.missing:
-            self.done.set()
-
-
-class Timed(Tally):
-    """Remembers what batches took longer than their device.
-
-    Attributes:
-        added_ns: of each, from being pulled to being answered.
-    """
-
-    def __init__(self, batches: Batches, device: Device) -> None:
-        super().__init__(batches)
-        self._device = device
-        self.added_ns: list[int] = []
-
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
-        """A batch was run and answered."""
-        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
-        self.added_ns.append(times.split_ns - times.taken_ns - self._device.ns(batch_rows))
-
-
-async def for_real(trace: Trace, case: Case) -> tuple[Replay, Timed]:
-    """Replay a trace by the clock."""
-    device = Device(_BATCH_US * NS_PER_US, _ROW_US * NS_PER_US, case.depth)
-    model = Sleeping(device) if case.depth == 1 else Sleeper(device)
-    names = ("scores",) if case.depth == 1 else ("scores", "classes")
-    outputs = {name: TensorSpec(name, FP32, (-1, 1)) for name in names}
-    spec = ModelSpec("sleeper", "1", "none", {"x": TensorSpec("x", BY_NAME["UINT8"], (-1, 1))}, outputs, _ROWS)
-    batches = Batches()
-    recorder = Timed(batches, device)
-    handle = ModelHandle(spec, _policy(case), model, Mailbox(asyncio.get_running_loop()), recorder)
-    await asyncio.to_thread(handle.start)
-    result = Replay(trace, [0] * len(trace), [""] * len(trace), [batches], [0])
-    await Real(trace, handle, result).run()
-    await asyncio.to_thread(handle.close, None)
-    return result, recorder
-
-
 def _policy(case: Case) -> HandlePolicy:
     return HandlePolicy(BatchPolicy(_ROWS, max_delay_ns=case.delay_us * NS_PER_US), QueueLimits(max_count=case.queue))
 
 
-def _real(case: Case, seconds: float, seed: int) -> tuple[Replay, Timed]:
+def _real(case: Case, seconds: float, seed: int) -> Played:
     load = Load(case.share * _CAPACITY_HZ, seconds, case.shape)
     trace = make_trace(load, ["sleeper"], np.random.default_rng(seed))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(for_real(trace, case))
+    return play(trace, _policy(case), Device(_BATCH_US * NS_PER_US, _ROW_US * NS_PER_US, case.depth))
 
 
 def compared(case: Case, seconds: float, seed: int, added_us: float) -> tuple[Figures, Figures]:
@@ -205,7 +84,7 @@ def compared(case: Case, seconds: float, seed: int, added_us: float) -> tuple[Fi
         seed: of the trace.
         added_us: what a batch takes besides its time on the device.
     """
-    real, _ = _real(case, seconds, seed)
+    real = _real(case, seconds, seed).replay
     profile = Profile(Latency.line(_BATCH_US, _ROW_US), fill=Latency.line(added_us))
     simulated = replay(real.trace, [SimulatedModel(_policy(case), profile, case.depth)])
     return report(real, [_SLO_MS]).total, report(simulated, [_SLO_MS]).total
@@ -230,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # as the server has it
-    _, before = _real(Case(0.5), options.seconds, seed=options.rounds)
+    before = _real(Case(0.5), options.seconds, seed=options.rounds)
     added_us = statistics.fmean(before.added_ns) / NS_PER_US
     lines = []
     for name, case in CASES.items():

@@ -13,7 +13,6 @@ from rich.table import Table
 from loadtest.bench.results import CaseResult, Comparison, Figure
 from loadtest.bench.spread import Spread
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 STYLES = {"PASS": "bold green", "MISS": "bold red", "-": "dim"}
 FIGURE_COLUMNS = ("what", "unit", "median", "min", "max", "rounds")
 COMPARISON_COLUMNS = ("comparison", "median", "min", "max", "target", "")
@@ -95,17 +94,18 @@ def to_markdown(report: Report) -> str:
     return "\n".join(lines)
 
 
-def replace_block(page: str, block: str) -> str:
-    """The page with the text between the two markers replaced.
+def replace_block(page: str, block: str, name: str = "bench") -> str:
+    """The page with the text between two markers, `<!-- bench:begin -->` and `<!-- bench:end -->`, replaced.
 
     Raises:
         ValueError: the markers are not there exactly once each, in their order.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"expected one line '{BEGIN}' and after it one line '{END}'")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{block.strip()}\n{END}{after}"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+        raise ValueError(f"expected one line '{begin}' and after it one line '{end}'")
+    before, rest = page.split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}\n{block.strip()}\n{end}{after}"
 
 
 def write_markdown(report: Report, path: Path) -> None:

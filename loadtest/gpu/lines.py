@@ -66,7 +66,10 @@ class HttpLines:
 
     def __init__(self, port: int, requests: Sequence[HttpRequest]) -> None:
         self.slots = len(requests)
-        self._requests = [_wire(port, request) for request in requests]
+        wires = {
+            id(request): _wire(port, request) for request in requests
+        }  # slots with the same request share its bytes
+        self._requests = [wires[id(request)] for request in requests]
         self._buffers = [bytearray() for _ in requests]
         self._left: list[memoryview | None] = [None] * self.slots
         self._selector = selectors.DefaultSelector()

@@ -10,8 +10,6 @@ import pytest
 from rich.console import Console
 
 from loadtest.bench.report import (
-    BEGIN,
-    END,
     Report,
     number,
     print_report,
@@ -23,6 +21,7 @@ from loadtest.bench.report import (
 from loadtest.bench.results import CaseResult, Comparison, Figure, at_least
 from loadtest.bench.spread import Spread
 
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 REPORT = Report(
     command="python -m loadtest.bench",
     date="2026-01-02T03:04:05+0000",
@@ -46,6 +45,8 @@ REPORT = Report(
 def test_block_is_replaced_and_nothing_else() -> None:
     page = f"# Title\n\n{BEGIN}\nold | figures\n{END}\n\nAfter.\n"
     assert replace_block(page, "new\n") == f"# Title\n\n{BEGIN}\nnew\n{END}\n\nAfter.\n"
+    others = page.replace("bench:", "slo:")
+    assert replace_block(page + others, "new", "slo") == page + replace_block(others, "new", "slo")
 
 
 def test_replacing_twice_is_replacing_once() -> None:

@@ -1,0 +1,101 @@
+"""`python -m loadtest.slo`: what it is worth to promise a latency, in one command.
+
+Exit status: 0 if every target was met, 1 if one was missed, 2 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from loadtest.bench import machine
+from loadtest.bench.report import Report, print_report, replace_block, to_json, to_markdown
+from loadtest.bench.results import CaseResult
+from loadtest.bench.session import Cores
+from loadtest.slo import deep_queue, faithful, objectives, over_http, overload, tenants
+from loadtest.slo.plan import Plan
+
+PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
+    "overload": overload.run,
+    "objectives": objectives.run,
+    "tenants": tenants.run,
+    "simulator": faithful.run,
+    "queue": deep_queue.run,
+    "http": over_http.run,
+}
+BUSY_WARNING = 0.1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; give the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(words)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if options.markdown:
+        replace_block(options.markdown.read_text(), "", "slo")  # better now than after all has been measured
+    busy = machine.busy_share()
+    if busy > BUSY_WARNING:
+        console.print(
+            f"{busy:.0%} of the cores are in use by others: what is measured by the clock suffers", style="yellow"
+        )
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)  # as the server has it
+    with tempfile.TemporaryDirectory(prefix="headrace-slo-") as scratch:
+        plan = Plan(options.rounds, options.seconds, options.model_repository, Path(scratch))
+        results = [_run(name, plan, console) for name in options.only or PARTS]
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    report = Report(
+        command=shlex.join(["python", "-m", "loadtest.slo", *words]),
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        machine=machine.describe(Cores(cores, cores), busy),
+        results=results,
+    )
+    print_report(report, console)
+    if options.json:
+        options.json.write_text(to_json(report))
+    if options.markdown:
+        page = options.markdown.read_text()
+        options.markdown.write_text(replace_block(page, to_markdown(report), "slo"))
+    if any(result.failure for result in results):
+        return 2
+    return int(any(result.missed for result in results))
+
+
+def _run(name: str, plan: Plan, console: Console) -> CaseResult:
+    """One part; what goes wrong in it is its result, so that the others are still measured."""
+    begun_s = time.monotonic()
+    try:
+        return PARTS[name](plan)
+    except Exception as error:
+        traceback.print_exc()
+        return CaseResult(name, "", failure=f"{type(error).__name__}: {error}")
+    finally:
+        console.print(f"{name}: {time.monotonic() - begun_s:.0f} s", style="dim")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest.slo", description="Measure what it is worth to promise a latency."
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
+    add("--rounds", type=int, default=3, help="how often each contender is measured (default: %(default)s)")
+    add("--seconds", type=float, default=5.0, help="how long a trace is, by the clock (default: %(default)s)")
+    add("--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add("--markdown", type=Path, metavar="FILE", help="replace the block between the slo markers in a page")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

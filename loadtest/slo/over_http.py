@@ -1,0 +1,198 @@
+"""The overload once more with everything that is real: a server process, ONNX Runtime, sockets.
+
+Two servers of the same model, one core for whichever is asked and one for the client: as its configuration is, and with a
+`slo { p99_ms: ... }` behind it. Requests come at random moments, whether or not the last ones are answered.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from loadtest.bench.machine import usable_cores
+from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most
+from loadtest.bench.session import interleave
+from loadtest.bench.spread import Spread, completion_rate, ratios
+from loadtest.gpu.lines import HttpLines
+from loadtest.protocol import binary_request
+from loadtest.servers import Running, headrace, running
+from loadtest.slo.plan import Plan
+
+MODEL = "efficientnet_lite0"  # the faster one of the two real ones: more requests a second say more
+LOADS = (1.5, 2.0)
+# Of a full batch: long enough that one may be under way while the next is collected, and some to spare.
+_SLO_BATCHES = 4.0
+_ROWS = 8
+# More than can be under way at twice the capacity of a model on one core.
+_SLOTS = 600
+_CLOSED_SLOTS = 4 * _ROWS
+_LONGEST_S = 60.0
+_REQUEST = binary_request(MODEL, {"input": np.random.default_rng(1).normal(size=(1, 3, 224, 224)).astype(np.float32)})
+_CONFIG = f"""\
+max_batch_size: {_ROWS}
+dynamic_batching: {{}}
+instance_group: [{{kind: KIND_CPU, count: 1}}]
+"""
+# epoll sleeps whole milliseconds: what is due sooner is waited for awake.
+_AWAKE_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What became of the requests of one sample.
+
+    Attributes:
+        goodput_hz, throughput_hz: answers in time, and answers, a second, before the end of the arrivals.
+        p99_ms: of the answers.
+        refused: share that was answered with 503.
+        refused_ms: how long a refusal took, the median.
+    """
+
+    goodput_hz: float
+    throughput_hz: float
+    p99_ms: float
+    refused: float
+    refused_ms: float
+
+
+def run(plan: Plan) -> CaseResult:
+    """Goodput of both servers at each load."""
+    seconds = max(plan.seconds, 8.0)
+    told: list[Figure] = []
+    compared: list[Comparison] = []
+    server_core, client_core = usable_cores()[:2]
+    before = os.sched_getaffinity(0)
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, before)
+        os.sched_setaffinity(0, {client_core})
+        plain = stack.enter_context(_served(plan, "fixed", (server_core,), None))
+        capacity_hz = saturate(plain, 5.0)
+        slo_ms = float(round(_SLO_BATCHES * _ROWS / capacity_hz * 1e3, -1))
+        servers = {"slo": stack.enter_context(_served(plan, "slo", (server_core,), slo_ms)), "fixed": plain}
+        for load in LOADS:
+            rounds = {name: iter(range(plan.rounds)) for name in servers}
+
+            def sampled(name: str, load: float = load, rounds: dict[str, Iterator[int]] = rounds) -> Answered:
+                return open_loop(servers[name], load * capacity_hz, seconds, slo_ms, next(rounds[name]))
+
+            found = interleave({name: partial(sampled, name) for name in servers}, plan.rounds)
+            told += _figures(found, f"{load:g} x capacity")
+            compared += _compared(found, f"{load:g} x capacity")
+    notes = (
+        f"{MODEL} on ONNX Runtime, one instance on one core, batches of {_ROWS}: {capacity_hz:.1f} pictures/s in a closed loop",
+        f"SLO {slo_ms:g} ms, {_SLO_BATCHES:g} full batches",
+    )
+    return CaseResult("http", "the same over HTTP, with a real model", tuple(told), tuple(compared), notes)
+
+
+def saturate(server: Running, seconds: float) -> float:
+    """Answers a second with enough requests under way all the time."""
+    lines = HttpLines(server.port, [_REQUEST] * _CLOSED_SLOTS)
+    end_s = time.monotonic() + 1.0 + seconds
+    times_s: list[float] = []
+    under_way = _CLOSED_SLOTS
+    for slot in range(_CLOSED_SLOTS):
+        lines.begin(slot)
+    while under_way:
+        for slot, at_s, wrong in lines.poll(1.0):
+            if wrong:
+                raise RuntimeError(f"{server.name} answered {wrong}")
+            if end_s - seconds <= at_s < end_s:
+                times_s.append(at_s)
+            if at_s < end_s:
+                lines.begin(slot)
+            else:
+                under_way -= 1
+    lines.close()
+    return completion_rate(times_s)
+
+
+def open_loop(server: Running, rate_hz: float, seconds: float, slo_ms: float, seed: int) -> Answered:
+    """Poisson arrivals; a latency counts from the moment when the request should have begun."""
+    random = np.random.default_rng(seed)
+    lines = HttpLines(server.port, [_REQUEST] * _SLOTS)
+    start_s = time.monotonic() + 0.1
+    moments = start_s + np.cumsum(random.exponential(1 / rate_hz, round(2 * rate_hz * seconds) + 100))
+    due = deque(moments[moments < start_s + seconds].tolist())
+    offered, free, intended = len(due), deque(range(_SLOTS)), [0.0] * _SLOTS
+    answers: list[tuple[float, float]] = []  # when it came, and seconds from when it should have begun
+    refusals: list[float] = []
+    while due or len(free) < _SLOTS:
+        now_s = time.monotonic()
+        if now_s > start_s + seconds + _LONGEST_S:
+            raise TimeoutError(f"{server.name}: {_SLOTS - len(free)} requests were never answered")
+        while due and due[0] <= now_s:
+            if not free:
+                raise RuntimeError(f"{server.name}: more than {_SLOTS} requests under way")
+            slot = free.popleft()
+            intended[slot] = due.popleft()
+            lines.begin(slot)
+        wait_s = due[0] - now_s if due else 0.5
+        for slot, at_s, wrong in lines.poll(wait_s - _AWAKE_S / 2 if wait_s > _AWAKE_S else 0.0):
+            free.append(slot)
+            if not wrong:
+                answers.append((at_s, at_s - intended[slot]))
+            elif wrong.lower().startswith("http/1.1 503"):
+                refusals.append(at_s - intended[slot])
+            else:
+                raise RuntimeError(f"{server.name} answered {wrong}")
+    lines.close()
+    inside = [took_s for at_s, took_s in answers if at_s <= start_s + seconds]
+    return Answered(
+        goodput_hz=sum(took_s * 1e3 <= slo_ms for took_s in inside) / seconds,
+        throughput_hz=len(inside) / seconds,
+        p99_ms=float(np.percentile([took_s for _, took_s in answers], 99)) * 1e3 if answers else float("nan"),
+        refused=len(refusals) / offered,
+        refused_ms=float(np.median(refusals)) * 1e3 if refusals else 0.0,
+    )
+
+
+@contextmanager
+def _served(plan: Plan, name: str, cpus: tuple[int, ...], slo_ms: float | None) -> Iterator[Running]:
+    repository = plan.scratch / name
+    _copied(plan.repository / MODEL, repository / MODEL, slo_ms)
+    with running(headrace(repository, name=name, cpus=cpus), plan.scratch) as server:
+        yield server
+
+
+def _copied(source: Path, folder: Path, slo_ms: float | None) -> None:
+    """The model with one instance: two would share the one core."""
+    version = max(source.glob("*/model.onnx"), key=lambda path: int(path.parent.name)).parent
+    (folder / version.name).mkdir(parents=True)
+    shutil.copy(version / "model.onnx", folder / version.name)
+    promise = "" if slo_ms is None else f"slo: {{p99_ms: {slo_ms:.1f}}}\n"
+    (folder / "config.yaml").write_text(_CONFIG + promise)
+
+
+def _figures(found: dict[str, list[Answered]], where: str) -> list[Figure]:
+    units = {
+        "goodput_hz": "answers in time/s",
+        "throughput_hz": "answers/s",
+        "p99_ms": "p99 ms",
+        "refused": "share refused",
+        "refused_ms": "ms until refused, p50",
+    }
+    return [
+        Figure(f"{name}, {where}", unit, Spread.of([getattr(each, quantity) for each in rounds]))
+        for name, rounds in found.items()
+        for quantity, unit in units.items()
+    ]
+
+
+def _compared(found: dict[str, list[Answered]], where: str) -> list[Comparison]:
+    """Capacity is what the other server answers a second in the same round, late or not."""
+    capacity_hz = [each.throughput_hz for each in found["fixed"]]
+    goodput = {name: ratios([each.goodput_hz for each in rounds], capacity_hz) for name, rounds in found.items()}
+    return [
+        Comparison(f"slo: goodput / capacity, {where}", "", goodput["slo"], at_least(0.9)),
+        Comparison(f"fixed: goodput / capacity, {where}", "", goodput["fixed"], at_most(0.2)),
+    ]

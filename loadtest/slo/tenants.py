@@ -1,0 +1,86 @@
+"""Two clients of one model, of which one floods it: what the other notices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most
+from loadtest.bench.session import interleave
+from loadtest.bench.spread import Spread, ratios
+from loadtest.slo.plan import Plan, figures
+from loadtest.slo.subject import DEVICE_TOLD, Setting, Told, Way, arrivals, fixed, judged, promising
+from server.dataplane.policy import Sharing
+from server.simulation.traces import Trace
+
+SLO_MS = 50.0
+# Of the capacity: what the quiet client asks for (less than its half), and what the other one does.
+CALM, FLOOD = 0.3, 2.0
+
+
+def run(plan: Plan) -> CaseResult:
+    """The quiet client's latencies alone, beside the flood, and beside it without shares."""
+    told: list[Figure] = []
+    compared: list[Comparison] = []
+    for way, (how, rounds, seconds) in plan.ways.items():
+        found = measure(how, rounds, seconds)
+        told += figures(
+            {f"{name}, {way}": each for name, each in found.items()}, ("goodput_hz", "p50_ms", "p99_ms", "refused")
+        )
+        compared += _compared(way, found)
+    title = f"a client that asks for {CALM:g} of the capacity beside one that asks for {FLOOD:g}"
+    return CaseResult("tenants", title, tuple(told), tuple(compared), (DEVICE_TOLD, f"SLO {SLO_MS:g} ms"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Contender:
+    setting: Setting
+    flooded: bool
+
+
+def measure(how: Way, rounds: int, seconds: float) -> dict[str, list[Told]]:
+    """Rounds by contender, of the quiet client only; it asks the same at the same times whether or not there is a flood."""
+    shared = promising(SLO_MS, Sharing())
+    contenders = {
+        "alone": _Contender(shared, False),
+        "beside a flood": _Contender(shared, True),
+        "fixed, beside a flood": _Contender(fixed(), True),
+    }
+    seeds = {name: iter(range(rounds)) for name in contenders}
+
+    def measured(name: str) -> Told:
+        contender = contenders[name]
+        trace = asked(seconds, next(seeds[name]), contender.flooded)
+        return judged(how(trace, contender.setting), SLO_MS, "calm")
+
+    return interleave({name: partial(measured, name) for name in contenders}, rounds)
+
+
+def asked(seconds: float, seed: int, flooded: bool) -> Trace:
+    """Both clients' requests, or the quiet one's alone."""
+    trace = arrivals(CALM + FLOOD, seconds, seed, clients=(("calm", CALM), ("flood", FLOOD)))
+    assert trace.clients is not None
+    return trace if flooded else trace.of(trace.clients == 0)
+
+
+def _compared(way: str, found: dict[str, list[Told]]) -> list[Comparison]:
+    alone, beside, plain = (found[name] for name in ("alone", "beside a flood", "fixed, beside a flood"))
+    return [
+        Comparison(
+            f"p99 beside a flood / alone, {way}",
+            "",
+            ratios([told.p99_ms for told in beside], [told.p99_ms for told in alone]),
+            at_most(1.2),
+        ),
+        Comparison(
+            f"goodput beside a flood / alone, {way}",
+            "",
+            ratios([told.goodput_hz for told in beside], [told.goodput_hz for told in alone]),
+            at_least(0.98),
+        ),
+        Comparison(
+            f"p99 beside a flood, fixed / slo, {way}",
+            "",
+            Spread.of([a.p99_ms / b.p99_ms for a, b in zip(plain, beside, strict=True)]),
+        ),
+    ]

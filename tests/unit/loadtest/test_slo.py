@@ -1,0 +1,102 @@
+"""The figures of promised latencies: what is counted, and that each part runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loadtest.slo import deep_queue, faithful, objectives, overload, tenants
+from loadtest.slo.__main__ import main
+from loadtest.slo.subject import CAPACITY_HZ, Setting, Told, arrivals, by_the_clock, fixed, judged, promising, simulated
+from server.simulation.replay import ANSWERED, Batches, Replay
+from server.simulation.traces import Trace
+
+MS = 1_000_000
+
+
+def test_goodput_counts_what_is_answered_in_time_within_the_trace() -> None:
+    nothing = np.zeros(5, np.int64)
+    times_ns = np.array([0, 600, 700, 800, 999]) * MS
+    trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 1000 * MS, ("m",))
+    outcomes = [ANSWERED, ANSWERED, ANSWERED, "would_miss", ANSWERED]
+    done = Replay(trace, [1 * MS, 10 * MS, 60 * MS, 0, 10 * MS], outcomes, [Batches()], end_ns=1009 * MS)
+    told = judged(done, slo_ms=50)
+    assert (told.goodput_hz, told.throughput_hz) == (1 / 0.5, 2 / 0.5), "the first is warm-up, the last comes too late"
+    assert told.refused == 1 / 4
+    assert told.p50_ms == 10
+
+
+def test_both_ways_tell_the_same_of_a_device_that_is_hardly_asked() -> None:
+    trace = arrivals(0.05, 1.0, seed=1)
+    real, virtual = (judged(way(trace, fixed()), 50) for way in (by_the_clock, simulated))
+    assert real.throughput_hz == pytest.approx(virtual.throughput_hz, rel=0.1)
+    assert 4.25 <= virtual.p50_ms <= real.p50_ms, "one row takes so long, and threads wake late"
+    assert real.refused == virtual.refused == 0
+
+
+def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
+    alone, beside = (tenants.asked(2, 3, flooded) for flooded in (False, True))
+    assert beside.clients is not None
+    assert alone.times_ns.tolist() == beside.times_ns[beside.clients == 0].tolist()
+    assert len(alone) / 2 == pytest.approx(tenants.CALM * CAPACITY_HZ, rel=0.1)
+    assert len(beside) > 5 * len(alone)
+
+
+def test_the_best_fixed_setting_keeps_the_objective() -> None:
+    def told(p99_ms: float, throughput_hz: float, busy: float) -> Told:
+        return Told(0, throughput_hz, 0, p99_ms, 0, 0, busy)
+
+    sweep = {
+        "quick": told(20, 999, 1.0),
+        "idle": told(40, 1000, 0.8),
+        "late": told(60, 1005, 0.7),
+        "slow": told(9, 900, 0.5),
+    }
+    assert objectives.best_of(sweep, 50) == ["quick", "idle"]
+    assert objectives.best_of(sweep, 10) == ["slow"]
+    with pytest.raises(ValueError, match="within 5 ms"):
+        objectives.best_of(sweep, 5)
+
+
+def test_overload_without_a_promise_answers_nobody_in_time() -> None:
+    found = overload.measure(simulated, 1.5, rounds=1, seconds=3)
+    assert found["fixed"][0].goodput_hz < 0.2 * CAPACITY_HZ < 0.9 * CAPACITY_HZ < found["slo"][0].goodput_hz
+
+
+@pytest.mark.parametrize("name", list(deep_queue.CASES))
+def test_a_deep_queue_stays_deep_while_it_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep_queue, "WAITING", 200)
+    assert all(0 < spent_us < 10_000 for spent_us in deep_queue.measure(deep_queue.CASES[name], stretches=2))
+
+
+def test_the_simulator_is_held_against_the_clock() -> None:
+    load, shape, clients, setting = faithful.CASES["0.5 load"]
+    real, virtual = faithful.both(arrivals(load, 1.0, 1, shape, clients), setting, 100.0)
+    assert 0 < virtual.p50_ms < 10 * real.p50_ms
+
+
+def test_the_command_prints_a_verdict_and_fills_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deep_queue, "WAITING", 100)
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- slo:begin -->\nold\n<!-- slo:end -->\nb\n")
+    assert main(["--only", "queue", "--rounds", "1", "--markdown", str(page)]) in (0, 1)
+    assert "PASS" in capsys.readouterr().out
+    text = page.read_text()
+    assert text.startswith("a\n")
+    assert "old" not in text
+    assert "| admission, one objective (us) |" in text
+
+
+def test_settings_are_what_they_are_called() -> None:
+    setting: Setting = fixed(16, 2.5)
+    assert setting.name == "fixed, 16 rows, 2.5 ms"
+    assert (setting.policy.batch.max_rows, setting.policy.batch.max_delay_ns, setting.policy.batch.objective_ns) == (
+        16,
+        2_500_000,
+        0,
+    )
+    assert promising(25).policy.batch.objective_ns == 25 * MS
