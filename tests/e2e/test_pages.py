@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -39,6 +40,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.add_model(repository, "affine", models.affine())
     models.add_model(repository, "broken", b"this is no ONNX file")
     (repository / HOSTILE).mkdir()
+    inspect = [sys.executable, "-m", "engines", "inspect", "plain", "--publish", "--model-repository", str(repository)]
+    subprocess.run(inspect, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return repository
 
 
@@ -202,12 +205,21 @@ def test_a_model_without_pictures_takes_json(page: Page) -> None:
     assert "X" in page.text("#try-result")
 
 
-def test_compute_times_come_when_they_are_asked_for(page: Page) -> None:
-    page.evaluate(f"{card('plain')}.querySelector('summary').click()")
-    page.wait(f"{card('plain')}.querySelector('details .ranking')")
-    text = page.evaluate(f"{card('plain')}.querySelector('details').innerText")
-    assert "4 rows" in text
-    assert "headrace inspect plain --version 1 --publish" in text
+def test_compute_times_and_layers_come_when_they_are_asked_for(page: Page) -> None:
+    told = {}
+    for name in ("plain", "ranked"):
+        page.evaluate(f"{card(name)}.querySelector('summary').click()")
+        page.wait(f"{card(name)}.querySelector('details .ranking')")
+        told[name] = page.evaluate(f"{card(name)}.querySelector('details').innerText")
+        assert "What limits it now" in told[name]
+        assert "4 rows" in told[name]
+    layers = told["plain"].partition("Layers\n")[2]
+    assert "model.onnx, 4 rows" in layers
+    shares = [float(share) for share in re.findall(r" ([0-9.]+) %", layers)]
+    assert sum(shares) == pytest.approx(100, abs=2)
+    assert shares == sorted(shares, reverse=True)
+    assert "Layers\n" not in told["ranked"]
+    assert "headrace inspect ranked --version 1 --publish" in told["ranked"]
 
 
 def test_hostile_names_stay_text(page: Page) -> None:
