@@ -67,8 +67,8 @@ class LaneView(Protocol):
         """Rows waiting, over all requests."""
 
     @property
-    def dated(self) -> int:
-        """Requests that are due some time."""
+    def due_from_ns(self) -> int:
+        """No request is due earlier; 0 if that is not known without looking at each, `FAR_NS` if none is due at all."""
 
     @property
     def oldest_ns(self) -> int:
@@ -107,9 +107,13 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """The first `count` requests cannot be in time any more, or only at the cost of more others: put them last, and ask again."""
+    """Some requests cannot be in time any more, or only at the cost of more others: put them last, and ask again.
 
-    count: int
+    Attributes:
+        places: theirs in the order of serving, from 0, ascending.
+    """
+
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None =
     count = view.count
     if count == 0:
         return IDLE
-    if plan is not None and view.dated:
+    if plan is not None and view.due_from_ns != FAR_NS:
         return _in_time(view, now_ns, policy, plan)
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
@@ -167,6 +171,10 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
     """The best batch that has all its members in time, and those behind it."""
     most, promises_ns = policy.max_rows, plan.promises_ns
     wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
+    if (
+        view.total_rows > wanted > 0 and now_ns + promises_ns[wanted] <= view.due_from_ns
+    ):  # as for most batches under load
+        return Take(_fitting(view, wanted), CloseReason.FULL)
     rows = count = 0
     due_ns = FAR_NS
     for member_rows, member_due_ns in view.members():
@@ -183,7 +191,7 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
         return _worth_waiting(view, now_ns, policy, due_ns - promises_ns[rows + 1])
     if count:  # a smaller batch would do for these: and for those behind it?
         behind = plan.best[min(view.total_rows - rows, most)]
-        if now_ns + promises_ns[rows] // plan.instances + promises_ns[behind] <= member_due_ns:
+        if now_ns + promises_ns[min(rows, most)] // plan.instances + promises_ns[behind] <= member_due_ns:
             return Take(count, CloseReason.DEADLINE)
     return _without_late(view, now_ns, policy, plan)
 
@@ -203,23 +211,32 @@ def _worth_waiting(view: LaneView, now_ns: int, policy: BatchPolicy, latest_ns: 
 def _without_late(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
     """Rather than one small batch after the other for the sake of those who are nearly too late, go on with those who are not.
 
-    The first that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
+    Those that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
     (early drop in Nexus: H. Shen and others, SOSP 2019). Where others would take their place, so do those that may be late.
     """
-    most, left, skipped = policy.max_rows, view.total_rows, 0
-    for rows, due_ns in view.members():
-        wanted = max(plan.best[min(left, most)] if policy.merge else 0, min(rows, most))
-        takes_ns = plan.estimates_ns if left - rows < wanted else plan.promises_ns
-        if now_ns + takes_ns[wanted] <= due_ns:
+    most, left, rows = policy.max_rows, view.total_rows, 0
+    late: list[int] = []
+    wanted = plan.best[min(left, most)] if policy.merge else 1
+    for place, (member_rows, due_ns) in enumerate(view.members()):
+        if rows and rows + member_rows > wanted:
             break
-        skipped, left = skipped + 1, left - rows
-    if skipped:
-        return Skip(skipped)
+        size = max(wanted, min(member_rows, most))
+        takes_ns = plan.estimates_ns if left - member_rows < wanted else plan.promises_ns
+        if now_ns + takes_ns[size] <= due_ns:
+            rows += member_rows
+        else:
+            late.append(place)
+            left -= member_rows
+            wanted = plan.best[min(left, most)] if policy.merge else 1
+    if late:
+        return Skip(tuple(late))
     return Take(_fitting(view, wanted), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
 
 
 def _fitting(view: LaneView, max_rows: int) -> int:
     """How many requests from the front fit in `max_rows`; at least one, since an oversized one can only go alone."""
+    if view.count == view.total_rows:
+        return min(view.count, max(max_rows, 1))
     rows = count = 0
     for request_rows in view.row_counts():
         rows += request_rows

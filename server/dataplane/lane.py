@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -31,6 +31,9 @@ class Lane:
     as dead ones among the others (they hold no tensors) until they reach the front or the lane is compacted; the counts never
     include them.
 
+    Args:
+        timed: keys are the times when entries are due, or earlier.
+
     Attributes:
         count: live entries.
         total_rows: rows of them.
@@ -38,9 +41,10 @@ class Lane:
         dated: live entries that are due some time and not among the last.
     """
 
-    __slots__ = ("_dead", "_entries", "_last", "_mixed", "count", "dated", "last_rows", "total_rows")
+    __slots__ = ("_dead", "_entries", "_last", "_mixed", "_timed", "count", "dated", "last_rows", "total_rows")
 
-    def __init__(self) -> None:
+    def __init__(self, timed: bool = False) -> None:
+        self._timed = timed
         self._entries: deque[Entry] = deque()
         self._last: deque[Entry] = deque()
         self._dead = 0
@@ -49,6 +53,13 @@ class Lane:
         self.total_rows = 0
         self.last_rows = 0
         self.dated = 0
+
+    @property
+    def due_from_ns(self) -> int:
+        """No entry is due earlier; 0 if that is not known without looking at each, `FAR_NS` if none is due at all."""
+        if not self.dated:
+            return FAR_NS
+        return self._entries[0].key if self._timed else 0
 
     @property
     def oldest_ns(self) -> int:
@@ -143,6 +154,21 @@ class Lane:
         self._trim()
         return taken
 
+    def pick(self, places: Sequence[int]) -> list[Entry]:
+        """Remove the live entries at these places in the order of serving; none of them is among the last."""
+        front = self.take(places[-1] + 1)
+        picked = [front[place] for place in places]
+        chosen = set(places)
+        left = [entry for place, entry in enumerate(front) if place not in chosen]
+        for entry in reversed(left):
+            entry.queued = True
+            self._entries.appendleft(entry)
+        self.count += len(left)
+        self.total_rows += sum([entry.rows for entry in left])
+        self.dated += sum([entry.due_ns != FAR_NS for entry in left])
+        self._mixed = True
+        return picked
+
     def discard(self, entry: Entry) -> None:
         """Turn a live entry of this lane into a dead one."""
         entry.queued = False
@@ -171,6 +197,12 @@ class Lane:
         if entry.due_ns != FAR_NS:
             self.dated -= 1
         self._trim()
+
+    def move_up(self, gained: Mapping[str, int]) -> None:
+        """Lower the keys of clients' entries; as few are skipped, it may take its time."""
+        for entry in self._entries:
+            entry.key -= gained.get(entry.client, 0)
+        self._entries = deque(sorted(self._entries, key=_KEY))
 
     def _take_last(self, count: int, taken: list[Entry]) -> None:
         last = self._last

@@ -27,6 +27,7 @@ FAR_NS = (1 << 63) - 1
 """A time that never comes."""
 HORIZON_NS = 10 * NS_PER_S
 ROW_NS = NS_PER_MS
+_FEW_CLIENTS = 64
 _MOST_CLIENTS = 16_384
 _FOR_EVER_NS = 1 << 80  # levels that do not age: more than any clock or virtual time comes to
 
@@ -90,6 +91,17 @@ class Shares:
         """The tag of the client's next request."""
         return max(self.now, self._ends.get(client, 0))
 
+    def rows_ahead(self, client: str) -> int:
+        """Rows that are served before the client's next request if all who ask now go on asking."""
+        until = self.start(client) - self.now
+        if (
+            until <= 0 or len(self._ends) > _FEW_CLIENTS
+        ):  # among many each one's share is small, and what waits says it all
+            return 0
+        now = self.now
+        weight = sum([self._weight(name) for name, end in self._ends.items() if end > now])
+        return int(until * weight / ROW_NS)
+
     def queued(self, client: str, rows: int) -> None:
         """A request was queued."""
         ends = self._ends
@@ -99,11 +111,16 @@ class Shares:
             if len(self._ends) > _MOST_CLIENTS // 2:
                 self._ends = {}
 
-    def unserved(self, client: str, rows: int) -> None:
-        """A request has left the queue without having been served: the client's next ones need not wait for it."""
-        end = self._ends.get(client)
-        if end is not None:
-            self._ends[client] = end - self._virtual(client, rows)
+    def unserved(self, client: str, rows: int) -> int:
+        """A request has left the queue without having been served: the client's next ones need not wait for it.
+
+        Returns:
+            How much earlier those that wait behind it could be served.
+        """
+        cost = self._virtual(client, rows)
+        if client in self._ends:
+            self._ends[client] -= cost
+        return cost
 
     def served(self, tag: int) -> None:
         """A request is being run."""
@@ -114,5 +131,7 @@ class Shares:
         self._ends.clear()
 
     def _virtual(self, client: str, rows: int) -> int:
-        sharing = self._sharing
-        return int(rows * ROW_NS / sharing.weights.get(client, sharing.default_weight))
+        return int(rows * ROW_NS / self._weight(client))
+
+    def _weight(self, client: str) -> float:
+        return self._sharing.weights.get(client, self._sharing.default_weight)

@@ -5,7 +5,7 @@ Nothing here locks or reads a clock: the scheduler owns the lock under which eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from server.core.completion import Completion
@@ -140,13 +140,15 @@ class Queue:
     def rows_ahead(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
         """About how many rows would be served before such an entry, if it were queued now."""
         key = self.order.key(level, due_ns, enqueued_ns, client)
-        return sum([lane.rows_before(key) for lane in self._lanes.values()])
+        rows = sum([lane.rows_before(key) for lane in self._lanes.values()])
+        shares = self.order.shares
+        return rows if shares is None else max(rows, shares.rows_ahead(client))
 
     def push(self, entry: Entry) -> Lane:
         """Put an entry into the lane of its shape; it keeps its key if it is to be among the last."""
         lane = self._lanes.get(entry.shape_key)
         if lane is None:
-            lane = self._lanes[entry.shape_key] = Lane()
+            lane = self._lanes[entry.shape_key] = Lane(timed=self.order.plain and not self._levels)
         if not entry.last:
             order = self.order
             if order.plain and not entry.level:  # what `key` would say: this is on the way of every request
@@ -175,12 +177,18 @@ class Queue:
         self._close_if_empty(lane, taken[0].shape_key)
         return taken
 
-    def skip(self, lane: Lane, count: int) -> list[Entry]:
-        """Remove the first `count` entries of a lane, to be put last or refused."""
-        skipped = lane.take(count)
+    def skip(self, lane: Lane, places: Sequence[int]) -> list[Entry]:
+        """Remove entries of a lane, at places in the order of serving, to be put last or refused."""
+        skipped = lane.pick(places)
+        shares = self.order.shares
+        if shares is not None:
+            gained: dict[str, int] = {}
+            for entry in skipped:
+                if not entry.last:
+                    gained[entry.client] = gained.get(entry.client, 0) + shares.unserved(entry.client, entry.rows)
+            for each in self._lanes.values():
+                each.move_up(gained)
         self._forget(skipped)
-        for entry in skipped:
-            self._unserved(entry)
         self._close_if_empty(lane, skipped[0].shape_key)
         return skipped
 

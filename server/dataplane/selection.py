@@ -5,7 +5,7 @@ Nothing here locks or reads a clock: the scheduler owns the lock under which eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from server.core.errors import HeadraceError, Overloaded, WouldMiss
@@ -127,7 +127,7 @@ class Selection:
                     self._refuse_overdue(lane, now_ns)
                 return batch
             if type(answer) is Skip:
-                self._skip(lane, answer.count)
+                self._skip(lane, answer.places)
             elif type(answer) is WaitUntil:
                 return answer
         return IDLE
@@ -151,9 +151,9 @@ class Selection:
             return min(ready, key=lambda each: each[0].rank)
         return min(answers, key=lambda each: each[1].time_ns if type(each[1]) is WaitUntil else 0)
 
-    def _skip(self, lane: Lane, count: int) -> None:
-        """Put the first entries of a lane last, or refuse them if nobody would wait for the answer."""
-        for entry in self.queue.skip(lane, count):
+    def _skip(self, lane: Lane, places: Sequence[int]) -> None:
+        """Put entries of a lane last, or refuse them if nobody would wait for the answer."""
+        for entry in self.queue.skip(lane, places):
             if entry.deadline_ns > entry.due_ns:
                 entry.last = True
                 self.queue.push(entry)

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.dataplane.batching import BatchPolicy, CloseReason, Idle, Take, WaitUntil, decide
+from server.dataplane.batching import BatchPolicy, CloseReason, Idle, Plan, Skip, Take, WaitUntil, decide
+from server.dataplane.order import FAR_NS
+from server.dataplane.plan import draw
+from server.dataplane.profile import Profile
 
 
 @dataclass
 class View:
     rows: list[int]
     oldest_ns: int = 0
-    dated: int = 0
+    dues: tuple[int, ...] = ()
+    ordered: bool = False
 
     @property
     def count(self) -> int:
@@ -29,8 +33,13 @@ class View:
     def row_counts(self) -> Iterable[int]:
         return iter(self.rows)
 
+    @property
+    def due_from_ns(self) -> int:
+        first = min(self.dues, default=FAR_NS)
+        return first if self.ordered or first == FAR_NS else 0
+
     def members(self) -> Iterable[tuple[int, int]]:
-        raise AssertionError("nothing is due")
+        return zip(self.rows, self.dues, strict=True)
 
 
 CASES = [
@@ -81,3 +90,96 @@ def test_never_overfills_and_never_waits_too_long(
         assert isinstance(answer, WaitUntil)
         assert age < answer.time_ns == delay
         assert sum(rows) < 8
+
+
+# Where something is due. A batch of n rows takes 10 + n, and 15 + n at most, and there are 4 rows in the best.
+
+PLAN = Plan([15 + rows for rows in range(9)], [10 + rows for rows in range(9)], [0, 1, 2, 3, 4, 4, 4, 4, 4])
+POLICY = BatchPolicy(8)
+IN_TIME = [
+    ("all in time, and few", [1, 1], [50, 60], POLICY, Take(2, CloseReason.IDLE)),
+    ("no more than is best", [1] * 6, [50] * 6, POLICY, Take(4, CloseReason.FULL)),
+    ("just in time", [1, 1], [17, 17], POLICY, Take(2, CloseReason.IDLE)),
+    (
+        "smaller for the first, and in time for the others",
+        [1, 1, 1],
+        [16, 60, 60],
+        POLICY,
+        Take(1, CloseReason.DEADLINE),
+    ),
+    ("not at the cost of those behind", [1, 1, 1], [12, 30, 30], POLICY, Skip((0,))),
+    ("rather late perhaps than nobody", [1], [12], POLICY, Take(1, CloseReason.FULL)),
+    ("of many only who is sure", [1] * 9, [16] + [34] * 8, POLICY, Skip((0,))),
+    ("too late for all", [1, 1, 1], [5, 6, 7], POLICY, Skip((0, 1, 2))),
+    ("too late in the middle", [1, 1, 1, 1], [60, 5, 60, 6], POLICY, Skip((1, 3))),
+    ("never due: never in the way", [1, 1], [30, FAR_NS], POLICY, Take(2, CloseReason.IDLE)),
+    ("more than is best, but one request", [7], [50], POLICY, Take(1, CloseReason.FULL)),
+    ("kept for the allowed delay", [1], [100], BatchPolicy(8, (), 30), WaitUntil(30)),
+    ("no longer than a larger batch allows", [1], [40], BatchPolicy(8, (), 30), WaitUntil(40 - 17)),
+    ("the latest start has come", [1], [17], BatchPolicy(8, (), 30), Take(1, CloseReason.DEADLINE)),
+    ("alone", [1, 1], [50, 50], BatchPolicy(8, merge=False), Take(1, CloseReason.SINGLE)),
+    ("alone and too late", [1, 1], [5, 50], BatchPolicy(8, merge=False), Skip((0,))),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "dues", "policy", "expected"), IN_TIME, ids=[case[0] for case in IN_TIME])
+def test_decides_by_what_is_due(
+    name: str, rows: list[int], dues: list[int], policy: BatchPolicy, expected: object
+) -> None:
+    for ordered in (False, sorted(dues) == dues):
+        assert decide(View(rows, 0, tuple(dues), ordered), 0, policy, PLAN) == expected
+
+
+def test_nothing_is_in_time_while_nothing_is_known_of_times() -> None:
+    assert decide(View([1] * 9, 0, (1,) * 9), 5, POLICY) == Take(8, CloseReason.FULL)
+
+
+@given(
+    members=st.lists(st.tuples(st.integers(1, 8), st.integers(-10, 120)), min_size=1, max_size=30),
+    fixed=st.integers(1, 40),
+    row=st.integers(0, 10),
+    jitter=st.integers(0, 10),
+    objective=st.sampled_from([0, 60, 120]),
+    ordered=st.booleans(),
+)
+def test_batches_by_due_times_are_as_promised(
+    members: list[tuple[int, int]], fixed: int, row: int, jitter: int, objective: int, ordered: bool
+) -> None:
+    if ordered:
+        members.sort(key=lambda member: member[1])
+    rows, dues = [member[0] for member in members], [member[1] for member in members]
+    policy = BatchPolicy(8, objective_ns=objective)
+    profile = Profile()
+    profile.seed({size: [fixed + row * size] * 9 + [fixed + row * size + jitter] for size in range(1, 9)})
+    plan = draw(profile, policy)
+    answer = decide(View(rows, 0, tuple(dues), ordered), 0, policy, plan)
+    if isinstance(answer, Skip):
+        assert answer.places
+        assert all(dues[place] < plan.promises_ns[max(plan.best[8], *rows)] for place in answer.places)
+        return
+    assert isinstance(answer, Take)
+    taken, size = dues[: answer.count], sum(rows[: answer.count])
+    assert answer.count == 1 or size <= plan.best[8]
+    if ordered and min(taken) < plan.promises_ns[size]:
+        assert min(taken) >= plan.estimates_ns[size], "in doubt it is tried, beyond it is not"
+    fits = sum(rows) <= plan.best[8] and min(dues) >= plan.promises_ns[sum(rows)]
+    assert not fits or answer.count == len(rows), "who can be served in time together is"
+    if objective and answer.count > 1:
+        assert plan.promises_ns[size] <= objective / 2, "time is left for who comes next"
+
+
+def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
+    profile = Profile()
+    profile.seed({rows: [100 if rows <= 4 else 250] for rows in range(1, 9)})
+    assert draw(profile, BatchPolicy(8)).best == [0, 1, 2, 3, 4, 4, 4, 4, 4]
+    profile = Profile()
+    profile.seed({rows: [100 + rows + (rows == 6)] for rows in range(1, 9)})
+    assert draw(profile, BatchPolicy(8)).best == list(range(9)), "a measurement is not that exact"
+
+
+def test_a_batch_leaves_time_for_who_comes_next() -> None:
+    profile = Profile()
+    profile.seed({rows: [10 * rows] for rows in range(1, 9)})
+    flat = [draw(profile, BatchPolicy(8, objective_ns=100), instances).best[8] for instances in (1, 3, 9)]
+    assert flat == [5, 7, 8]
+    assert draw(profile, BatchPolicy(8, objective_ns=5)).best[8] == 1, "one row must go, whatever it takes"

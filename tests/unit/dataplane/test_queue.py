@@ -7,6 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.dataplane.order import FAR_NS, Order
 from server.dataplane.queue import Entry, Queue
 from tests.slots import entry
 
@@ -96,3 +97,54 @@ def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
                 assert lane.oldest_ns <= max(waiting.enqueued_ns for waiting in model)
     left = queue.clear()
     assert sorted(map(id, left)) == sorted(map(id, model))
+
+
+ACTIONS = st.sampled_from(["push", "push", "push", "take", "skip", "discard", "put_last"])
+
+
+@given(st.lists(st.tuples(ACTIONS, st.integers(0, 30)), max_size=120))
+def test_a_lane_is_served_in_the_order_of_its_keys_and_loses_nothing(steps: list[tuple[str, int]]) -> None:
+    queue = Queue(levels=3, order=Order(aging_ns=10))
+    line: list[Entry] = []  # in the order of serving
+    last: list[Entry] = []
+    for now_ns, (step, number) in enumerate(steps):
+        lane = next(iter(queue.lanes), None)
+        if step == "push":
+            new = entry(rows=number % 4 + 1, level=number % 3, enqueued_ns=now_ns)
+            new.due_ns = now_ns + number if number % 2 else FAR_NS
+            queue.push(new)
+            line.append(new)
+            line.sort(key=lambda each: each.key)  # a stable sort: equal keys in the order of arrival
+        elif step in ("take", "skip") and lane is not None and lane.count:
+            count = min(number % 5 + 1, lane.count)
+            if step == "take":
+                expected, line, last = (line + last)[:count], line[count:], last[max(count - len(line), 0) :]
+                assert queue.take(lane, count) == expected
+            elif line:
+                places = list(range(number % 2, len(line), number % 3 + 1))[:count]
+                expected = [line[place] for place in places]
+                if places:
+                    assert queue.skip(lane, places) == expected
+                    line = [each for each in line if each not in expected]
+        elif step == "discard" and line + last:
+            chosen = (line + last)[number % len(line + last)]
+            assert queue.discard(chosen)
+            (line if chosen in line else last).remove(chosen)
+        elif step == "put_last" and line:
+            chosen = line.pop(number % len(line))
+            assert queue.put_last(chosen)
+            last.append(chosen)
+        if lane is not None:
+            dues = [each.due_ns for each in line] + [FAR_NS] * len(last)
+            assert list(lane.members()) == list(zip([each.rows for each in line + last], dues, strict=True))
+            assert list(lane.row_counts()) == [each.rows for each in line + last]
+            assert (lane.count, lane.total_rows) == (len(line + last), sum(each.rows for each in line + last))
+            assert lane.last_rows == sum(each.rows for each in last)
+            assert lane.dated == sum(each.due_ns != FAR_NS for each in line)
+        if lane is not None and lane.count:
+            assert lane.oldest_ns == min(each.enqueued_ns for each in line + last)
+            assert lane.front is (line + last)[0]
+            assert lane.rear is (line + last)[-1]
+        for level in range(3):
+            mine = [each for each in line + last if each.level == level]
+            assert queue.level(level) == (len(mine), sum(each.rows for each in mine))

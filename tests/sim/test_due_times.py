@@ -1,0 +1,238 @@
+"""Requests that are due some time, in virtual time: what is promised is kept, at loads that cannot all be served, too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.core.errors import HeadraceError, WouldMiss
+from server.core.request import InferResponse
+from server.dataplane.batching import BatchPolicy, WaitUntil
+from server.dataplane.order import FAR_NS, Order
+from server.dataplane.outlook import Outlook
+from server.dataplane.policy import HandlePolicy, Sharing
+from server.dataplane.profile import Profile
+from server.dataplane.queue import Entry
+from server.dataplane.scheduler import Batch, QueueLimits, Scheduler
+from server.simulation.profiles import Latency
+from server.simulation.profiles import Profile as Simulated
+from server.simulation.replay import SimulatedModel, replay
+from server.simulation.report import Figures, report
+from server.simulation.traces import Load, Shape, make_trace
+from tests.slots import Slot, request
+
+MS = 1_000_000
+ROWS = 32
+SECONDS = 1.5
+
+
+@dataclass
+class Asked:
+    at_ns: int
+    rows: int
+    level: int
+    client: str
+    deadline_ns: int
+    """0: none; else after its arrival"""
+
+
+@dataclass
+class World:
+    """Instances that take 10 ns a batch and 2 ns a row, and a scheduler that knows."""
+
+    instances: int
+    objective_ns: int
+    order: Order = field(default_factory=Order)
+    levels: int = 1
+    now_ns: int = 0
+
+    def __post_init__(self) -> None:
+        policy = BatchPolicy(8, objective_ns=self.objective_ns)
+        self.scheduler = Scheduler(policy, QueueLimits(), self.levels, lambda: self.now_ns, order=self.order)
+        profile = Profile()
+        profile.seed({rows: [self.takes_ns(rows)] for rows in range(1, 9)})
+        self.scheduler.plan_by(profile)
+        self.scheduler.set_instances(self.instances)
+        self.free_ns = [0] * self.instances
+        self.entries: list[Entry] = []
+        self.done_ns: dict[Entry, int] = {}
+        self.batches: list[Batch] = []
+
+    @staticmethod
+    def takes_ns(rows: int) -> int:
+        return 10 + 2 * rows
+
+    def run(self, arrivals: list[Asked]) -> None:
+        coming = sorted(arrivals, key=lambda each: each.at_ns)
+        while coming or self.scheduler.depth:
+            times = [*(each.at_ns for each in coming[:1]), *(free for free in self.free_ns if free > self.now_ns)]
+            if times:
+                self.now_ns = max(self.now_ns, min(times))
+            while coming and coming[0].at_ns <= self.now_ns:
+                self.arrive(coming.pop(0))
+            self.pull()
+
+    def arrive(self, asked: Asked) -> None:
+        deadline_ns = asked.at_ns + asked.deadline_ns if asked.deadline_ns else 0
+        asks = request(asked.rows, client=asked.client, deadline_ns=deadline_ns)
+        asks.received_ns = asked.at_ns
+        new = Entry(asks, Slot(), asked.level, self.now_ns, self.objective_ns)
+        new.leave = self.scheduler.discard
+        new.completion.after = new.on_settled
+        self.entries.append(new)
+        self.scheduler.enqueue([new])
+
+    def pull(self) -> None:
+        for instance, free_ns in enumerate(self.free_ns):
+            if free_ns > self.now_ns:
+                continue
+            answer = self.scheduler.poll(self.now_ns)
+            assert not isinstance(answer, WaitUntil), "an idle instance never waits without an allowed delay"
+            if isinstance(answer, Batch):
+                rows = sum(entry.rows for entry in answer.entries)
+                assert rows <= 8
+                self.free_ns[instance] = self.now_ns + self.takes_ns(rows)
+                self.batches.append(answer)
+                for entry in answer.entries:
+                    assert entry.completion.settle(InferResponse({}))
+                    self.done_ns[entry] = self.free_ns[instance]
+            else:
+                assert not self.scheduler.depth, "an idle instance and work to do"
+
+
+asked = st.builds(
+    Asked,
+    at_ns=st.integers(0, 300),
+    rows=st.integers(1, 5),
+    level=st.integers(0, 2),
+    client=st.sampled_from(["a", "b", "c"]),
+    deadline_ns=st.sampled_from([0, 0, 5, 15, 40, 100]),
+)
+worlds = st.builds(
+    World,
+    instances=st.integers(1, 3),
+    objective_ns=st.sampled_from([0, 30, 80]),
+    order=st.builds(Order, aging_ns=st.sampled_from([0, 50]), sharing=st.sampled_from([None, Sharing({"a": 3.0})])),
+    levels=st.just(3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds, st.lists(asked, max_size=80))
+def test_everybody_is_answered_once_in_time_or_told_why_not(world: World, arrivals: list[Asked]) -> None:
+    world.run(arrivals)
+    assert len(world.entries) == len(arrivals)
+    for entry in world.entries:
+        (outcome,) = entry.completion.told  # type: ignore[attr-defined]
+        if isinstance(outcome, HeadraceError):
+            assert isinstance(outcome, WouldMiss)
+            assert entry.due_ns != FAR_NS
+            assert entry not in world.done_ns
+            assert not entry.inputs, "what it held is free"
+        else:
+            assert entry in world.done_ns
+    queue = world.scheduler._queue
+    assert (queue.count, queue.total_rows, queue.size_bytes) == (0, 0, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.lists(asked, max_size=80))
+def test_what_is_run_before_its_own_deadline_is_done_by_then(instances: int, arrivals: list[Asked]) -> None:
+    for each in arrivals:
+        each.level, each.client = 0, ""
+    world = World(instances, 0)
+    world.run(arrivals)
+    for entry, done_ns in world.done_ns.items():
+        assert done_ns <= entry.deadline_ns, "times do not vary here: nothing is run in vain"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3), st.lists(asked, min_size=1, max_size=80))
+def test_where_the_time_suffices_nobody_is_refused(instances: int, arrivals: list[Asked]) -> None:
+    for each in arrivals:
+        each.deadline_ns = 10_000
+    world = World(instances, 0, levels=3)
+    world.run(arrivals)
+    assert len(world.done_ns) == len(arrivals)
+
+
+def test_a_flood_leaves_the_other_client_its_share_and_its_time() -> None:
+    world = World(1, 200, Order(0, Sharing()))
+    flood = [Asked(at_ns, 1, 0, "flood", 0) for at_ns in range(4000)]  # a row a ns: 3 can be served in 10 ns
+    calm = [Asked(at_ns, 1, 0, "calm", 0) for at_ns in range(50, 4000, 40)]
+    world.run(flood + calm)
+    waits = [done_ns - entry.received_ns for entry, done_ns in world.done_ns.items() if entry.client == "calm"]
+    assert len(waits) == len(calm)
+    assert max(waits) <= 2 * World.takes_ns(8), "the batch under way, and its own"
+    served = Counter(entry.client for entry in world.done_ns if entry.due_ns >= world.done_ns[entry])
+    assert served["flood"] > 0.9 * (4000 / World.takes_ns(8) * 8 - len(calm))
+
+
+def test_of_two_that_flood_each_gets_what_its_weight_says() -> None:
+    world = World(2, 300, Order(0, Sharing({"big": 3.0})))
+    arrivals = [Asked(at_ns, 1, 0, client, 0) for at_ns in range(4000) for client in ("big", "small")]
+    world.run(arrivals)
+    early = [entry for entry, done_ns in world.done_ns.items() if 1000 < done_ns < 4000]
+    share = Counter(entry.client for entry in early)
+    assert share["big"] / share["small"] == pytest.approx(3, rel=0.1)
+
+
+# With admission, by the simulator
+
+
+def figures(
+    load: float, slo_ms: float | None, instances: int = 1, depth: int = 1, delay_us: int = 0, kind: str = "poisson"
+) -> tuple[Figures, float]:
+    """A model that does 32 rows in 2.37 ms asked at a share of its capacity; and that capacity in rows a second."""
+    simulated = Simulated(Latency.line(450, 60), variation=0.05)
+    capacity_hz = instances * ROWS / (450e-6 + ROWS * 60e-6)
+    policy = BatchPolicy(ROWS, (), delay_us * 1000, objective_ns=int((slo_ms or 0) * MS))
+    model = SimulatedModel(HandlePolicy(policy, instances=instances), simulated, depth)
+    trace = make_trace(Load(load * capacity_hz, SECONDS, Shape(kind)), ["m"], np.random.default_rng(7))
+    return report(replay(trace, [model]), [slo_ms or 20.0], 300 * MS).total, capacity_hz
+
+
+@pytest.mark.parametrize(("load", "instances", "depth"), [(1.5, 1, 1), (2.0, 1, 1), (2.0, 1, 2), (1.5, 3, 1)])
+def test_goodput_stays_at_capacity_beyond_it(load: float, instances: int, depth: int) -> None:
+    told, capacity_hz = figures(load, 20, instances, depth)
+    assert told.goodput_hz is not None
+    assert told.goodput_hz > 0.95 * capacity_hz
+    assert told.percentiles_us[2] < 20_000
+    assert set(told.errors) == {"would_miss"}
+
+
+def test_without_a_promise_nothing_is_good_at_that_load() -> None:
+    told, capacity_hz = figures(1.5, None)
+    assert told.goodput_hz is not None
+    assert told.goodput_hz < 0.2 * capacity_hz
+
+
+@pytest.mark.parametrize("load", [1.5, 2.0])
+def test_giving_up_early_keeps_most_of_it_even_without_admission(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outlook, "admit", lambda *_: None)
+    told, capacity_hz = figures(load, 20)
+    assert told.goodput_hz is not None
+    assert told.goodput_hz > 0.95 * capacity_hz
+
+
+@pytest.mark.parametrize("slo_ms", [6, 12, 50])
+@pytest.mark.parametrize("instances", [1, 3])
+def test_below_capacity_the_promise_costs_nothing(slo_ms: float, instances: int) -> None:
+    told, _ = figures(0.8, slo_ms, instances)
+    assert told.answered > 0.995 * told.requests
+    assert told.percentiles_us[2] <= slo_ms * 1000
+
+
+def test_an_allowed_delay_is_used_as_far_as_dues_allow() -> None:
+    patient, _ = figures(0.3, 20, delay_us=4000)
+    hasty, _ = figures(0.3, 20)
+    hurried, _ = figures(0.3, 5, delay_us=4000)
+    assert patient.mean_rows > 2 * hasty.mean_rows
+    assert patient.percentiles_us[2] < 20_000
+    assert hurried.percentiles_us[2] < 5_000
+    assert "deadline" in hurried.reasons
