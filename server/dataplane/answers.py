@@ -28,21 +28,27 @@ class Answers:
         recorder: counts.
         deliver: settles answers; gives the number that still had a taker, if it knows.
         report: told how long an instance was busy with a batch, nanoseconds.
+        profile: learns how long batches compute; a new one if absent.
         outlook: learns what became of its predictions; None: there are none.
 
     Attributes:
-        profile: learns how long batches compute.
+        profile: as above.
         at_work: the runners that have a batch under way.
     """
 
     def __init__(
-        self, recorder: Recorder, deliver: Deliver, report: Callable[[int], None], outlook: Outlook | None = None
+        self,
+        recorder: Recorder,
+        deliver: Deliver,
+        report: Callable[[int], None],
+        profile: Profile | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         self._recorder = recorder
         self._deliver = deliver
         self._report = report
         self._outlook = outlook
-        self.profile = Profile() if outlook is None else outlook.profile
+        self.profile = profile or Profile()
         self.at_work: set[object] = set()
 
     def begin(self, runner: object) -> None:
@@ -107,7 +113,7 @@ class Answers:
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
         self.profile.observe(batch_rows, compute_ns, instances)
         if self._outlook is not None:
-            self._outlook.ran(batch_rows, busy_ns)
+            self._outlook.ran(batch_rows, self.profile.estimate_ns(batch_rows, instances), busy_ns)
             if self._outlook.promises:
                 self._outlook.learn(leading, times.split_ns)
 

@@ -26,6 +26,7 @@ from server.dataplane.order import Order
 from server.dataplane.outlook import Outlook
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
+from server.dataplane.plan import Planner
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.profile import Profile
 from server.dataplane.queue import FAR_NS
@@ -95,10 +96,11 @@ class ModelHandle:
             policy.batch.objective_ns,
         )
         self.profile = Profile()
-        self._scheduler.plan_by(self.profile)
-        self._outlook = Outlook(self.profile, policy.batch, self._scheduler, lambda: self._crew.under_way())
+        planner = Planner(self.profile, policy.batch)
+        self._scheduler.plan_by(planner)
+        self._outlook = Outlook(planner, policy.batch, self._scheduler, lambda: self._crew.under_way())
         self._scheduler.on_dropped = self._outlook.missed
-        self._answers = Answers(recorder, deliver, self._scheduler.report, self._outlook)
+        self._answers = Answers(recorder, deliver, self._scheduler.report, self.profile, self._outlook)
         self._alarms = Alarms(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted

@@ -27,21 +27,20 @@ class Planner:
         self._profile = profile
         self._policy = policy
         self._plan: Plan | None = None
-        self._batches = 0  # since the plan was asked for and drawn
+        self._batches = 0  # since it was drawn
 
     @property
     def current(self) -> Plan | None:
         """What to decide by; None if nothing is known of the times of batches."""
-        if self._plan is None and self._profile.estimate_ns(1):
-            self._plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
+        if self._batches >= _REDRAW or self._plan is None:
+            self._batches = 0
+            if self._profile.estimate_ns(1):
+                self._plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
         return self._plan
 
     def batch(self) -> None:
         """A batch was run: the profile knows more."""
         self._batches += 1
-        if self._batches >= _REDRAW and self._plan is not None:
-            self._batches = 0
-            self._plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
 
 
 def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> Plan:

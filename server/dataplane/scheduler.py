@@ -19,7 +19,6 @@ from server.core.errors import QueueTimeout, Unavailable
 from server.dataplane.batching import IDLE, BatchPolicy, Idle, WaitUntil
 from server.dataplane.order import FAR_NS, Order
 from server.dataplane.plan import Planner
-from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
 from server.dataplane.selection import Batch, QueueLimits, Selection
 from server.dataplane.shortcut import Claim, Shortcut
@@ -285,9 +284,9 @@ class Scheduler:
             self._sleepers.remove(sleeper)
         sleeper.release()
 
-    def plan_by(self, profile: Profile) -> None:
+    def plan_by(self, planner: Planner) -> None:
         """Keep to what requests are due, by what is known of the times of batches."""
-        self._selection.planner = Planner(profile, self._policy)
+        self._selection.planner = planner
 
     def report(self, busy_ns: int) -> None:
         """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""

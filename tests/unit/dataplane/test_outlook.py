@@ -15,6 +15,7 @@ from server.core.errors import WouldMiss
 from server.core.request import InferRequest
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.outlook import Outlook, UnderWay, _nth_start
+from server.dataplane.plan import Planner
 from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
 
@@ -39,16 +40,24 @@ class Case:
         self.line = Line()
         self.works = [IDLE] * instances
         self.objective_ns = objective_ms * MS
-        profile = Profile()
+        self.profile = Profile()
         if known:
-            profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
+            self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
-        self.outlook = Outlook(profile, policy, self.line, lambda: self.works)
+        self.planner = Planner(self.profile, policy)
+        self.outlook = Outlook(self.planner, policy, self.line, lambda: self.works)
+        self.outlook.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
     def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
         """An instance has these under way: when each was taken, in ms from now, and its rows."""
         self.works[instance] = UnderWay(0, [(NOW + ms * MS, rows) for ms, rows in batches])
         self.outlook.changed = True
+
+    def ran(self, rows: int, busy_ms: int, times: int = 1) -> None:
+        """Batches were run."""
+        for _ in range(times):
+            self.outlook.ran(rows, 10 * MS, busy_ms * MS)
+            self.planner.batch()
 
     def entry(self, rows: int = 1, deadline_ms: int = 0) -> Entry:
         deadline_ns = NOW + deadline_ms * MS if deadline_ms else 0
@@ -102,12 +111,37 @@ def test_who_would_be_late_is_told_when_to_come_back() -> None:
     case.line.waiting_rows = 6 * 8
     assert case.ask() == 50
     case.line.waiting_rows = 8 * 8
-    with pytest.raises(WouldMiss, match=r"answered in 60 ms; the model promises 50 ms") as refused:
+    with pytest.raises(WouldMiss, match="answered in 60 ms, and is due in 50 ms") as refused:
         case.ask()
     assert refused.value.retry_after_s == pytest.approx(0.05)
-    with pytest.raises(WouldMiss, match="its deadline is in 20 ms"):
+    with pytest.raises(WouldMiss, match="due in 20 ms"):
         case.ask(deadline_ms=20)
     assert case.outlook.drain_ns(NOW) == 50 * MS
+
+
+def test_a_queue_that_stands_is_kept_shorter_than_a_burst_may_be() -> None:
+    case = Case(objective_ms=100)
+
+    def ask_at(ms: int, waiting_rows: int) -> bool:
+        case.line.waiting_rows = waiting_rows
+        case.busy((ms, 8))
+        entry = case.entry()
+        entry.due_ns += ms * MS
+        try:
+            case.outlook.admit([entry], NOW + ms * MS)
+        except WouldMiss:
+            return False
+        return True
+
+    assert ask_at(0, 7), "all is well"
+    assert ask_at(10, 8 * 8), "a burst"
+    assert ask_at(99, 8 * 8), "it is served by and by"
+    assert not ask_at(101, 8 * 8), "it is not: more comes than can be served"
+    assert not ask_at(150, 4 * 8)
+    assert ask_at(150, 3 * 8), "half of the time"
+    assert not ask_at(290, 8 * 8)
+    assert ask_at(300, 1 * 8)
+    assert ask_at(301, 8 * 8)
 
 
 def test_of_a_request_cut_into_parts_the_last_one_counts() -> None:
@@ -123,8 +157,7 @@ def test_requests_that_do_not_merge_are_counted_singly() -> None:
     case.busy((0, 1))
     case.line.waiting_rows = 3
     assert case.ask() == 50
-    for _ in range(300):  # it turns out that each has three rows
-        case.outlook.ran(3, 10 * MS)
+    case.ran(3, busy_ms=10, times=300)  # it turns out that each has three rows
     assert case.ask() == 30
 
 
@@ -142,8 +175,9 @@ def test_nobody_is_refused_while_nothing_is_known() -> None:
 def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
     case = Case()
     for _ in range(100):  # something is slow for a while, and what is refused teaches nothing
-        case.outlook.profile.observe(1, 45 * MS)
-        case.outlook.profile.observe(8, 70 * MS)
+        case.profile.observe(1, 45 * MS)
+        case.profile.observe(8, 70 * MS)
+        case.planner.batch()
     assert case.ask() > 44
     case.busy((0, 1))
     with pytest.raises(WouldMiss):
@@ -170,10 +204,10 @@ def test_an_objective_that_nobody_can_meet_refuses_nobody() -> None:
 
 def test_what_batches_take_beyond_computing_is_learned_and_one_outlier_is_not() -> None:
     case = Case()
-    for _ in range(500):
-        case.outlook.ran(8, 12 * MS)
+    case.ran(8, busy_ms=12, times=500)
     assert case.ask() == pytest.approx(12, abs=0.1)
-    case.outlook.ran(8, NS_PER_S)
+    case.ran(8, busy_ms=1000)
+    case.ran(8, busy_ms=12, times=32)
     assert case.ask() < 12.6
 
 
