@@ -13,9 +13,9 @@ from server.config.config_reader import ModelFolder
 from server.config.digests import onnx_digest
 from server.control.artefacts import Plan, check_engine, engine_parameters, plan
 from server.control.measuring import Measuring
-from server.control.profile_store import KeptProfile, ProfileStore, cores
+from server.control.profile_store import NOTHING_KEPT, KeptProfile, ProfileStore, cores
 from server.control.residency import Residency
-from server.control.warmup import WarmUp, Warmup, make_warmups
+from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
@@ -26,7 +26,6 @@ from server.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
-from server.dataplane.profile import Profile
 from server.dataplane.reshape import ReshapingExecution
 from server.dataplane.scheduler import QueueLimits
 from server.observability.recorder import Recorder
@@ -125,10 +124,11 @@ class Loader:
             on_back=lambda living: self.on_back(config.name, str(version), living),
         )
         kept = self._kept(config, chosen, model.instances)
-        handle.start(self._warm_up(config, warmups, model, handle, kept))
+        measuring = self._measuring(config, model, handle, kept)
+        handle.start(WarmUp(config.name, warmups, measuring))
         if kept is not None:
-            kept.write(handle.profile)
-            model.keep(kept, handle.profile)
+            kept.write(handle.profile, measuring.idle_ns)
+            model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
 
         def reopen() -> Account:
             if _look(chosen.file) != seen:
@@ -136,9 +136,9 @@ class Loader:
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             again = make_warmups(config, folder.path)
             model = self._open(folder, version, chosen)
-            handle.unpark(model, self._warm_up(config, again, model, handle, None))
+            handle.unpark(model, WarmUp(config.name, again, self._measuring(config, model, handle, None)))
             if kept is not None:
-                model.keep(kept, handle.profile)
+                model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
             return model.account
 
         self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
@@ -150,17 +150,11 @@ class Loader:
         digest = chosen.stamp.artefact_sha256 if chosen.stamp is not None else onnx_digest(chosen.file)
         return self.profiles.kept(config, digest, chosen.runtime, instances)
 
-    def _warm_up(
-        self,
-        config: ModelConfig,
-        warmups: list[Warmup],
-        model: _BookedModel,
-        handle: ModelHandle,
-        kept: KeptProfile | None,
-    ) -> WarmUp:
-        limit_ns, times_ns = int(self.profile_s * NS_PER_S), {} if kept is None else kept.read()
-        measuring = Measuring(config, model, model.instances, handle.profile, limit_ns, kept_ns=times_ns)
-        return WarmUp(config.name, warmups, measuring)
+    def _measuring(
+        self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: KeptProfile | None
+    ) -> Measuring:
+        limit_ns, known = int(self.profile_s * NS_PER_S), NOTHING_KEPT if kept is None else kept.read()
+        return Measuring(config, model, model.instances, handle.profile, limit_ns, kept=known)
 
     def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
         """The model in memory."""
@@ -342,7 +336,7 @@ class _BookedModel:
         account: of its memory.
         instances: how many executions may be asked for.
         resident_devices: numbers of the GPUs that read inputs where they lie.
-        last: called once it is closed.
+        last: called once it is closed, e.g. to keep its profile.
     """
 
     inner: LoadedModel
@@ -350,10 +344,6 @@ class _BookedModel:
     instances: int
     resident_devices: frozenset[int]
     last: list[Callable[[], None]] = field(default_factory=list)
-
-    def keep(self, kept: KeptProfile, profile: Profile) -> None:
-        """Have the profile kept with the model's end, as requests have corrected it."""
-        self.last.append(partial(kept.write, profile))
 
     def execution(self, index: int) -> Execution:
         return self.inner.execution(index)

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 from server.backends.base import Execution, ExecutionLost, LoadedModel
+from server.control.profile_store import NOTHING_KEPT, Kept
 from server.control.together import Together
 from server.control.warmup import one_row
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from server.core.model_config import ModelConfig
 from server.core.tensor import BY_CONFIG_NAME, BYTES, Array
-from server.dataplane.profile import Profile, Times
+from server.dataplane.profile import Profile
 
 logger = logging.getLogger("headrace.profile")
 
@@ -49,7 +50,10 @@ class Measuring:
         profile: where the times go.
         limit_ns: no run is begun that would probably end later than that.
         clock: monotonic nanoseconds.
-        kept_ns: times of an earlier process, by instances and rows; believed if the model is about as fast as then.
+        kept: what an earlier process knew; believed if the model is about as fast at its loading as it was then.
+
+    Attributes:
+        idle_ns: how long the smallest batch took before the version served; 0: not known.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Measuring:
         profile: Profile,
         limit_ns: int,
         clock: Clock = monotonic_ns,
-        kept_ns: Mapping[int, Times] | None = None,
+        kept: Kept = NOTHING_KEPT,
     ) -> None:
         self._config = config
         self._model = model
@@ -68,7 +72,8 @@ class Measuring:
         self._profile = profile
         self._limit_ns = limit_ns
         self._clock = clock
-        self._kept_ns = kept_ns or {}
+        self._kept = kept
+        self.idle_ns = 0
         self._problem = unmeasurable(config)
         self._stages: Sequence[Together] | None = None  # once the last instance has come
         self._patient = instances - 1  # others that still wait for it
@@ -101,13 +106,12 @@ class Measuring:
                 self._arrivals.notify_all()
             self._profile.buckets = tuple(sorted(told))
             table_ns = bucket_times(told)
-            if self._like(min(table_ns), table_ns[min(table_ns)]):
-                self._believe()
+            self._compare(table_ns[min(table_ns)])
             self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
         if self._problem and self._limit_ns:
             logger.info("model %s is not measured before it serves: %s", self._config.name, self._problem)
-        self._believe()
+        self._compare(0)
 
     def _wait_and_join(self, execution: Execution, seat: int) -> None:
         """Of an instance that was not the last: do what that says."""
@@ -126,9 +130,10 @@ class Measuring:
         stages: list[Together] = []
         try:
             feed = feeds(self._config)
-            if self._kept_ns and self._still_as(execution, feed):
-                self._believe()
-                return
+            if self._kept.times_ns:
+                self._compare(self._idle(execution, feed, end_ns))
+                if self._profile.known():
+                    return
             alone_ns = int(self._limit_ns * _ALONE) if several else self._limit_ns
             self._alone(execution, feed, begun_ns + alone_ns)
             if several and self._profile.known():
@@ -182,6 +187,7 @@ class Measuring:
 
         self._run(run)
         self._profile.seed(_warm(found, 1))
+        self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
 
     def _plan(self, feed: Feed, end_ns: int) -> list[Together]:
         """With 2, 4, 8 ... and all instances, the time that is left shared between them."""
@@ -213,23 +219,27 @@ class Measuring:
         execution.run(inputs)
         return self._clock() - begun_ns
 
-    # What was kept
-
-    def _still_as(self, execution: Execution, feed: Feed) -> bool:
-        """Whether the smallest size takes about as long as it did; a first run does not count."""
-        rows = min(sizes(self._config))
+    def _idle(self, execution: Execution, feed: Feed, end_ns: int) -> int:
+        """How long the smallest size takes now; 0 if the model fails on it."""
         times_ns: list[int] = []
-        self._run(lambda: times_ns.extend(self._timed(execution, feed(rows)) for _ in range(_ROUNDS)))
-        return len(times_ns) == _ROUNDS and self._like(rows, sorted(times_ns[1:])[(_ROUNDS - 1) // 2])
+        rows = min(sizes(self._config))
 
-    def _like(self, rows: int, time_ns: int) -> bool:
-        """Whether a batch of `rows` took about as long as now."""
-        then_ns = sorted(self._kept_ns.get(1, {}).get(rows, ()))
-        return bool(then_ns) and 1 / _BELIEVED <= time_ns / max(then_ns[len(then_ns) // 2], 1) <= _BELIEVED
+        def run() -> None:
+            while len(times_ns) < _ROUNDS and (not times_ns or self._clock() < end_ns):
+                times_ns.append(self._timed(execution, feed(rows)))
 
-    def _believe(self) -> None:
-        for instances, times_ns in sorted(self._kept_ns.items()):
-            self._profile.seed(times_ns, instances, "stored")
+        self._run(run)
+        warm_ns = sorted(times_ns[1:] or times_ns)
+        return warm_ns[len(warm_ns) // 2] if warm_ns else 0
+
+    def _compare(self, idle_ns: int) -> None:
+        """Believe what was kept, if the smallest size takes about as long as it did then; or if neither is known."""
+        then_ns, self.idle_ns = self._kept.idle_ns, idle_ns
+        if then_ns / _BELIEVED <= idle_ns <= then_ns * _BELIEVED:
+            for instances, times_ns in sorted(self._kept.times_ns.items()):
+                self._profile.seed(times_ns, instances, "stored")
+            if self._profile.known():
+                self.idle_ns = then_ns  # else it could drift away step by step
 
 
 def sizes(config: ModelConfig) -> list[int]:

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.config.durable import is_temporary, write_durably
 from server.config.machine import Machine, onnxruntime_machine
 from server.core.model_config import ModelConfig
-from server.dataplane.profile import Profile
+from server.dataplane.profile import Profile, Times
 
 logger = logging.getLogger("headrace.profile")
 
@@ -35,6 +35,21 @@ _FIELDS = {
     "max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output", "preprocess", "postprocess",
     "isolation",
 }  # fmt: skip
+
+
+class Kept(NamedTuple):
+    """What is kept of a version.
+
+    Attributes:
+        times_ns: by instances and rows.
+        idle_ns: how long its smallest batch took before it served; 0: not known.
+    """
+
+    times_ns: Mapping[int, Times]
+    idle_ns: int
+
+
+NOTHING_KEPT = Kept({}, 0)
 
 
 class ProfileStore:
@@ -75,8 +90,8 @@ class ProfileStore:
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return KeptProfile(self, key, config.name, str(machine))
 
-    def read(self, key: str) -> dict[int, dict[int, list[int]]]:
-        """Times in nanoseconds by instances and rows; empty if nothing is kept under the key."""
+    def read(self, key: str) -> Kept:
+        """What is kept under a key, if anything."""
         path = self._path(key)
         try:
             with path.open("rb") as stream:
@@ -86,12 +101,12 @@ class ProfileStore:
                 os.utime(path)
             return _checked(document)
         except FileNotFoundError:
-            return {}
+            return NOTHING_KEPT
         except (OSError, ValueError, RecursionError) as error:
             logger.info("the profile kept in %s is of no use: %s", path.name, error)
-            return {}
+            return NOTHING_KEPT
 
-    def write(self, key: str, name: str, machine: str, profile: Profile) -> None:
+    def write(self, key: str, name: str, machine: str, profile: Profile, idle_ns: int) -> None:
         """Keep a profile, if anything is known.
 
         Args:
@@ -99,11 +114,12 @@ class ProfileStore:
             name: of the model, for people who look into the folder.
             machine: the same.
             profile: what is to be kept.
+            idle_ns: as of `Kept`.
         """
         times_ns = {instances: table for instances, table in profile.times(_TIMES).items() if table}
         if not times_ns:
             return
-        document = {"format": _FORMAT, "model": name, "machine": machine, "times_ns": times_ns}
+        document = {"format": _FORMAT, "model": name, "machine": machine, "idle_ns": idle_ns, "times_ns": times_ns}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_durably(self._path(key), json.dumps(document, separators=(",", ":")).encode())
@@ -144,13 +160,13 @@ class KeptProfile:
     name: str
     machine: str
 
-    def read(self) -> dict[int, dict[int, list[int]]]:
+    def read(self) -> Kept:
         """As `ProfileStore.read`."""
         return self.store.read(self.key)
 
-    def write(self, profile: Profile) -> None:
+    def write(self, profile: Profile, idle_ns: int) -> None:
         """As `ProfileStore.write`."""
-        self.store.write(self.key, self.name, self.machine, profile)
+        self.store.write(self.key, self.name, self.machine, profile, idle_ns)
 
 
 def cores() -> int:
@@ -166,7 +182,7 @@ def _machine(runtime: str) -> Machine:
     return onnxruntime_machine()
 
 
-def _checked(document: object) -> dict[int, dict[int, list[int]]]:
+def _checked(document: object) -> Kept:
     """What is in a file.
 
     Raises:
@@ -174,10 +190,10 @@ def _checked(document: object) -> dict[int, dict[int, list[int]]]:
     """
     if not isinstance(document, Mapping) or document.get("format") != _FORMAT:
         raise ValueError("it is no profile of this format")
-    tables = document.get("times_ns")
-    if not isinstance(tables, Mapping):
+    tables, idle_ns = document.get("times_ns"), document.get("idle_ns")
+    if not isinstance(tables, Mapping) or type(idle_ns) is not int or not 0 <= idle_ns <= _MAX_TIME_NS:
         raise ValueError("it has no times")
-    return {_count(instances): _table(table) for instances, table in tables.items()}
+    return Kept({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
 
 
 def _table(table: object) -> dict[int, list[int]]:

@@ -236,8 +236,27 @@ def _delay(now: Situation) -> Limit | None:
     return Limit("delay_too_long", told, "wait less", "dynamic_batching.max_queue_delay_microseconds", expected)
 
 
+def _wake_ups(now: Situation) -> Limit | None:
+    """An instance that is free takes all that waits: nobody should wait much longer than for one batch that is not full."""
+    batch_ns = now.recent.totals.busy_ns / max(now.batches, 1)
+    free = now.policy.batch.merge and now.share(CloseReason.IDLE) >= 0.5 and now.mean_rows <= now.max_rows / 2
+    if now.busy >= _BUSY or not free or now.wait_ns < max(2 * batch_ns, _OFTEN * now.total_ns):
+        return None
+    told = (
+        f"requests wait {_ms(now.wait_ns)} of {_ms(now.total_ns)} though the instances are free for {_percent(1 - now.busy)} of "
+        f"the time and a batch takes {_ms(batch_ns)}: their threads come late to the processor, which is busy with other work"
+    )
+    cure = "leave the server cores for itself (clients, other models), or send more rows in each request"
+    return Limit("processor", told, cure, "", f"answers up to {_ms(now.wait_ns - batch_ns)} sooner on average")
+
+
 def _bursts(now: Situation) -> Limit | None:
-    if now.busy >= _BUSY or now.wait_ns <= _OFTEN * now.total_ns or now.share(CloseReason.DELAY) >= _OFTEN:
+    if (
+        now.busy >= _BUSY
+        or now.wait_ns <= _OFTEN * now.total_ns
+        or now.share(CloseReason.DELAY) >= _OFTEN
+        or _wake_ups(now)
+    ):
         return None
     told = (
         f"requests wait {_ms(now.wait_ns)} of {_ms(now.total_ns)} in the queue, though the instances are busy for "
@@ -285,5 +304,5 @@ def _compute(now: Situation) -> str:
 
 _RULES: Iterable[Callable[[Situation], Limit | None]] = (
     _parked, _missing, _nobody, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _promise, _company, _padding,
-    _computing, _delay, _bursts, _copies, _sparse,
+    _computing, _delay, _wake_ups, _bursts, _copies, _sparse,
 )  # fmt: skip

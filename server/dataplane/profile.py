@@ -3,237 +3,20 @@ corrected by every batch that it runs.
 
 Instances disturb each other where they share a processor or its memory. So there is a table for 1, for 2, for up to 4, 8, 16 ...
 instances at work as a batch begins, itself included: what whoever plans a batch can see. One that is first heard of begins as a
-copy of the next smaller one, and the run rule below scales it.
-
-For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
-statistics, because what disturbs a measurement (a collection of garbage, another process, a page fault) makes single times
-many times longer: close to half of a window may be so without moving its median out of the range of the others (P. J. Huber,
-E. M. Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork
-(A. Gujarati and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
-
-A window alone is slow after a lasting change: its median follows once half of it is new. So a run rule, as control charts have
-it (Western Electric, Statistical Quality Control Handbook, 1956), looks for one: eight times in a row beyond the same quartile
-happen by chance once in 4^8 = 65,536. Then what was before is forgotten. If the run is of several numbers of rows, it is the
-machine that has changed, and the numbers of rows that were not seen meanwhile are scaled with the others.
-
-Between numbers of rows the estimate is linear; above the largest it grows in proportion, below the smallest it is that one's:
-rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
-what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
-
-A number of rows that is never run keeps what was measured at load, or follows the others by the run rule; of one that is thought
-to take too long there might never be a batch.
+copy of the next smaller one, and follows from there.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from server.core.clock import NS_PER_US
+from server.dataplane.timings import RUN, WINDOW, Curve, Known, Table, Times, read
 
-WINDOW = 64  # times a number of rows: three of them may be outliers without being the 95th percentile
-RUN = 8
-_PROMISED = 0.95
-_SORT = 4  # a window is sorted anew once one in so many of its times is new
-_REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
+__all__ = ["RUN", "WINDOW", "Known", "Profile", "Times"]
+
 _SMOOTHING = 8  # batches, of the number of instances at work
 _TABLES = 8  # of 1, 2, up to 4 ... and of more than 64 instances at work
-_COPIED = "copied"  # from another table: measured by nobody
-
-
-Times = Mapping[int, Sequence[int]]
-"""By rows, nanoseconds."""
-
-
-class Known(NamedTuple):
-    """What is known of one number of rows with so many instances at work.
-
-    Attributes:
-        rows: in the batch.
-        median_ns, p95_ns: of the window.
-        observations: batches of it that were run for callers.
-        instances: at work, at the most.
-        source: "load", "stored" (by an earlier process) or, once there are observations, "requests".
-    """
-
-    rows: int
-    median_ns: int
-    p95_ns: int
-    observations: int
-    instances: int = 1
-    source: str = "load"
-
-
-class _Curve(NamedTuple):
-    """What estimates are read from; never changed. All ascending, of one length."""
-
-    rows: list[int]
-    medians_ns: list[float]
-    p95s_ns: list[float]
-
-
-class _Window:
-    """The last times of one number of rows, and what follows from them as of the last `sort`."""
-
-    __slots__ = ("fresh", "high_ns", "low_ns", "median_ns", "observations", "p95_ns", "run", "source", "times_ns")
-
-    def __init__(self, times_ns: Iterable[int], source: str) -> None:
-        self.observations = 0
-        self.source = source
-        self.keep(times_ns)
-
-    def keep(self, times_ns: Iterable[int]) -> None:
-        """Forget all but these."""
-        self.times_ns = deque(times_ns, WINDOW)
-        self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
-        self.sort()
-
-    def scale(self, ratio: float) -> None:
-        """All takes `ratio` times as long: a few are kept for the shape, since what comes will soon outweigh them."""
-        self.keep([max(int(time_ns * ratio), 1) for time_ns in self.last(RUN)])
-
-    def sort(self) -> None:
-        """Bring what follows up to date."""
-        ordered = sorted(self.times_ns)
-        count = len(ordered)
-        if not self.run:  # else they stay what they were before it, or it would change what it is held against
-            self.low_ns = ordered[count // 4]
-            self.high_ns = ordered[count - 1 - count // 4]
-        self.median_ns = (ordered[(count - 1) // 2] + ordered[count // 2]) // 2
-        self.p95_ns = ordered[int(_PROMISED * count)]
-        self.fresh = 0
-
-    def turn(self) -> None:
-        """Forget what was before the run, and those of the run that belong there: it may have begun by chance."""
-        times_ns = self.last(RUN)
-        now_ns = sorted(times_ns)[RUN // 2]
-        self.keep([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
-
-    def last(self, count: int) -> list[int]:
-        """The newest last."""
-        return list(self.times_ns)[-count:]
-
-
-class _Table:
-    """Times with so many instances at work; guarded by the profile's lock but for `curve`, which is replaced, never changed."""
-
-    __slots__ = ("_above", "_run", "_sorted", "curve", "instances", "windows")
-
-    def __init__(self, instances: int) -> None:
-        self.instances = instances
-        self.windows: dict[int, _Window] = {}
-        self.curve: _Curve | None = _Curve([], [], [])  # None: to be drawn anew
-        # Rows, and ratio to the median, of the last times beyond the same quartiles.
-        self._run: list[tuple[int, float]] = []
-        self._above = False  # which quartiles
-        self._sorted = 0  # windows, since the curve was drawn
-
-    def copy(self, instances: int) -> _Table:
-        """One that knows the same for now."""
-        other = _Table(instances)
-        other.windows = {rows: _Window(window.last(RUN), _COPIED) for rows, window in self.windows.items()}
-        other.curve = None
-        return other
-
-    def seed(self, times_ns: Times, source: str) -> None:
-        """Times of before any caller's batch: what was copied is replaced, the rest of it scaled with that."""
-        ratios = []
-        for rows, measured_ns in times_ns.items():
-            window = self.windows.get(rows)
-            if not measured_ns or (window is not None and (window.source != _COPIED or window.observations)):
-                continue
-            self.windows[rows] = fresh = _Window(measured_ns, source)
-            if window is not None:
-                ratios.append(fresh.median_ns / max(window.median_ns, 1))
-        if ratios:
-            ratio = sorted(ratios)[len(ratios) // 2]
-            for window in self.windows.values():
-                if window.source == _COPIED and not window.observations:
-                    window.scale(ratio)
-        self.curve = None
-
-    def observe(self, rows: int, time_ns: int) -> None:
-        """A batch was run."""
-        window = self.windows.get(rows)
-        if window is None:
-            window = self.windows[rows] = _Window([time_ns], _COPIED)
-            window.observations = 1
-            self.curve = None
-            return
-        if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
-            window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
-            window.sort()
-        window.times_ns.append(time_ns)
-        window.observations += 1
-        window.fresh += 1
-        if window.low_ns <= time_ns <= window.high_ns:
-            window.run = 0
-            if self._run:
-                self._run = []
-        else:
-            self._beyond(window, rows, time_ns)
-        if window.fresh * _SORT >= len(window.times_ns):
-            window.sort()
-            self._sorted += 1
-            if self._sorted * _REDRAW >= len(self.windows):  # drawing costs as much as there are windows
-                self.curve = None
-
-    def known(self) -> list[Known]:
-        """What was measured, by rows, ascending."""
-        for window in self.windows.values():
-            if window.fresh:
-                window.sort()
-        return [
-            Known(
-                rows,
-                window.median_ns,
-                window.p95_ns,
-                window.observations,
-                self.instances,
-                "requests" if window.observations else window.source,
-            )
-            for rows, window in sorted(self.windows.items())
-            if window.observations or window.source != _COPIED
-        ]
-
-    def draw(self) -> _Curve:
-        """The curve as of now."""
-        windows = sorted(self.windows.items())
-        weights = [len(window.times_ns) for _, window in windows]
-        medians_ns = _rising([window.median_ns for _, window in windows], weights)
-        p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
-        promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
-        self._sorted = 0
-        self.curve = curve = _Curve([rows for rows, _ in windows], medians_ns, promises_ns)
-        return curve
-
-    def _beyond(self, window: _Window, rows: int, time_ns: int) -> None:
-        """A time beyond a quartile: is it the last of a run?"""
-        above = time_ns > window.high_ns
-        if above != self._above:
-            self._above, self._run = above, []
-        window.run += 1 if above else -1
-        self._run.append((rows, time_ns / max(window.median_ns, 1)))
-        if abs(window.run) >= RUN:
-            window.turn()
-            self._run, self.curve = [], None
-        elif len(self._run) >= RUN:
-            self._rescale()
-
-    def _rescale(self) -> None:
-        """Several numbers of rows take longer, or less long, than they did: so will the others."""
-        seen = [rows for rows, _ in self._run]
-        ratio = sorted(ratio for _, ratio in self._run)[len(self._run) // 2]
-        for rows, window in self.windows.items():
-            count = seen.count(rows)
-            if count:
-                window.keep(window.last(count))
-            else:
-                window.scale(ratio)
-        self._run, self.curve = [], None
 
 
 class Profile:
@@ -248,7 +31,7 @@ class Profile:
     def __init__(self) -> None:
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
-        self._first = first = _Table(1)
+        self._first = first = Table(1)
         self._one = True  # the first table stands for all
         self._tables = (first,) * _TABLES  # by `_place` of the instances at work; one may stand for several
         self._crowd = 1.0  # instances at work of late, smoothed
@@ -280,7 +63,7 @@ class Profile:
         """
         table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
         curve = table.curve or self._drawn(table)
-        return _read(curve.rows, curve.medians_ns, rows)
+        return read(curve.rows, curve.medians_ns, rows)
 
     def promise_ns(self, rows: int, instances: int = 0) -> int:
         """What 95 of 100 batches keep to: to promise with; 0 if nothing is known. Never less than the estimate.
@@ -290,7 +73,7 @@ class Profile:
         """
         table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
         curve = table.curve or self._drawn(table)
-        return _read(curve.rows, curve.p95s_ns, rows)
+        return read(curve.rows, curve.p95s_ns, rows)
 
     def known(self) -> list[Known]:
         """What was measured, by instances and rows, ascending; without what `estimate_ns` does to it."""
@@ -314,14 +97,7 @@ class Profile:
     def times(self, most: int = WINDOW) -> dict[int, dict[int, list[int]]]:
         """By instances and rows the last `most` times that were measured, nanoseconds: to be kept and seeded again."""
         with self._lock:
-            return {
-                table.instances: {
-                    rows: window.last(most)
-                    for rows, window in sorted(table.windows.items())
-                    if window.observations or window.source != _COPIED
-                }
-                for table in dict.fromkeys(self._tables)
-            }
+            return {table.instances: table.times(most) for table in dict.fromkeys(self._tables)}
 
     def summary(self) -> list[tuple[int, int, int]]:
         """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
@@ -329,7 +105,7 @@ class Profile:
         sizes = sorted({most, *(1 << power for power in range(most.bit_length()))} - {0})
         return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
 
-    def _table(self, instances: int) -> _Table:
+    def _table(self, instances: int) -> Table:
         """To be written: the table of so many, made if there is none; while nothing is known the first one is everybody's."""
         place = _place(instances)
         tables = self._tables
@@ -341,7 +117,7 @@ class Profile:
         self._one = False
         return made
 
-    def _drawn(self, table: _Table) -> _Curve:
+    def _drawn(self, table: Table) -> Curve:
         with self._lock:
             return table.draw()
 
@@ -349,26 +125,3 @@ class Profile:
 def _place(instances: int) -> int:
     """0 of 1 instance, 1 of 2, 2 of up to 4, 3 of up to 8 ..."""
     return min((instances - 1).bit_length(), _TABLES - 1) if instances > 1 else 0
-
-
-def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
-    """The rising numbers nearest to `values` by weighted squares."""
-    pools: list[tuple[float, int, int]] = []  # mean, weight, how many
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, count = float(value), weight, 1
-        while pools and pools[-1][0] > mean:
-            before, heavy, many = pools.pop()
-            mean = (before * heavy + mean * total) / (heavy + total)
-            total, count = total + heavy, count + many
-        pools.append((mean, total, count))
-    return [mean for mean, _, count in pools for _ in range(count)]
-
-
-def _read(known: list[int], values: list[float], rows: int) -> int:
-    place = bisect_left(known, rows)
-    if place == len(known):
-        return int(values[-1] * rows / known[-1]) if known else 0
-    if known[place] == rows or place == 0:
-        return int(values[place])
-    low, high = known[place - 1], known[place]
-    return int(values[place - 1] + (values[place] - values[place - 1]) * (rows - low) / (high - low))

@@ -241,3 +241,13 @@ def test_parked_models_and_dead_instances_come_first() -> None:
     assert first(Situation(recent, policy(instances=2), Profile(), 0, parked=True)).kind == "parked"
     dead = first(Situation(recent, policy(instances=2), Profile(), 1))
     assert (dead.kind, "1 of 2 instances live" in dead.explanation) == ("instances", True)
+
+
+def test_threads_that_come_late_are_told_apart_from_bursts() -> None:
+    profile = Profile()
+    profile.seed({1: [MS]})
+    limit = first(Situation(batches(1, "idle", queue_ms=5, count=100).recent(), policy(), profile, 1))
+    assert (limit.kind, "a batch takes 1 ms" in limit.explanation) == ("processor", True)
+    assert limit.expected == "answers up to 4 ms sooner on average"
+    for changed in (policy(merge=False), policy(max_rows=1)):  # one waits for the other
+        assert first(Situation(batches(1, "idle", queue_ms=5, count=100).recent(), changed, profile, 1)).kind == "queue"

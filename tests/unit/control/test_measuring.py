@@ -15,6 +15,7 @@ import pytest
 from server.backends.base import ExecutionLost
 from server.config.config_reader import read_model_folder
 from server.control.measuring import Measuring, backend_buckets, sizes
+from server.control.profile_store import Kept
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.model_config import ModelConfig
 from server.core.tensor import Array
@@ -235,40 +236,46 @@ def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, b
         assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
 
 
-def test_times_that_were_kept_are_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
-    kept = {1: {1: [2 * NS_PER_MS] * 3, 3: [4 * NS_PER_MS]}, 2: {1: [3 * NS_PER_MS]}}
-    model, profile = Model(), Profile()
-    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
+def kept_by(model: Model, config: ModelConfig, kept: Kept, limit_ns: int = NS_PER_S) -> tuple[Profile, int]:
+    """The profile, and how long the smallest batch took."""
+    profile = Profile()
+    measuring = Measuring(config, model, 1, profile, limit_ns, model.clock, kept)
+    measuring(model)
+    return profile, measuring.idle_ns
+
+
+def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
+    times_ns = {1: {1: [9 * NS_PER_MS] * 3, 3: [12 * NS_PER_MS]}, 2: {1: [13 * NS_PER_MS]}}  # under load, as it was
+    kept = Kept(times_ns, 3 * NS_PER_MS)
+    model = Model()
+    profile, idle_ns = kept_by(model, config, kept)
     assert model.rows == [1] * 4
     assert {known.source for known in profile.known()} == {"stored"}
-    assert profile.times() == kept
-    slower, profile = Model(), Profile()
-
-    def busy(_rows: int) -> None:
-        slower.now_ns += 5 * NS_PER_MS
-
-    slower.before = busy
-    Measuring(config, slower, 1, profile, NS_PER_S, slower.clock, kept)(slower)
-    assert slower.rows == [1] * 4 + [1, 2, 4, 8] * 4
-    assert {known.source for known in profile.known()} == {"load"}
+    assert profile.times() == times_ns
+    assert idle_ns == 3 * NS_PER_MS, "as it was when the times were taken"
+    for then_ms in (0, 0.9, 4.1):
+        model = Model()
+        profile, idle_ns = kept_by(model, config, Kept(times_ns, int(then_ms * NS_PER_MS)))
+        assert model.rows == [1] * 4 + [1, 2, 4, 8] * 4
+        assert {known.source for known in profile.known()} == {"load"}
+        assert idle_ns == 2 * NS_PER_MS
 
 
-def test_times_that_were_kept_are_all_there_is_of_what_cannot_be_run(tmp_path: Path) -> None:
-    config = read(tmp_path, identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
-    kept = {1: {1: [100], 4: [300]}}
-    model, profile = Model(), Profile()
-    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
-    assert (model.rows, profile.times()) == ([], kept)
+def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config: ModelConfig) -> None:
+    texts = read(tmp_path / "texts", identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
+    kept = Kept({1: {1: [100], 4: [300]}}, 0)
+    for what, limit_ns in ((texts, NS_PER_S), (config, 0)):
+        model = Model()
+        profile, idle_ns = kept_by(model, what, kept, limit_ns)
+        assert (model.rows, profile.times(), idle_ns) == ([], kept.times_ns, 0)
 
 
 @pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (300, "load")])
-def test_times_that_were_kept_are_held_against_the_backends_own(config: ModelConfig, then_us: int, source: str) -> None:
+def test_what_was_kept_is_held_against_the_backends_own_table(config: ModelConfig, then_us: int, source: str) -> None:
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 8: 200.5}
 
-    model, profile = Measured(), Profile()
-    kept = {1: {1: [then_us * 1000]}}
-    Measuring(config, model, 1, profile, NS_PER_S, model.clock, kept)(model)
+    profile, _ = kept_by(Measured(), config, Kept({1: {1: [400_000]}}, then_us * 1000))
     assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
 
 

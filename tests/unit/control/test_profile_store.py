@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from server.config.config_reader import read_model_folder
 from server.control import profile_store
-from server.control.profile_store import KeptProfile, ProfileStore
+from server.control.profile_store import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
 from server.core.model_config import ModelConfig
 from server.dataplane.profile import Profile
 from tests.models import add_model, affine
@@ -44,17 +44,17 @@ def kept(tmp_path: Path) -> KeptProfile:
 
 
 def test_what_is_written_is_read(kept: KeptProfile) -> None:
-    assert kept.read() == {}
-    kept.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})))
-    assert kept.read() == {1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}
+    assert kept.read() == NOTHING_KEPT
+    kept.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
+    assert kept.read() == Kept({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
     seen = profile((1, {1: [100]}))
     for place in range(100):
         seen.observe(1, 1000 + place * 37 % 100)
-    kept.write(seen)
-    assert kept.read() == seen.times(32)
-    assert len(kept.read()[1][1]) == 32
-    kept.write(Profile())
-    assert kept.read(), "nothing known is not worth a file"
+    kept.write(seen, 0)
+    assert kept.read() == Kept(seen.times(32), 0)
+    assert len(kept.read().times_ns[1][1]) == 32
+    kept.write(Profile(), 0)
+    assert kept.read().times_ns, "nothing known is not worth a file"
 
 
 def test_the_key_is_all_that_decides_how_long_a_batch_takes(
@@ -82,7 +82,7 @@ def test_the_key_is_all_that_decides_how_long_a_batch_takes(
 @given(st.data())
 def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     store = ProfileStore(tmp_path_factory.mktemp("store"))
-    store.write("key", "m", "here", profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})))
+    store.write("key", "m", "here", profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})), 5)
     (path,) = store._folder.iterdir()
     content = path.read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))
@@ -91,7 +91,7 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
     )
     path.write_bytes(broken)
     found = store.read("key")  # raises nothing, and what it gives can be seeded
-    for instances, times_ns in found.items():
+    for instances, times_ns in found.times_ns.items():
         Profile().seed(times_ns, instances)
 
 
@@ -102,16 +102,18 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
         [],
         {},
         {"format": 2, "times_ns": {}},
-        {"format": 1, "times_ns": []},
-        {"format": 1, "times_ns": {"1": []}},
-        {"format": 1, "times_ns": {"0": {"1": [5]}}},
-        {"format": 1, "times_ns": {"1": {"-1": [5]}}},
-        {"format": 1, "times_ns": {"1": {"1": []}}},
-        {"format": 1, "times_ns": {"1": {"1": [0]}}},
-        {"format": 1, "times_ns": {"1": {"1": [1.5]}}},
-        {"format": 1, "times_ns": {"1": {"1": [True]}}},
-        {"format": 1, "times_ns": {"1": {"1": [10**14]}}},
-        {"format": 1, "times_ns": {"1" * 20: {"1": [1]}}},
+        {"format": 1, "times_ns": {"1": {"1": [5]}}},
+        {"format": 1, "idle_ns": -1, "times_ns": {"1": {"1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": []},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": []}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"0": {"1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"-1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": []}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [0]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [1.5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [True]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [10**14]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1" * 20: {"1": [1]}}},
     ],
 )
 def test_what_is_no_profile_is_told_and_left_out(
@@ -119,7 +121,7 @@ def test_what_is_no_profile_is_told_and_left_out(
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.profile")
     (tmp_path / "key.json").write_text(json.dumps(document))
-    assert ProfileStore(tmp_path).read("key") == {}
+    assert ProfileStore(tmp_path).read("key") == NOTHING_KEPT
     assert "key.json is of no use" in caplog.text
 
 
@@ -128,8 +130,8 @@ def test_a_folder_that_cannot_be_written_is_told_once(kept: KeptProfile, caplog:
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
     for _ in range(3):
-        kept.write(profile((1, {1: [100]})))
-        assert kept.read() == {}
+        kept.write(profile((1, {1: [100]})), 0)
+        assert kept.read() == NOTHING_KEPT
     assert [record.levelname for record in caplog.records if "--state-dir" in record.message] == ["WARNING"]
 
 
@@ -138,12 +140,12 @@ def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.Mon
     store, some = ProfileStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):
-        store.write(key, "m", "here", some)
+        store.write(key, "m", "here", some, 0)
         os.utime(tmp_path / f"{key}.json", (1000 + age, 1000 + age))
     oldest = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
     store.read(oldest.stem)
     second = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
-    store.write("new", "m", "here", some)
+    store.write("new", "m", "here", some, 0)
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == 4
     assert {oldest.name, "new.json"} <= left

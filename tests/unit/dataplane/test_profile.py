@@ -252,3 +252,21 @@ def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tu
     assert {(known.instances, known.rows) for known in again.known()} == {
         (known.instances, known.rows) for known in profile.known()
     }
+
+
+@given(st.integers(0, 2**32), st.sampled_from([1, 3]))
+def test_sizes_that_are_not_run_do_not_drift_with_the_noise_of_those_that_are(seed: int, instances: int) -> None:
+    """Calm and disturbed in turn, as beside other processes: slow times come in runs, and go one by one."""
+    profile, rng = Profile(), random.Random(seed)
+    profile.seed({rows: [20_000 + 2500 * rows] * 3 for rows in (1, 2, 4, 8, 16, 32, 64)})
+    disturbed = 1.0
+    for _ in range(4000):
+        disturbed = 1 + (disturbed - 1) * 0.9 if rng.random() < 0.97 else rng.uniform(2, 6)
+        rows = rng.choice((1, 1, 2, 3, 4))
+        profile.observe(rows, int((20_000 + 2500 * rows) * disturbed * rng.lognormvariate(0, 0.3)), instances)
+        for large in (8, 64):
+            assert profile.estimate_ns(large) < 10 * (20_000 + 2500 * large), "no more than the disturbance itself"
+    told(profile, 2, [25_000] * 200)
+    told(profile, 4, [30_000] * 200)
+    for large in (8, 64):
+        assert profile.estimate_ns(large, 1) == pytest.approx(20_000 + 2500 * large, rel=0.3), "and it comes back"

@@ -1,0 +1,335 @@
+"""How long batches take, by their rows, as a table that follows what it is told: one for each number of instances at work.
+
+For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
+statistics, because what disturbs a measurement (a collection of garbage, another process, a page fault) makes single times
+many times longer: close to half of a window may be so without moving its median out of the range of the others (P. J. Huber,
+E. M. Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork
+(A. Gujarati and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
+
+A window alone is slow after a lasting change: its median follows once half of it is new. So a run rule, as control charts have
+it (Western Electric, Statistical Quality Control Handbook, 1956), looks for one: eight times in a row beyond the same quartile
+happen by chance once in 4^8 = 65,536. Then what was before is forgotten. If the run is of several numbers of rows, it is the
+machine that has changed. Numbers of rows that are not run are scaled with those that are.
+
+Between numbers of rows the estimate is linear; above the largest it grows in proportion, below the smallest it is that one's:
+rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
+what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
+
+A number of rows that is not run keeps what was measured, or follows the others; of one that is thought to take too long there
+might never be a batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+WINDOW = 64  # times a number of rows: three of them may be outliers without being the 95th percentile
+RUN = 8
+_PROMISED = 0.95
+_SORT = 4  # a window is sorted anew once one in so many of its times is new
+_REDRAW = 8  # the curve is drawn anew once one in so many windows has been sorted
+_LATELY = 32  # batches, by which the pace of a table is told
+_FOLLOWED = 1.25  # what is not run follows a pace that has changed so much
+_REQUESTS = "requests"
+COPIED = "copied"  # from another table: measured by nobody
+
+Times = Mapping[int, Sequence[int]]
+"""By rows, nanoseconds."""
+
+
+class Known(NamedTuple):
+    """What is known of one number of rows with so many instances at work.
+
+    Attributes:
+        rows: in the batch.
+        median_ns, p95_ns: of the window.
+        observations: batches of it that were run for callers.
+        instances: at work, at the most.
+        source: "load", "stored" (by an earlier process) or, once there are observations, "requests".
+    """
+
+    rows: int
+    median_ns: int
+    p95_ns: int
+    observations: int
+    instances: int = 1
+    source: str = "load"
+
+
+class Curve(NamedTuple):
+    """What estimates are read from; never changed. All ascending, of one length."""
+
+    rows: list[int]
+    medians_ns: list[float]
+    p95s_ns: list[float]
+
+
+class Window:
+    """The last times of one number of rows, and what follows from them as of the last `sort`."""
+
+    __slots__ = (
+        "anchor_ns",
+        "fresh",
+        "high_ns",
+        "low_ns",
+        "median_ns",
+        "observations",
+        "p95_ns",
+        "pace",
+        "run",
+        "seen",
+        "source",
+        "times_ns",
+    )
+
+    def __init__(self, times_ns: Iterable[int], source: str, pace: float = 1.0) -> None:
+        self.observations = 0
+        self.source = source
+        self.seen = 0  # at which of the table's batches it was run last
+        self.keep(times_ns)
+        self.pace = pace  # the table's, at which these times were taken
+        self.anchor_ns = max(self.median_ns, 1) / pace  # what they would have been at pace 1
+
+    def keep(self, times_ns: Iterable[int]) -> None:
+        """Forget all but these."""
+        self.times_ns = deque(times_ns, WINDOW)
+        self.run = 0  # how many of the last times were beyond the same quartile; below zero: beneath the lower one
+        self.sort()
+
+    def scale(self, ratio: float) -> None:
+        """All takes `ratio` times as long: a few are kept for the shape, since what comes will soon outweigh them."""
+        self.keep([max(round(time_ns * ratio), 1) for time_ns in self.last(RUN)])
+
+    def sort(self) -> None:
+        """Bring what follows up to date."""
+        ordered = sorted(self.times_ns)
+        count = len(ordered)
+        if not self.run:  # else they stay what they were before it, or it would change what it is held against
+            self.low_ns = ordered[count // 4]
+            self.high_ns = ordered[count - 1 - count // 4]
+        self.median_ns = (ordered[(count - 1) // 2] + ordered[count // 2]) // 2
+        self.p95_ns = ordered[int(_PROMISED * count)]
+        self.fresh = 0
+
+    def turn(self) -> None:
+        """Forget what was before the run, and those of the run that belong there: it may have begun by chance."""
+        times_ns = self.last(RUN)
+        now_ns = sorted(times_ns)[RUN // 2]
+        self.keep([time_ns for time_ns in times_ns if abs(time_ns - now_ns) <= abs(time_ns - self.median_ns)])
+
+    def last(self, count: int) -> list[int]:
+        """The newest last."""
+        return list(self.times_ns)[-count:]
+
+
+class Table:
+    """Times with so many instances at work; guarded by the profile's lock but for `curve`, which is replaced, never changed.
+
+    Its pace is how many times as long batches take as those that were first measured, by the median of the last ones. What is not
+    run follows it from where it was when it was run last. It is measured each time against the same first times: ratios that are
+    multiplied up would drift, since slow times come in runs more often than quick ones.
+    """
+
+    __slots__ = (
+        "_above",
+        "_batches",
+        "_pace",
+        "_ratios",
+        "_run",
+        "_seeded",
+        "_sorted",
+        "curve",
+        "instances",
+        "windows",
+    )
+
+    def __init__(self, instances: int) -> None:
+        self.instances = instances
+        self.windows: dict[int, Window] = {}
+        self.curve: Curve | None = Curve([], [], [])  # None: to be drawn anew
+        self._run: list[int] = []  # rows of the last times beyond the same quartiles
+        self._above = False  # which quartiles
+        self._sorted = 0  # windows, since the curve was drawn
+        self._batches = 0
+        self._pace = 1.0
+        self._seeded = False  # some were measured before
+        self._ratios: deque[float] = deque(maxlen=_LATELY)  # of the last times to the first of their size
+
+    def copy(self, instances: int) -> Table:
+        """One that knows the same for now."""
+        other = Table(instances)
+        other.windows = {rows: Window(window.last(RUN), COPIED) for rows, window in self.windows.items()}
+        other.curve, other._seeded = None, True
+        return other
+
+    def seed(self, times_ns: Times, source: str) -> None:
+        """Times of before any caller's batch: what was copied is replaced, the rest of it scaled with that."""
+        ratios = []
+        for rows, measured_ns in times_ns.items():
+            window = self.windows.get(rows)
+            if not measured_ns or (window is not None and (window.source != COPIED or window.observations)):
+                continue
+            self.windows[rows] = fresh = Window(measured_ns, source)
+            self._seeded = True
+            if window is not None:
+                ratios.append(fresh.median_ns / max(window.median_ns, 1))
+        if ratios:
+            ratio = sorted(ratios)[len(ratios) // 2]
+            for window in self.windows.values():
+                if window.source == COPIED and not window.observations:
+                    window.scale(ratio)
+                    window.anchor_ns = window.median_ns / window.pace
+        self.curve = None
+
+    def observe(self, rows: int, time_ns: int) -> None:
+        """A batch was run."""
+        window = self.windows.get(rows)
+        self._batches += 1
+        if window is None:
+            window = self.windows[rows] = Window([time_ns], _REQUESTS, self._pace)
+            window.observations, window.seen = 1, self._batches
+            self.curve = None
+            return
+        if window.source != _REQUESTS:
+            self._ratios.append(time_ns / window.anchor_ns)
+        elif not self._seeded:  # there is nothing better than the first times for callers
+            self._go_by(window, time_ns)
+        window.seen, window.pace = self._batches, self._pace
+        if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
+            window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
+            window.sort()
+        window.times_ns.append(time_ns)
+        window.observations += 1
+        window.fresh += 1
+        if window.low_ns <= time_ns <= window.high_ns:
+            window.run = 0
+            if self._run:
+                self._run = []
+        else:
+            self._beyond(window, rows, time_ns)
+        if not self._batches % _LATELY:
+            self._follow(_LATELY)
+        if window.fresh * _SORT >= len(window.times_ns):
+            window.sort()
+            self._sorted += 1
+            if self._sorted * _REDRAW >= len(self.windows):  # drawing costs as much as there are windows
+                self.curve = None
+
+    def _go_by(self, window: Window, time_ns: int) -> None:
+        if window.observations >= RUN:
+            self._ratios.append(time_ns / window.anchor_ns)
+            return
+        window.sort()
+        window.anchor_ns = max(window.median_ns, 1) / self._pace
+
+    def known(self) -> list[Known]:
+        """What was measured, by rows, ascending."""
+        for window in self.windows.values():
+            if window.fresh:
+                window.sort()
+        return [
+            Known(
+                rows,
+                window.median_ns,
+                window.p95_ns,
+                window.observations,
+                self.instances,
+                _REQUESTS if window.observations else window.source,
+            )
+            for rows, window in sorted(self.windows.items())
+            if window.observations or window.source != COPIED
+        ]
+
+    def times(self, most: int) -> dict[int, list[int]]:
+        """By rows the last `most` times that were measured; of what was never run for callers, as it was measured."""
+        return {
+            rows: window.last(most)
+            if window.observations
+            else [max(round(time_ns / window.pace), 1) for time_ns in window.last(most)]
+            for rows, window in sorted(self.windows.items())
+            if window.observations or window.source != COPIED
+        }
+
+    def draw(self) -> Curve:
+        """The curve as of now."""
+        windows = sorted(self.windows.items())
+        weights = [len(window.times_ns) for _, window in windows]
+        medians_ns = _rising([window.median_ns for _, window in windows], weights)
+        p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
+        promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
+        self._sorted = 0
+        self.curve = curve = Curve([rows for rows, _ in windows], medians_ns, promises_ns)
+        return curve
+
+    def _beyond(self, window: Window, rows: int, time_ns: int) -> None:
+        """A time beyond a quartile: is it the last of a run?"""
+        above = time_ns > window.high_ns
+        if above != self._above:
+            self._above, self._run = above, []
+        window.run += 1 if above else -1
+        self._run.append(rows)
+        if abs(window.run) >= RUN:
+            window.turn()
+            self._run, self.curve = [], None
+        elif len(self._run) >= RUN:
+            self._change()
+
+    def _change(self) -> None:
+        """Several numbers of rows take longer, or less long, than they did: so will the others."""
+        for rows in dict.fromkeys(self._run):
+            window = self.windows[rows]
+            window.keep(window.last(self._run.count(rows)))
+        while len(self._ratios) > RUN:
+            self._ratios.popleft()
+        self._run, self.curve = [], None
+        self._follow(RUN)
+
+    def _follow(self, lately: int) -> None:
+        """Bring what was not run in the last batches to the pace of what was.
+
+        Args:
+            lately: how many batches.
+        """
+        if self._ratios:
+            self._pace = sorted(self._ratios)[len(self._ratios) // 2]
+        pace = self._pace
+        for window in self.windows.values():
+            if self._batches - window.seen < lately:
+                window.pace = pace
+            elif not 1 / _FOLLOWED < pace / window.pace < _FOLLOWED:
+                window.scale(pace / window.pace)
+                window.pace = pace
+                self.curve = None
+
+
+def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
+    """The rising numbers nearest to `values` by weighted squares."""
+    pools: list[tuple[float, int, int]] = []  # mean, weight, how many
+    for value, weight in zip(values, weights, strict=True):
+        mean, total, count = float(value), weight, 1
+        while pools and pools[-1][0] > mean:
+            before, heavy, many = pools.pop()
+            mean = (before * heavy + mean * total) / (heavy + total)
+            total, count = total + heavy, count + many
+        pools.append((mean, total, count))
+    return [mean for mean, _, count in pools for _ in range(count)]
+
+
+def read(known: list[int], values: list[float], rows: int) -> int:
+    """The value at `rows`.
+
+    Args:
+        known: numbers of rows, ascending.
+        values: at those.
+        rows: anywhere.
+    """
+    place = bisect_left(known, rows)
+    if place == len(known):
+        return int(values[-1] * rows / known[-1]) if known else 0
+    if known[place] == rows or place == 0:
+        return int(values[place])
+    low, high = known[place - 1], known[place]
+    return int(values[place - 1] + (values[place] - values[place - 1]) * (rows - low) / (high - low))
