@@ -22,7 +22,7 @@ from loadtest.bench import machine
 from loadtest.bench.report import Report, print_report, replace_block, to_json, to_markdown
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
-from loadtest.slo import deep_queue, faithful, objectives, over_http, overload, tenants
+from loadtest.slo import curves, deep_queue, faithful, objectives, over_http, overload, tenants
 from loadtest.slo.plan import Plan
 
 PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         page = options.markdown.read_text()
         options.markdown.write_text(replace_block(page, to_markdown(report), "slo"))
+    if options.plot:
+        options.plot.write_text(curves.draw())
     if any(result.failure for result in results):
         return 2
     return int(any(result.missed for result in results))
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=5.0, help="how long a trace is, by the clock (default: %(default)s)")
     add("--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`")
     add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add("--plot", type=Path, metavar="FILE", help="draw goodput and latency over the load (SVG, simulated)")
     add("--markdown", type=Path, metavar="FILE", help="replace the block between the slo markers in a page")
     return parser
 

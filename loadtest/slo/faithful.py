@@ -6,7 +6,7 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, at_most
 from loadtest.bench.spread import Spread
 from loadtest.slo.plan import Plan, figures
 from loadtest.slo.subject import (
-    DEVICE_TOLD,
+    USUAL,
     Setting,
     Told,
     added_us,
@@ -52,7 +52,7 @@ def run(plan: Plan) -> CaseResult:
                 Comparison(f"|simulated / by the clock - 1|, {quantity}, {name}", "", Spread.of(apart), at_most(0.1))
             )
     notes = (
-        DEVICE_TOLD,
+        USUAL,
         f"SLO {SLO_MS:g} ms",
         f"a batch takes {extra_us:.0f} us longer than its device on average, which the simulator is told",
     )

@@ -9,7 +9,7 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_
 from loadtest.bench.session import interleave
 from loadtest.bench.spread import Spread, ratios
 from loadtest.slo.plan import Plan, figures
-from loadtest.slo.subject import DEVICE_TOLD, Setting, Told, Way, arrivals, fixed, judged, promising, simulated
+from loadtest.slo.subject import USUAL, Setting, Told, Way, arrivals, fixed, judged, promising, simulated
 
 LOAD = 0.8
 SLOS_MS = (25.0, 50.0, 100.0)
@@ -20,7 +20,7 @@ def run(plan: Plan) -> CaseResult:
     """Throughput and p99 for each objective."""
     told: list[Figure] = []
     compared: list[Comparison] = []
-    notes = [DEVICE_TOLD, f"{len(SWEEP)} fixed settings were swept in virtual time: 16 to 32 rows, 0 to 80 ms"]
+    notes = [USUAL.told, f"{len(SWEEP)} fixed settings were swept in virtual time: 16 to 32 rows, 0 to 80 ms"]
     sweep = {setting.name: judged(simulated(arrivals(LOAD, 20, 7), setting), 0) for setting in SWEEP}
     for slo_ms in SLOS_MS:
         best = best_of(sweep, slo_ms)

@@ -8,7 +8,7 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_
 from loadtest.bench.session import interleave
 from loadtest.bench.spread import Spread, ratios
 from loadtest.slo.plan import Plan, figures
-from loadtest.slo.subject import DEVICE_TOLD, Told, Way, arrivals, fixed, judged, promising
+from loadtest.slo.subject import USUAL, Told, Way, arrivals, fixed, judged, promising
 
 SLO_MS = 50.0
 LOADS = (1.5, 2.0)
@@ -24,11 +24,11 @@ def run(plan: Plan) -> CaseResult:
             where = f"{load:g} x capacity, {way}"
             told += figures(
                 {f"{name}, {where}": each for name, each in found.items()},
-                ("goodput_hz", "throughput_hz", "p99_ms", "refused"),
+                ("goodput_hz", "throughput_hz", "p50_ms", "p99_ms", "refused", "late_ms"),
             )
             compared += _compared(where, found)
     title = f"goodput of an overloaded device, SLO {SLO_MS:g} ms"
-    notes = (f"{DEVICE_TOLD}; its capacity is what the fixed batcher answers a second in the same round, late or not",)
+    notes = (f"{USUAL.told}; its capacity is what the fixed batcher answers a second in the same round, late or not",)
     return CaseResult("overload", title, tuple(told), tuple(compared), notes)
 
 

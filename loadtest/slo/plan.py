@@ -58,4 +58,5 @@ _UNITS = {
     "refused": "share refused",
     "rows": "rows a batch",
     "busy": "share of time computing",
+    "late_ms": "asked late, p99 ms",
 }

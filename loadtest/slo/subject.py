@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,38 @@ from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
 from server.simulation.traces import Load, Shape, Trace, make_trace
 
-BATCH_US, ROW_US, ROWS = 4000, 250, 32
-CAPACITY_HZ = ROWS / (BATCH_US + ROW_US * ROWS) * 1e6
-DEVICE_TOLD = f"a device that takes {BATCH_US / 1000:g} ms a batch and {ROW_US / 1000:g} ms a row, {ROWS} rows at most"
-DEVICE = Device(BATCH_US * NS_PER_US, ROW_US * NS_PER_US, depth=1)
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a device is.
+
+    Attributes:
+        batch_us: what each batch takes.
+        row_us: what each of its rows takes more.
+        rows: in the largest batch.
+        told: for reports.
+    """
+
+    batch_us: float
+    row_us: float
+    rows: int
+    told: str
+
+    @property
+    def capacity_hz(self) -> float:
+        """Rows a second in full batches."""
+        return self.rows / (self.batch_us + self.row_us * self.rows) * 1e6
+
+    def device(self, depth: int) -> Device:
+        """To replay by the clock."""
+        return Device(round(self.batch_us * NS_PER_US), round(self.row_us * NS_PER_US), depth)
+
+
+USUAL = Speed(4000, 250, 32, "a device that takes 4 ms a batch and 0.25 ms a row, 32 rows at most (12 ms)")
+# ResNet-50 in FP16 on an H200 (docs/performance.md): 0.60 ms for one row, 0.695 ms for the eight that the demo allows.
+SLOWED_H200 = Speed(
+    5864, 136, 8, "resnet50 as the demo has it (8 rows) at an H200's speed, ten times slowed down: 6.0 to 6.95 ms"
+)
 # What Triton's queues have; our own default of 4,096 would stop a queue that grows for longer than a test.
 _UNBOUNDED = QueueLimits(max_count=1 << 20)
 
@@ -34,28 +62,36 @@ class Setting:
     Attributes:
         name: in tables.
         policy: how requests are treated.
+        speed: of the device.
         depth: batches that may be under way.
     """
 
     name: str
     policy: HandlePolicy
+    speed: Speed = USUAL
     depth: int = 1
 
 
-def fixed(max_rows: int = ROWS, delay_ms: float = 0.0) -> Setting:
-    """Size and delay, no promise: as Triton's `dynamic_batching { }` with these two."""
-    name = f"fixed, {max_rows} rows, {delay_ms:g} ms"
-    return Setting(name, HandlePolicy(BatchPolicy(max_rows, max_delay_ns=round(delay_ms * NS_PER_MS)), _UNBOUNDED))
+def fixed(max_rows: int = 0, delay_ms: float = 0.0, speed: Speed = USUAL) -> Setting:
+    """Size (the device's own if 0) and delay, no promise: as Triton's `dynamic_batching { }` with these two."""
+    max_rows = max_rows or speed.rows
+    batch = BatchPolicy(max_rows, max_delay_ns=round(delay_ms * NS_PER_MS))
+    return Setting(f"fixed, {max_rows} rows, {delay_ms:g} ms", HandlePolicy(batch, _UNBOUNDED), speed)
 
 
-def promising(slo_ms: float, sharing: Sharing | None = None) -> Setting:
+def promising(slo_ms: float, sharing: Sharing | None = None, speed: Speed = USUAL) -> Setting:
     """The configuration's `slo { p99_ms: ... }`, and nothing else."""
-    batch = BatchPolicy(ROWS, objective_ns=round(slo_ms * NS_PER_MS))
-    return Setting(f"slo {slo_ms:g} ms", HandlePolicy(batch, _UNBOUNDED, sharing=sharing))
+    batch = BatchPolicy(speed.rows, objective_ns=round(slo_ms * NS_PER_MS))
+    return Setting(f"slo {slo_ms:g} ms", HandlePolicy(batch, _UNBOUNDED, sharing=sharing), speed)
 
 
 def arrivals(
-    share: float, seconds: float, seed: int, shape: Shape | None = None, clients: tuple[tuple[str, float], ...] = ()
+    share: float,
+    seconds: float,
+    seed: int,
+    shape: Shape | None = None,
+    clients: tuple[tuple[str, float], ...] = (),
+    speed: Speed = USUAL,
 ) -> Trace:
     """Requests of one row each.
 
@@ -65,9 +101,25 @@ def arrivals(
         seed: of what is drawn.
         shape: how the rate changes; Poisson arrivals if absent.
         clients: who asks, with weights.
+        speed: of the device.
     """
-    load = Load(share * CAPACITY_HZ, seconds, shape or Shape(), clients=clients)
+    load = Load(share * speed.capacity_hz, seconds, shape or Shape(), clients=clients)
     return make_trace(load, ["sleeper"], np.random.default_rng(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A trace that was replayed.
+
+    Attributes:
+        replay: what became of it.
+        setting: that did it.
+        behind_ns: how much later than it should have been each request was asked; empty in virtual time.
+    """
+
+    replay: Replay
+    setting: Setting
+    behind_ns: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +133,7 @@ class Told:
         refused: share of the requests that were not answered.
         rows: in a batch, on average.
         busy: share of the time in which the device computed.
+        late_ms: by how much requests were asked too late by this process, the 99th percentile; 0 in virtual time.
     """
 
     goodput_hz: float
@@ -90,10 +143,12 @@ class Told:
     refused: float
     rows: float
     busy: float
+    late_ms: float = 0.0
 
 
-def judged(done: Replay, slo_ms: float, client: str = "", warm_up_s: float = 0.5) -> Told:
+def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 0.5) -> Told:
     """Count what came after the warm-up, and was answered before the trace was over."""
+    done, speed = run.replay, run.setting.speed
     trace, begin_ns = done.trace, warm_up_s * NS_PER_S
     latency_ns = np.array(done.latency_ns, dtype=np.int64)
     chosen: npt.NDArray[np.bool_] = trace.times_ns >= begin_ns
@@ -105,7 +160,7 @@ def judged(done: Replay, slo_ms: float, client: str = "", warm_up_s: float = 0.5
     served_ms = latency_ns[answered] / NS_PER_MS
     p50_ms, p99_ms = np.percentile(served_ms, (50, 99)) if len(served_ms) else (np.nan, np.nan)
     rows = np.array(done.batches[0].rows)
-    compute_ns = (BATCH_US * len(rows) + ROW_US * rows.sum()) * NS_PER_US
+    compute_ns = (speed.batch_us * len(rows) + speed.row_us * rows.sum()) * NS_PER_US
     return Told(
         goodput_hz=float((within & (latency_ns <= slo_ms * NS_PER_MS)).sum() / window_s),
         throughput_hz=float(within.sum() / window_s),
@@ -114,19 +169,21 @@ def judged(done: Replay, slo_ms: float, client: str = "", warm_up_s: float = 0.5
         refused=float(1 - answered.sum() / max(chosen.sum(), 1)),
         rows=float(rows.mean()) if len(rows) else float("nan"),
         busy=float(compute_ns / max(done.end_ns, trace.duration_ns)),
+        late_ms=float(np.percentile(run.behind_ns, 99)) / NS_PER_MS if run.behind_ns else 0.0,
     )
 
 
-Way = Callable[[Trace, Setting], Replay]
+Way = Callable[[Trace, Setting], Done]
 """Replays a trace with a setting."""
 
 
-def by_the_clock(trace: Trace, setting: Setting) -> Replay:
+def by_the_clock(trace: Trace, setting: Setting) -> Done:
     """Threads, locks, a device that sleeps."""
-    return play(trace, setting.policy, replace(DEVICE, depth=setting.depth)).replay
+    played = play(trace, setting.policy, setting.speed.device(setting.depth))
+    return Done(played.replay, setting, played.behind_ns)
 
 
-def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Replay:
+def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
     """Virtual time.
 
     Args:
@@ -134,10 +191,11 @@ def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Replay:
         setting: of whom.
         added_us: what a batch takes besides its time on the device.
     """
-    profile = Profile(Latency.line(BATCH_US, ROW_US), fill=Latency.line(added_us))
-    return replay(trace, [SimulatedModel(setting.policy, profile, setting.depth)])
+    profile = Profile(Latency.line(setting.speed.batch_us, setting.speed.row_us), fill=Latency.line(added_us))
+    return Done(replay(trace, [SimulatedModel(setting.policy, profile, setting.depth)]), setting)
 
 
 def added_us(seconds: float = 2.0) -> float:
     """What a batch takes longer on this machine than its device, on average: threads that wake, Python."""
-    return statistics.fmean(play(arrivals(0.5, seconds, seed=99), fixed().policy, DEVICE).added_ns) / NS_PER_US
+    played = play(arrivals(0.5, seconds, seed=99), fixed().policy, USUAL.device(1))
+    return statistics.fmean(played.added_ns) / NS_PER_US

@@ -9,7 +9,19 @@ from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_
 from loadtest.bench.session import interleave
 from loadtest.bench.spread import Spread, ratios
 from loadtest.slo.plan import Plan, figures
-from loadtest.slo.subject import DEVICE_TOLD, Setting, Told, Way, arrivals, fixed, judged, promising
+from loadtest.slo.subject import (
+    SLOWED_H200,
+    USUAL,
+    Setting,
+    Speed,
+    Told,
+    Way,
+    arrivals,
+    by_the_clock,
+    fixed,
+    judged,
+    promising,
+)
 from server.dataplane.policy import Sharing
 from server.simulation.traces import Trace
 
@@ -22,14 +34,25 @@ def run(plan: Plan) -> CaseResult:
     """The quiet client's latencies alone, beside the flood, and beside it without shares."""
     told: list[Figure] = []
     compared: list[Comparison] = []
-    for way, (how, rounds, seconds) in plan.ways.items():
-        found = measure(how, rounds, seconds)
-        told += figures(
-            {f"{name}, {way}": each for name, each in found.items()}, ("goodput_hz", "p50_ms", "p99_ms", "refused")
-        )
-        compared += _compared(way, found)
+    for speed in (SLOWED_H200, USUAL):
+        for way, (how, rounds, seconds) in plan.ways.items():
+            if speed is USUAL and how is by_the_clock:
+                continue  # it shows only what cannot be helped
+            found = measure(how, speed, rounds, seconds)
+            where = f"{speed.rows} rows, {way}"
+            told += figures(
+                {f"{name}, {where}": each for name, each in found.items()},
+                ("goodput_hz", "p50_ms", "p99_ms", "refused"),
+            )
+            compared += _compared(where, found, 1.2 if speed is SLOWED_H200 else None)
     title = f"a client that asks for {CALM:g} of the capacity beside one that asks for {FLOOD:g}"
-    return CaseResult("tenants", title, tuple(told), tuple(compared), (DEVICE_TOLD, f"SLO {SLO_MS:g} ms"))
+    notes = (
+        f"8 rows: {SLOWED_H200.told}",
+        f"32 rows: {USUAL.told}. Beside a flood all batches are full, and none is interrupted: who comes waits for one, runs in "
+        "the next, 24 ms here, where alone two small ones take 11 ms. No order of serving changes that",
+        f"SLO {SLO_MS:g} ms",
+    )
+    return CaseResult("tenants", title, tuple(told), tuple(compared), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +61,48 @@ class _Contender:
     flooded: bool
 
 
-def measure(how: Way, rounds: int, seconds: float) -> dict[str, list[Told]]:
+def measure(how: Way, speed: Speed, rounds: int, seconds: float) -> dict[str, list[Told]]:
     """Rounds by contender, of the quiet client only; it asks the same at the same times whether or not there is a flood."""
-    shared = promising(SLO_MS, Sharing())
+    shared = promising(SLO_MS, Sharing(), speed)
     contenders = {
         "alone": _Contender(shared, False),
         "beside a flood": _Contender(shared, True),
-        "fixed, beside a flood": _Contender(fixed(), True),
+        "fixed, beside a flood": _Contender(fixed(speed=speed), True),
     }
     seeds = {name: iter(range(rounds)) for name in contenders}
 
     def measured(name: str) -> Told:
         contender = contenders[name]
-        trace = asked(seconds, next(seeds[name]), contender.flooded)
+        trace = asked(speed, seconds, next(seeds[name]), contender.flooded)
         return judged(how(trace, contender.setting), SLO_MS, "calm")
 
     return interleave({name: partial(measured, name) for name in contenders}, rounds)
 
 
-def asked(seconds: float, seed: int, flooded: bool) -> Trace:
+def asked(speed: Speed, seconds: float, seed: int, flooded: bool) -> Trace:
     """Both clients' requests, or the quiet one's alone."""
-    trace = arrivals(CALM + FLOOD, seconds, seed, clients=(("calm", CALM), ("flood", FLOOD)))
+    trace = arrivals(CALM + FLOOD, seconds, seed, clients=(("calm", CALM), ("flood", FLOOD)), speed=speed)
     assert trace.clients is not None
     return trace if flooded else trace.of(trace.clients == 0)
 
 
-def _compared(way: str, found: dict[str, list[Told]]) -> list[Comparison]:
+def _compared(where: str, found: dict[str, list[Told]], bound: float | None) -> list[Comparison]:
     alone, beside, plain = (found[name] for name in ("alone", "beside a flood", "fixed, beside a flood"))
     return [
         Comparison(
-            f"p99 beside a flood / alone, {way}",
+            f"p99 beside a flood / alone, {where}",
             "",
             ratios([told.p99_ms for told in beside], [told.p99_ms for told in alone]),
-            at_most(1.2),
+            at_most(bound) if bound else None,
         ),
         Comparison(
-            f"goodput beside a flood / alone, {way}",
+            f"goodput beside a flood / alone, {where}",
             "",
             ratios([told.goodput_hz for told in beside], [told.goodput_hz for told in alone]),
             at_least(0.98),
         ),
         Comparison(
-            f"p99 beside a flood, fixed / slo, {way}",
+            f"p99 beside a flood, fixed / slo, {where}",
             "",
             Spread.of([a.p99_ms / b.p99_ms for a, b in zip(plain, beside, strict=True)]),
         ),

@@ -20,9 +20,10 @@ from server.core.errors import ConfigError
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
 from server.simulation.options import KINDS, SettingParser, add_setting
+from server.simulation.plot import panels, picture
 from server.simulation.profiles import Profile, parse_profile
 from server.simulation.replay import SimulatedModel, replay
-from server.simulation.report import Report, report
+from server.simulation.report import report
 from server.simulation.show import print_reports
 from server.simulation.traces import Load, Shape, Trace, make_trace, read_trace
 
@@ -63,8 +64,15 @@ def main(args: argparse.Namespace) -> int:
         if warm_up_ns >= trace.duration_ns:
             raise ValueError(f"--warm-up {args.warm_up:g} leaves nothing of {trace.duration_ns / NS_PER_S:g} seconds")
         begun_ns = monotonic_ns()
-        reports = [(setting.label, _run(setting, trace, args.seed, warm_up_ns)) for setting in settings]
+        done = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
+        reports = [
+            (label, report(replayed, setting.slos_ms, warm_up_ns, setting.overhead_ns))
+            for (label, replayed), setting in zip(done, settings, strict=True)
+        ]
         took_ns = monotonic_ns() - begun_ns
+        if args.plot:
+            shown = panels(done, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
+            args.plot.write_text(picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8")
     except (ValueError, OSError, ConfigError) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
         return 2
@@ -81,10 +89,6 @@ def main(args: argparse.Namespace) -> int:
         f"{count:,} requests simulated in {took_ns / NS_PER_S:.1f} s, {count * NS_PER_S / took_ns:,.0f} a second"
     )
     return 0
-
-
-def _run(setting: _Setting, trace: Trace, seed: int, warm_up_ns: int) -> Report:
-    return report(replay(trace, setting.models, seed), setting.slos_ms, warm_up_ns, setting.overhead_ns)
 
 
 def _configured(folders: Sequence[Path]) -> dict[str, tuple[HandlePolicy, float | None]]:

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='another setting: "delay-us=500 instances=2"; repeat it',
     )
     add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="FILE", help="draw latencies and good answers over time (SVG)")
 
 
 def add_setting(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -9,7 +9,19 @@ import pytest
 
 from loadtest.slo import deep_queue, faithful, objectives, overload, tenants
 from loadtest.slo.__main__ import main
-from loadtest.slo.subject import CAPACITY_HZ, Setting, Told, arrivals, by_the_clock, fixed, judged, promising, simulated
+from loadtest.slo.subject import (
+    SLOWED_H200,
+    USUAL,
+    Done,
+    Setting,
+    Told,
+    arrivals,
+    by_the_clock,
+    fixed,
+    judged,
+    promising,
+    simulated,
+)
 from server.simulation.replay import ANSWERED, Batches, Replay
 from server.simulation.traces import Trace
 
@@ -22,7 +34,7 @@ def test_goodput_counts_what_is_answered_in_time_within_the_trace() -> None:
     trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 1000 * MS, ("m",))
     outcomes = [ANSWERED, ANSWERED, ANSWERED, "would_miss", ANSWERED]
     done = Replay(trace, [1 * MS, 10 * MS, 60 * MS, 0, 10 * MS], outcomes, [Batches()], end_ns=1009 * MS)
-    told = judged(done, slo_ms=50)
+    told = judged(Done(done, fixed()), slo_ms=50)
     assert (told.goodput_hz, told.throughput_hz) == (1 / 0.5, 2 / 0.5), "the first is warm-up, the last comes too late"
     assert told.refused == 1 / 4
     assert told.p50_ms == 10
@@ -37,10 +49,10 @@ def test_both_ways_tell_the_same_of_a_device_that_is_hardly_asked() -> None:
 
 
 def test_a_quiet_client_asks_the_same_with_and_without_a_flood() -> None:
-    alone, beside = (tenants.asked(2, 3, flooded) for flooded in (False, True))
+    alone, beside = (tenants.asked(SLOWED_H200, 2, 3, flooded) for flooded in (False, True))
     assert beside.clients is not None
     assert alone.times_ns.tolist() == beside.times_ns[beside.clients == 0].tolist()
-    assert len(alone) / 2 == pytest.approx(tenants.CALM * CAPACITY_HZ, rel=0.1)
+    assert len(alone) / 2 == pytest.approx(tenants.CALM * SLOWED_H200.capacity_hz, rel=0.1)
     assert len(beside) > 5 * len(alone)
 
 
@@ -62,7 +74,7 @@ def test_the_best_fixed_setting_keeps_the_objective() -> None:
 
 def test_overload_without_a_promise_answers_nobody_in_time() -> None:
     found = overload.measure(simulated, 1.5, rounds=1, seconds=3)
-    assert found["fixed"][0].goodput_hz < 0.2 * CAPACITY_HZ < 0.9 * CAPACITY_HZ < found["slo"][0].goodput_hz
+    assert found["fixed"][0].goodput_hz < 0.2 * USUAL.capacity_hz < 0.9 * USUAL.capacity_hz < found["slo"][0].goodput_hz
 
 
 @pytest.mark.parametrize("name", list(deep_queue.CASES))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -143,3 +144,12 @@ def test_a_folder_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.C
     write_model(tmp_path / "bad", config="max_batch_siz: 3\n")
     assert main([*QUICK, str(tmp_path / "bad")]) == 2
     assert "max_batch_siz" in capsys.readouterr().err
+
+
+def test_a_plot_shows_every_setting_and_the_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "--slo-ms", "3", "--compare", "scheduler=fixed", "--plot", str(tmp_path / "p.svg"))
+    root = ElementTree.fromstring((tmp_path / "p.svg").read_text())
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"as given", "scheduler=fixed", "offered", "answered within", "answered in time"} <= set(texts)
+    dashed = [each for each in root.iter("{http://www.w3.org/2000/svg}path") if each.get("stroke-dasharray") == "2 2"]
+    assert len(dashed) == 1, "the SLO"

@@ -1,0 +1,42 @@
+"""Goodput and latency over the load that is asked for, from the simulator, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, promising, simulated
+from server.simulation.plot import Curve, Panel, picture
+
+LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
+SLO_MS = 50.0
+_SECONDS = 12.0
+
+
+def draw() -> str:
+    """SVG: a promise beside two fixed settings."""
+    told = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=10))}
+    shown = [
+        Panel(
+            f"answered within {SLO_MS:g} ms",
+            [Curve(name, LOADS, [each.goodput_hz / USUAL.capacity_hz for each in line]) for name, line in told.items()],
+            "load over capacity",
+            "of the capacity",
+        ),
+        Panel(
+            "p99 of what is answered",
+            [Curve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line]) for name, line in told.items()],
+            "load over capacity",
+            f"ms (above {4 * SLO_MS:g}: cut off)",
+        ),
+        Panel(
+            "refused",
+            [Curve(name, LOADS, [100 * each.refused for each in line]) for name, line in told.items()],
+            "load over capacity",
+            "% of the requests",
+        ),
+    ]
+    return picture(shown, "What a promise does under load (simulated)")
+
+
+def _swept(setting: Setting) -> Sequence[Told]:
+    return [judged(simulated(arrivals(load, _SECONDS, 3), setting), SLO_MS) for load in LOADS]

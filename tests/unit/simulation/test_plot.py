@@ -1,0 +1,59 @@
+"""Pictures of replays: axes that hold what they show, lines that say what was answered."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.simulation.plot import Curve, Panel, _ticks, panels, picture
+from server.simulation.replay import ANSWERED, Batches, Replay
+from server.simulation.traces import Trace
+
+MS = 1_000_000
+
+
+def replayed(latencies_ms: list[int], outcomes: list[str]) -> Replay:
+    nothing = np.zeros(len(outcomes), np.int64)
+    times_ns = np.arange(len(outcomes), dtype=np.int64) * 100 * MS
+    trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 1000 * MS, ("m",))
+    return Replay(trace, [ms * MS for ms in latencies_ms], outcomes, [Batches()])
+
+
+def test_curves_count_what_was_answered_and_when() -> None:
+    done = replayed([10, 60, 20, 5], [ANSWERED, ANSWERED, ANSWERED, "would_miss"])
+    within, over_time = panels([("a", done)], [[50.0]])
+    (curve,) = within.curves
+    assert (list(curve.xs), list(curve.ys)) == ([10, 20, 60], [25, 50, 75])
+    assert within.marks == [50.0]
+    good, offered = over_time.curves
+    second_bin_s = good.xs[1]
+    assert sum(good.ys[:-1]) * second_bin_s == pytest.approx(2), "one was late, one refused"
+    assert sum(offered.ys[:-1]) * second_bin_s == pytest.approx(4)
+
+
+def test_nothing_answered_is_said_and_names_are_escaped() -> None:
+    text = picture(panels([("a<b>", replayed([0], ["overloaded"]))], [[None]]), "t & u")
+    root = ElementTree.fromstring(text)
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "nothing was answered" in texts
+    assert "a<b>" in texts
+    assert root.get("aria-label") == "t & u"
+
+
+@given(st.floats(1e-3, 1e6), st.floats(1, 1e6), st.booleans())
+def test_axes_hold_their_values(low: float, factor: float, log: bool) -> None:
+    high = low * factor
+    ticks = _ticks(low, high, log)
+    assert ticks[0] <= low * (1 + 1e-6)
+    assert ticks[-1] >= high * (1 - 1e-6)
+    assert 2 <= len(ticks) <= 60
+    assert ticks == sorted(set(ticks))
+
+
+def test_a_value_below_a_logarithmic_axis_is_left_out() -> None:
+    panel = Panel("p", [Curve("a", [0, 1, 10], [1, 2, 3])], "x", "y", log_x=True)
+    assert picture([panel], "t").count("L") == 1
