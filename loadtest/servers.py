@@ -94,7 +94,7 @@ def headrace(
         words += ("--model-control", "explicit")
     for model in models:
         words += ("--load-model", model)
-    variables = tuple((env or {}).items())
+    variables = tuple({"HEADRACE_STATE_DIR": "", **(env or {})}.items())  # no run finds what another one has learned
     return ServerCommand(name, words, "--http-port", "/v2/health/ready", variables, cpus, "--grpc-port")
 
 
