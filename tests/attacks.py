@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -21,7 +22,7 @@ from tests.serving import HOST, Server, serving
 
 pb: Any = service_pb2
 SERVICE = "/inference.GRPCInferenceService/"
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 12 << 20
 OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--allow-model-override")
 # What the server's memory may grow by under an attack: allocators keep a little, and other tests have left their marks.
 FLAT_BYTES = 48 << 20
@@ -62,6 +63,14 @@ def grpc_request(**more: object) -> Any:
     request = pb.ModelInferRequest(model_name="affine", **more)
     request.inputs.add(name="X", datatype="FP32", shape=[1, 16])
     request.raw_input_contents.append(bytes(64))
+    return request
+
+
+def busy_request(steps: int) -> Any:
+    """A request for `busy`, which computes for so many steps: some 30 us each, and not less than 50 in a ms."""
+    request = pb.ModelInferRequest(model_name="busy")
+    request.inputs.add(name="STEPS", datatype="INT64", shape=[1])
+    request.raw_input_contents.append(struct.pack("<q", steps))
     return request
 
 
@@ -141,7 +150,8 @@ class Attacked:
         before = self.reached(limit, protocol)
         yield
         counts = protocol == "http" or self.engine == "fast"
-        assert self.reached(limit, protocol) - before == (times if counts else 0)
+        met = self.reached(limit, protocol) - before
+        assert met == (times if counts else 0), f"{limit} was met {met:g} times"
 
     def memory_bytes(self) -> int:
         """What the process holds."""
@@ -181,7 +191,8 @@ class Attacked:
         """Fail unless both protocols serve as before, without a trace of a fault in the log."""
         assert self.infer(http_body()) == (200, "")
         assert self.call(grpc_request()) == ("OK", "")
-        assert "Traceback" not in self.server.text
+        text = self.server.text
+        assert "Traceback" not in text, text[max(0, text.index("Traceback") - 1000) :][:8000]
 
 
 class Wire:
@@ -234,6 +245,12 @@ class Wire:
 def head(path: str = "/v2/models/affine/infer", *headers: str) -> bytes:
     """Request line and headers."""
     return "\r\n".join((f"POST {path} HTTP/1.1", "Host: test", *headers, "", "")).encode()
+
+
+def is_idle(attacked: Attacked, model: str) -> bool:
+    """Nothing in the queue, nothing in flight."""
+    names = ("headrace_in_flight", "headrace_queue_depth")
+    return not any(sum(attacked.samples(name, model=model)) for name in names)
 
 
 def until(what: Callable[[], bool], timeout_s: float = 15) -> None:

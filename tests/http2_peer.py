@@ -226,6 +226,7 @@ class RawPeer:
         self.socket.sendall(HELLO)
         self._decoder = Decoder(1 << 16)
         self._data = b""
+        self._window = self._stream_window = 65535
 
     def __enter__(self) -> RawPeer:
         return self
@@ -253,9 +254,8 @@ class RawPeer:
 
     def pour(self, stream_id: int, payload: bytes) -> None:
         """Send DATA as the server's windows allow, on the only stream that does; fails if the server ends it."""
-        windows = {0: 65535, stream_id: 65535}
-        sent = 5  # of the prefix of the message, with which the stream was opened
-        windows = {each: size - sent for each, size in windows.items()}
+        prefix_bytes = 5  # with which the stream was opened
+        windows = {0: self._window - prefix_bytes, stream_id: self._stream_window - prefix_bytes}
         rest = memoryview(payload)
         while rest:
             size = min(len(rest), 16384, *windows.values())
@@ -268,13 +268,16 @@ class RawPeer:
             assert got is not None, "the server has closed"
             assert got.kind not in (frames.RST_STREAM, frames.GOAWAY), got
             if got.kind == frames.SETTINGS and not got.flags & frames.ACK:
+                before = self._stream_window
                 settings = dict(frames.read_settings(got.payload))
-                windows[stream_id] += settings.get(frames.Setting.INITIAL_WINDOW_SIZE, 65535) - 65535
+                self._stream_window = settings.get(frames.Setting.INITIAL_WINDOW_SIZE, before)
+                windows[stream_id] += self._stream_window - before
                 self.send(frames.SETTINGS_ACK)
             elif got.kind == frames.WINDOW_UPDATE and got.stream_id in windows:
                 windows[got.stream_id] += struct.unpack(">I", got.payload)[0]
             elif got.kind == frames.PING and not got.flags & frames.ACK:
                 self.send(frames.ping(got.payload, ack=True))
+        self._window = windows[0]
 
     def until(self, kind: int) -> Frame:
         """The next frame of a kind."""

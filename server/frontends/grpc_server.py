@@ -7,6 +7,7 @@ gzip) and answers are sent as they are, which is what Triton does unless it is t
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,11 @@ HANDSHAKE_TIMEOUT_S = 20
 _LAST_WORDS_S = 1.0
 
 
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """False for what grpcio logs with a traceback when a client leaves before its answer: any client could fill the log so."""
+    return record.exc_info is None or type(record.exc_info[1]).__name__ != "ExecuteBatchError"
+
+
 class GrpcioServer:
     """A `GrpcEngine`.
 
@@ -57,6 +63,7 @@ class GrpcioServer:
         credentials = None if self._tls is None else self._tls.grpc_credentials()
         if port:
             _probe(host, port)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_a_line)
         self._server = grpc.aio.server(options=self._options())
         self._server.add_generic_rpc_handlers((self._handlers(),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

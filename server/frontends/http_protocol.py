@@ -56,6 +56,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._reader = SocketReader(self, self._unset_keepalive_if_required)
         self._large: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
         self._seen: RequestResponseCycle | None = None
+        # With requests in a row it is not the last one, which is all that uvicorn knows of.
+        self._answering: RequestResponseCycle | None = None
         self._refusal = (0, "")
         self._heard = False
         # Of the message that is being read: its headers, less the read that they began in; chunks; and bytes of the body as they
@@ -75,12 +77,25 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """The client has gone: nobody waits for the answer any more."""
         self._door.leave()
         self._lifetimes.discard(self)
+        self._client_left()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         if self.caller is not None:
             self.caller.abandon()
         # The garbage collector comes by rarely: what leads back here must not keep a body until it does.
         self.cycle = self.scope = self._reader = self._large = self._seen = None  # type: ignore[assignment]
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _client_left(self) -> None:
+        """Nothing can be written any more: an answer that waits until it can would find that out by an exception."""
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._answering = None
 
     # --- The parser's callbacks ---------------------------------------------------------------------------------------
 
@@ -188,6 +203,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def cut(self) -> None:
         """See `Mortal`."""
+        self._client_left()
         self.transport.abort()
 
     # --- The short cuts -----------------------------------------------------------------------------------------------

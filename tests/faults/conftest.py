@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
 from tests.attacks import Attacked, attack
@@ -28,3 +29,10 @@ def attacked(request: pytest.FixtureRequest) -> Attacked:
     """Either engine, for what goes over gRPC."""
     server: Attacked = request.getfixturevalue(request.param)
     return server
+
+
+@pytest.fixture
+def channel(attacked: Attacked) -> Iterator[grpc.Channel]:
+    """A channel of the test's own, which sends and takes messages of any size."""
+    with attacked.channel() as connected:
+        yield connected

@@ -103,7 +103,7 @@ def test_a_declared_body_over_the_limit_is_refused_before_it_comes(fast: Attacke
 def test_an_undeclared_body_over_the_limit(fast: Attacked) -> None:
     chunk = b"%x\r\n%s\r\n" % (1 << 20, bytes(1 << 20))
     with fast.flat_memory(), fast.reaches("max_body_bytes"), fast.connect() as wire:
-        wire.pour([head(INFER_PATH, CHUNKED), *[chunk] * 9])
+        wire.pour([head(INFER_PATH, CHUNKED), *[chunk] * 13])
         assert wire.answer()[0] == 413
     fast.still_serves()
 
