@@ -67,9 +67,11 @@ docs: $(VENV)/.serve ## write the generated pages of docs/
 lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --group build --universal --python-version 3.11 \
 	  --generate-hashes --no-emit-index-url --no-annotate --no-header --upgrade -q -o requirements/serve.lock
-	uv pip compile pyproject.toml --extra demo --group build --group test --group check --group load --universal \
+	uv pip compile pyproject.toml --extra otel --group build --universal --python-version 3.11 \
+	  --generate-hashes --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/otel.lock
+	uv pip compile pyproject.toml --extra demo --extra otel --group build --group test --group check --group load --universal \
 	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
-	  -c requirements/serve.lock -q -o requirements/dev.lock
+	  -c requirements/serve.lock -c requirements/otel.lock -q -o requirements/dev.lock
 
 # Debian's; a test that needs one skips where it is not there.
 TOOLS ?= chromium prometheus

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+from server.accounting import open_accounts
 from server.control.explaining import Explainer
 from server.control.loader import Loader
 from server.control.overview import Overview
@@ -44,7 +45,6 @@ from server.listen import (
 from server.observability.log_settings import LogSettings
 from server.observability.metrics import MetricsPage
 from server.observability.metrics_server import LoopLag, ServerFacts
-from server.observability.traces import Tracer
 from server.settings import Settings, without_effect
 
 logger = logging.getLogger("headrace")
@@ -67,7 +67,6 @@ class HeadraceServer:
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._asked_headers = AskedHeaders(settings.client_header)
-        self._tracer = Tracer(settings.trace_file)
         self._lag = LoopLag()
         self._http_door = Door(settings.limits, "http")
         self._grpc_door = Door(settings.limits, "grpc")
@@ -79,6 +78,7 @@ class HeadraceServer:
             logger.warning("%s", sentence)
         try:
             tls = tls_files(self._settings)
+            self._tracer, self._accounts = open_accounts(self._settings)
         except ConfigError as error:
             logger.error("%s", error)
             return 1
@@ -113,7 +113,7 @@ class HeadraceServer:
         finally:
             self._lag.stop()
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
-            await asyncio.to_thread(self._tracer.close)
+            await asyncio.to_thread(self._accounts.close)
         if not clean:
             # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
             logging.shutdown()
@@ -155,6 +155,7 @@ class HeadraceServer:
             repository=reconciler,
             regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
             traces=self._tracer,
+            accounts=self._accounts,
             logs=LogSettings(logging.getLogger("headrace")),
             overview=Overview(self._registry, settings.model_repository),
             version=version("headrace"),
@@ -248,7 +249,7 @@ def extensions(settings: Settings, cuda: bool) -> list[str]:
         names += ["system_shared_memory"]
         if cuda:
             names += ["cuda_shared_memory"]
-    if settings.trace_file:
+    if settings.trace_file or settings.telemetry.otlp_endpoint:
         names += ["trace"]
     return sorted(names)
 

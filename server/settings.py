@@ -6,12 +6,13 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from server.core.limits import LIMIT_HELP, Limits
 from server.core.names import CLIENT_HEADER
+from server.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry
 
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -26,6 +27,8 @@ _TAKEN_HEADERS = frozenset(
             "content-type",
             "endpoint-load-metrics-format",
             "host",
+            "traceparent",
+            "tracestate",
         ),
         *("inference-header-content-length", "te", "x-request-timeout-ms"),
     )
@@ -54,6 +57,7 @@ class Settings:
         allow_model_override: let a load request bring its own configuration.
         cache_bytes: of the response cache.
         trace_file: where traces go.
+        telemetry: what is told of requests; each field is an option of its own.
         log_format: text or json.
         client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
         limits: on what clients may send; each is an option of its own.
@@ -83,6 +87,7 @@ class Settings:
     allow_model_override: bool = False
     cache_bytes: int = 0
     trace_file: str = ""
+    telemetry: Telemetry = field(default_factory=Telemetry)
     log_format: str = "text"
     client_header: str = CLIENT_HEADER
     limits: Limits = field(default_factory=Limits)
@@ -146,6 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
     text = "of each GPU's memory, for all models together (%(default)s)"
     add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
+    _add_telemetry(parser, env)
     _add_state(parser, env)
     _add_timeouts(parser, env)
     _add_grpc(parser, env)
@@ -175,6 +181,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         allow_model_override=args.allow_model_override,
         cache_bytes=args.cache_bytes,
         trace_file=args.trace_file,
+        telemetry=Telemetry(**{field.name: getattr(args, field.name) for field in fields(Telemetry)}),
         log_format=args.log_format,
         client_header=args.client_header,
         limits=Limits(**{name: getattr(args, name) for name in LIMIT_HELP}),
@@ -217,6 +224,24 @@ def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
         value = env.positive(name.upper(), default, kind)
         text = f"{LIMIT_HELP[name]} (%(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, metavar=metavar, help=text)
+
+
+def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    add, default = parser.add_argument, Telemetry()
+    text = "URL of an OpenTelemetry receiver of spans, http://host:4317 (none)"
+    add("--otlp-endpoint", default=env.text("OTLP_ENDPOINT", ""), metavar="URL", help=text)
+    chosen = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
+    add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=chosen, help="of --otlp-endpoint (%(default)s)")
+    for option, rate, kind, text in (
+        ("trace-rate", default.trace_rate, _size, "trace one in N requests that bring no trace (%(default)s; 0: none)"),
+        ("request-log-rate", default.request_log_rate, _positive, "of --request-log sampled: one in N (%(default)s)"),
+    ):
+        value = env.positive(option.replace("-", "_").upper(), rate, kind)
+        add(f"--{option}", type=kind, default=value, metavar="N", help=text)
+    mode = env.choice("REQUEST_LOG", default.request_log, REQUEST_LOG_MODES)
+    add("--request-log", choices=REQUEST_LOG_MODES, default=mode, help="a line for each request (%(default)s)")
+    file = env.text("REQUEST_LOG_FILE", "")
+    add("--request-log-file", default=file, metavar="FILE", help="where it goes, as JSON (standard error)")
 
 
 def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:

@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/settings.py": {"ours": "server.core", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
+    "server/accounting.py": {"ours": "server.core server.observability server.settings"},
     "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/banner.py": {"third": "orjson rich"},

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from server.core.clock import NS_PER_MS
 from server.core.errors import BadRequest
 from server.core.names import CLIENT_HEADER, CLIENT_PATTERN
+from server.core.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMING_HEADER = "headrace-timing"
 # Of Open Request Cost Aggregation, by the name that Triton gives it.
 LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 
+_OURS = (TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER)
 _CLIENT = re.compile(CLIENT_PATTERN)
 _TIMEOUT = re.compile(r"[0-9]{1,20}")
 # A deadline further away than this is none; it also keeps a million years from overflowing a timer.
@@ -32,12 +34,14 @@ class Asked:
         timeout_ns: how long it waits for an answer, 0: for ever.
         timing: the answer is to tell where its time has gone.
         load_format: in which the answer is to tell the model's load, in lower case; "" for not at all.
+        trace: that of the caller, None if it has none.
     """
 
     client: str = ""
     timeout_ns: int = 0
     timing: bool = False
     load_format: str = ""
+    trace: TraceContext | None = None
 
     def deadline_ns(self, begun_ns: int, transport_ns: int = 0) -> int:
         """The earlier of the request's deadline, if it began at `begun_ns`, and the transport's; monotonic, 0 for none."""
@@ -60,7 +64,7 @@ class AskedHeaders:
 
     def __init__(self, client_header: str = CLIENT_HEADER) -> None:
         self._client_header = client_header
-        self.names = frozenset((client_header, TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER))
+        self.names = frozenset((client_header, *_OURS))
         self.wire_names = {name.encode(): name for name in self.names}
 
     def read(self, headers: Mapping[str, str]) -> Asked:
@@ -73,12 +77,14 @@ class AskedHeaders:
             return NOTHING
         client = headers.get(self._client_header, "")
         if client and not _CLIENT.fullmatch(client):
-            raise BadRequest(f"{self._client_header}: {client[:32]!r} is not 1 to 128 visible ASCII characters")
+            # Not what it is: the operator may have made a key the client's name.
+            raise BadRequest(f"{self._client_header}: the value is not 1 to 128 visible ASCII characters")
         return Asked(
             client,
             _timeout_ns(headers.get(TIMEOUT_HEADER, "0")),
             _flag(headers.get(TIMING_HEADER, "0")),
             headers.get(LOAD_FORMAT_HEADER, "").strip().lower(),
+            trace_context(headers.get(TRACEPARENT_HEADER, ""), headers.get(TRACESTATE_HEADER, "")),
         )
 
 

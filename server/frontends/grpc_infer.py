@@ -13,12 +13,15 @@ from weakref import WeakKeyDictionary
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
-from server.core.request import InferRequest, InferResponse
+from server.core.request import InferResponse
+from server.core.tensor import ModelSpec
 from server.frontends.asked import NOTHING, Asked
 from server.frontends.grpc_codec import Envelope, GrpcCodec, Plan, scan
 from server.frontends.grpc_methods import Call, Message
 from server.frontends.load_report import load_parameters
 from server.frontends.models import Handle, Services
+from server.frontends.status import grpc_code
+from server.frontends.story import Story
 from server.frontends.timing import timing
 
 logger = logging.getLogger("headrace.grpc")
@@ -29,26 +32,21 @@ class Pending:
 
     Attributes:
         completion: await it, or have it call back.
-        id: the caller's own, "" if there is none.
+        story: of the request, in case somebody wants an account.
         timing: the answer is to tell where its time has gone.
         load: it is to tell how busy the version is.
     """
 
-    __slots__ = ("codec", "completion", "handle", "id", "load", "plan", "queued_ns", "received_ns", "timing", "traced")
+    __slots__ = ("codec", "completion", "handle", "load", "plan", "story", "timing")
 
-    def __init__(
-        self, handle: Handle, codec: GrpcCodec, plan: Plan, request: InferRequest, completion: LoopCompletion
-    ) -> None:
+    def __init__(self, handle: Handle, codec: GrpcCodec, plan: Plan, story: Story, completion: LoopCompletion) -> None:
         self.handle = handle
         self.codec = codec
         self.plan = plan
         self.completion = completion
-        self.id = request.id
-        self.received_ns = request.received_ns
-        self.timing = plan.timing
-        self.load = False
-        self.queued_ns = 0
-        self.traced: InferRequest | None = None
+        self.story = story
+        self.timing = plan.timing or story.asked.timing
+        self.load = bool(story.asked.load_format)
 
 
 class InferService:
@@ -64,7 +62,7 @@ class InferService:
         self._max_shared_bytes = max_shared_bytes
         self._models = services.models
         self._regions = services.regions
-        self._traces = services.traces
+        self._accounts = services.accounts
         self._clock = clock
         self._codecs: WeakKeyDictionary[Handle, GrpcCodec] = WeakKeyDictionary()
 
@@ -74,7 +72,12 @@ class InferService:
         Raises:
             HeadraceError: for the caller.
         """
-        pending = self.begin(message, scan(message), call.received_ns, call.deadline_ns, call.asked)
+        try:
+            envelope, asked = scan(message), call.asked
+        except HeadraceError as error:
+            self.refused(error, call.received_ns)
+            raise
+        pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, asked)
         call.caller = pending.completion
         try:
             await pending.completion
@@ -102,7 +105,13 @@ class InferService:
         Raises:
             HeadraceError: it cannot be served; counted.
         """
-        handle = self._models.lease(envelope.model_name, envelope.model_version)
+        story = Story("grpc", envelope.model_name, envelope.model_version, received_ns, envelope.id)
+        story.asked = asked
+        try:
+            handle = self._models.lease(envelope.model_name, envelope.model_version)
+        except HeadraceError as error:
+            self._tell(None, story, error)
+            raise
         try:
             handle.admit()
             codec = self._codecs.get(handle)
@@ -111,20 +120,16 @@ class InferService:
             if asked.timeout_ns:
                 deadline_ns = asked.deadline_ns(received_ns, deadline_ns)
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
-            queued_ns = self._clock() if self._traces.active else 0
-            pending = Pending(handle, codec, plan, request, handle.infer(request))
-            if asked.timing or asked.load_format:
-                pending.timing |= asked.timing
-                pending.load = bool(asked.load_format)
-            if queued_ns:
-                pending.queued_ns = queued_ns
-                pending.traced = request
-            return pending
+            story.rows = request.rows
+            if self._accounts.active:
+                story.choice = self._accounts.choose(handle.spec.name, asked.trace)
+                story.queued_ns = self._clock()
+            return Pending(handle, codec, plan, story, handle.infer(request))
         except HeadraceError as error:
-            self._failed(handle, error, received_ns)
+            self._failed(handle, error, story)
             raise
         except Exception as error:
-            raise self._fault(handle, received_ns) from error
+            raise self._fault(handle, story) from error
 
     def finish(self, pending: Pending) -> Message:
         """The answer to a request whose completion is settled.
@@ -132,41 +137,51 @@ class InferService:
         Raises:
             HeadraceError: what the caller gets instead; counted.
         """
+        done_ns = self._clock()
         outcome = pending.completion.outcome
-        handle = pending.handle
+        handle, story = pending.handle, pending.story
         if not isinstance(outcome, InferResponse):
             error = outcome if isinstance(outcome, HeadraceError) else Unavailable("the request was not answered")
-            self._failed(handle, error, pending.received_ns)
+            self._failed(handle, error, story)
             raise error
         try:
-            told = timing(outcome, pending.received_ns, self._clock()) if pending.timing else {}
+            told = timing(outcome, story.received_ns, done_ns) if pending.timing else {}
             if pending.load:
                 told |= load_parameters(handle.load(by_level=False))
-            message = pending.codec.encode(outcome, pending.plan, pending.id, told)
+            message = pending.codec.encode(outcome, pending.plan, story.id, told)
         except HeadraceError as error:
-            self._failed(handle, error, pending.received_ns)
+            self._failed(handle, error, story)
             raise
         except Exception as error:
-            raise self._fault(handle, pending.received_ns) from error
-        if pending.traced is not None:
-            self._traces.record(handle.spec, pending.traced, outcome, pending.queued_ns, self._clock())
+            raise self._fault(handle, story) from error
+        if story.choice is not None:
+            account = story.answered(handle.spec, outcome, done_ns, self._clock(), "OK")
+            self._accounts.answered(story.choice, account, handle.recorder)
         handle.release()
         return message
 
     def drop(self, pending: Pending) -> None:
         """Nobody waits any more: leave the queue, count it, give the lease back."""
         pending.completion.abandon()
-        self._failed(pending.handle, Cancelled("the caller has gone"), pending.received_ns)
+        self._failed(pending.handle, Cancelled("the caller has gone"), pending.story)
 
-    def _failed(self, handle: Handle, error: HeadraceError, received_ns: int) -> None:
-        handle.failed(error, received_ns)
+    def refused(self, error: HeadraceError, received_ns: int) -> None:
+        """Tell of a message that could not be read."""
+        self._tell(None, Story("grpc", "", "", received_ns), error)
+
+    def _failed(self, handle: Handle, error: HeadraceError, story: Story) -> None:
+        handle.failed(error, story.received_ns)
+        self._tell(handle.spec, story, error)
         handle.release()
 
-    def _fault(self, handle: Handle, received_ns: int) -> ModelFailed:
+    def _fault(self, handle: Handle, story: Story) -> ModelFailed:
         """Called while a fault of ours is handled."""
         failure = fault()
-        self._failed(handle, failure, received_ns)
+        self._failed(handle, failure, story)
         return failure
+
+    def _tell(self, spec: ModelSpec | None, story: Story, error: HeadraceError) -> None:
+        self._accounts.failed(story.choice, story.failed(spec, error, self._clock(), grpc_code(error)))
 
 
 def fault() -> ModelFailed:

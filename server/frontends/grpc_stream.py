@@ -131,7 +131,11 @@ class _Stream:
         received_ns = self._clock()
         request_id = ""
         try:
-            envelope = scan(message)
+            try:
+                envelope = scan(message)
+            except HeadraceError as error:
+                self._infer.refused(error, received_ns)
+                raise
             request_id = envelope.id
             # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
             pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
@@ -153,7 +157,7 @@ class _Stream:
         try:
             parts = self._infer.finish(pending)
         except HeadraceError as error:
-            return _error(error, pending.id)
+            return _error(error, pending.story.id)
         size = sum(map(len, parts)) + len(_FINAL)
         return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
 

@@ -102,7 +102,7 @@ class TraceSettingsRequest(Struct, forbid_unknown_fields=True):
         | None
     ) = UNSET
     trace_file: Annotated[str, Meta(max_length=4096, description="the operator's")] | UnsetType | None = UNSET
-    trace_mode: Literal["triton"] | UnsetType | None = UNSET
+    trace_mode: Literal["triton", "opentelemetry"] | UnsetType | None = UNSET
 
 
 class LogSettingsRequest(Struct, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.load_report import Header, Headers, LoadHeaders, orca_headers
 from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s, retry_delay_s
+from server.frontends.story import Story
 from server.frontends.timing import timing, timing_headers
 from server.observability.tally import ERRORS
 
@@ -111,7 +113,7 @@ class InferEndpoint:
     """Serves inference requests.
 
     Args:
-        services: where versions are leased, shared memory is found, and traces go.
+        services: where versions are leased, shared memory is found, and accounts go.
         door: the limits on requests.
         asked_headers: what else is read of a request.
         clock: monotonic nanoseconds.
@@ -126,7 +128,7 @@ class InferEndpoint:
     ) -> None:
         self._models = services.models
         self._regions = services.regions
-        self._traces = services.traces
+        self._accounts = services.accounts
         self._door = door
         self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
@@ -136,24 +138,25 @@ class InferEndpoint:
         """Serve one request for a model; never raises for what the client did."""
         received_ns = self._clock()
         handle: Handle | None = None
+        story = Story("http", model, number, received_ns)
         answering = False
         try:
             handle = self._models.lease(model, number)
             handle.admit()
             headers = InferHeaders(scope["headers"], self._asked_headers)
-            asked = headers.asked
+            asked = story.asked = headers.asked
             # From its first bytes on: a caller that waits so long counts the sending of its body, too.
             deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers)
-            received_ns = self._clock()
+            received_ns = story.received_ns = self._clock()
             version = self._version(handle)
             request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
-            traced = self._traces.active
-            queued_ns = self._clock() if traced else 0
+            story.id, story.rows = request.id, request.rows
+            if self._accounts.active:
+                story.choice = self._accounts.choose(handle.spec.name, asked.trace)
+                story.queued_ns = self._clock()
             response = await _wait(handle.infer(request), connection, receive)
-            if traced:
-                self._traces.record(handle.spec, request, response, queued_ns, self._clock())
             now_ns = self._clock()
             more, told = version.load.at(now_ns, handle), None
             if plan.timing or asked is not NOTHING:
@@ -163,32 +166,43 @@ class InferEndpoint:
                 if asked.load_format:
                     more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
+            ended_ns = self._clock() if story.choice else 0
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
-        except HeadraceError as error:
-            busy: Sequence[Header] = ()
-            if handle is not None:
-                handle.failed(error, received_ns)
-                busy = self._version(handle).load.at(self._clock(), handle).pairs
-            if not isinstance(error, Cancelled):
-                await send_error(send, error, busy)
+            if story.choice:
+                account = story.answered(handle.spec, response, now_ns, ended_ns, "200")
+                self._accounts.answered(story.choice, account, handle.recorder)
         except asyncio.CancelledError:  # the time to drain is over: who waits is told so, and that is the end of it
             if answering:
                 raise
             late = Unavailable("the server is shutting down and could not wait for this request")
-            if handle is not None:
-                handle.failed(late, received_ns)
-            await send_error(send, late)
-        except Exception:
-            reference = uuid.uuid4().hex[:12]
-            logger.exception("request failed in the front end (reference %s)", reference)
-            failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
-            if handle is not None:
-                handle.failed(failure, received_ns)
-            await send_error(send, failure)
+            await self._fail(scope, send, late, handle, story)
+        except Exception as error:
+            await self._fail(scope, send, error, handle, story)
         finally:
             if handle is not None:
                 handle.release()
+
+    async def _fail(self, scope: Scope, send: Send, error: Exception, handle: Handle | None, story: Story) -> None:
+        """Answer with an error, and count it."""
+        if isinstance(error, HeadraceError):
+            failure = error
+        else:
+            reference = uuid.uuid4().hex[:12]
+            logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
+            failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
+        busy: Sequence[Header] = ()
+        if handle is not None:
+            handle.failed(failure, story.received_ns)
+            if failure is error:
+                busy = self._version(handle).load.at(self._clock(), handle).pairs
+        if story.asked is NOTHING:  # refused before its headers were read
+            with suppress(BadRequest):
+                story.asked = InferHeaders(scope["headers"], self._asked_headers).asked
+        spec = None if handle is None else handle.spec
+        self._accounts.failed(story.choice, story.failed(spec, failure, self._clock(), str(http_status(failure))))
+        if not isinstance(failure, Cancelled):
+            await send_error(send, failure, busy)
 
     def _version(self, handle: Handle) -> _Version:
         version = self._versions.get(handle)

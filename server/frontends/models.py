@@ -9,9 +9,13 @@ from typing import Protocol
 from server.core.completion import LoopCompletion
 from server.core.errors import HeadraceError
 from server.core.load import Load
-from server.core.request import InferRequest, InferResponse
+from server.core.request import InferRequest
 from server.core.resident import ResidentRows
 from server.core.tensor import Array, ModelSpec
+from server.core.trace_context import TraceContext
+from server.observability.account import Account
+from server.observability.accounts import Choice, Exemplars
+from server.observability.recorder import Recorder
 
 
 class Profile(Protocol):
@@ -25,6 +29,7 @@ class Handle(Protocol):
     """A leased model version; see `server.dataplane.handle.ModelHandle`."""
 
     spec: ModelSpec
+    recorder: Recorder
 
     @property
     def profile(self) -> Profile:
@@ -149,10 +154,7 @@ class Regions(Protocol):
 
 
 class TraceControl(Protocol):
-    """Triton's trace settings, and the traces themselves; see `server.observability.traces.Tracer`."""
-
-    active: bool
-    """True if any request might be traced: the only thing that a request looks at while tracing is off."""
+    """Triton's trace settings; see `server.observability.traces.Tracer`."""
 
     def settings(self, model: str) -> Mapping[str, object]:
         """In force for a model, or for all if `model` is ""; values are strings, `trace_level` a list of them."""
@@ -165,10 +167,22 @@ class TraceControl(Protocol):
             Forbidden: what only the operator sets (trace_file).
         """
 
-    def record(
-        self, spec: ModelSpec, request: InferRequest, response: InferResponse, queued_ns: int, done_ns: int
-    ) -> None:
-        """A request was answered; decides by the settings whether it is written."""
+
+class Accounts(Protocol):
+    """Who traces and logs requests; see `server.observability.accounts.Accounts`."""
+
+    @property
+    def active(self) -> bool:
+        """True if any request might be chosen: the only thing that one looks at while nothing is traced or logged."""
+
+    def choose(self, model: str, context: TraceContext | None) -> Choice | None:
+        """Called once for each request while `active`, before it is queued; None: it is not chosen."""
+
+    def answered(self, choice: Choice, account: Account, exemplars: Exemplars) -> None:
+        """A request that was chosen has its answer."""
+
+    def failed(self, choice: Choice | None, account: Account) -> None:
+        """A request, chosen or not, got an error."""
 
 
 class LogControl(Protocol):
@@ -205,6 +219,7 @@ class Services:
         repository: loading and unloading.
         regions: shared memory.
         traces: trace settings.
+        accounts: told of requests.
         logs: log settings.
         overview: for the server's own page.
         version: of Headrace.
@@ -216,6 +231,7 @@ class Services:
     repository: Repository
     regions: Regions
     traces: TraceControl
+    accounts: Accounts
     logs: LogControl
     overview: Overview
     version: str

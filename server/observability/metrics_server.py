@@ -16,7 +16,7 @@ from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.limits import Door
 from server.observability import metrics_table as table
 from server.observability.histogram import Histogram
-from server.observability.tally import BUILDS, ERRORS, LOADS, Tally
+from server.observability.tally import BUILDS, DROPPED, ERRORS, LOADS, Tally
 
 _LOOK_S = 0.25
 
@@ -146,4 +146,5 @@ _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
     (table.ERRORS, ERRORS),
     (table.MODEL_LOADS, LOADS),
     (table.ENGINE_BUILDS, BUILDS),
+    (table.TELEMETRY_DROPPED, DROPPED),
 )

@@ -313,6 +313,14 @@ CONNECTIONS = Family(
 )
 LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by their options.", ("limit",))
 THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
+TELEMETRY_DROPPED = Family(
+    _SERVER,
+    "headrace_telemetry_dropped_total",
+    "counter",
+    "Spans, records of trace files and lines of the request log that were lost because they came faster than they could be "
+    "written or sent.",
+    ("kind",),
+)
 CERTIFICATE = Family(
     _SERVER,
     "headrace_tls_certificate_expiry_timestamp_seconds",

@@ -30,10 +30,10 @@ class Tally:
             for values in combinations:
                 self._counts.setdefault(values, 0)
 
-    def count(self, *values: str) -> None:
-        """One more of these values."""
+    def count(self, *values: str, by: int = 1) -> None:
+        """One more of these values, or `by`."""
         with self._lock:
-            self._counts[values] = self._counts.get(values, 0) + 1
+            self._counts[values] = self._counts.get(values, 0) + by
 
     def items(self) -> list[tuple[tuple[str, ...], int]]:
         """Values and count of every combination."""
@@ -48,3 +48,5 @@ LOADS = Tally("model", "result")
 """Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
 BUILDS = Tally("model", "result")
 """Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
+DROPPED = Tally("kind")
+"""Traces, spans and lines of the request log that were lost, by kind: headrace_telemetry_dropped_total."""

@@ -9,6 +9,8 @@ import threading
 from dataclasses import dataclass
 from io import FileIO
 
+from server.observability.tally import DROPPED
+
 logger = logging.getLogger("headrace.trace")
 
 _QUEUE_RECORDS = 4096
@@ -59,6 +61,7 @@ class TraceWriter:
 
     def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
         self.dropped = 0
+        DROPPED.declare("traces")
         self.failed = False
         self._path = path
         self._left_bytes = max_bytes
@@ -80,6 +83,7 @@ class TraceWriter:
             self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+            DROPPED.count("traces")
 
     def close(self) -> None:
         """Write what waits and close the files; waits at most ten seconds for a slow disk. No `put` may follow."""

@@ -29,6 +29,8 @@ from server.frontends.grpc_infer import InferService
 from server.frontends.grpc_status import failure
 from server.frontends.grpc_stream import InferStreams
 from server.frontends.models import Services
+from server.observability.recorder import Recorder
+from tests.kept_accounts import KeptAccounts
 
 pb: Any = service_pb2
 SPEC = ModelSpec(
@@ -54,8 +56,8 @@ class Model:
         self.leases = 0
         self.failures: list[HeadraceError] = []
         self.raises: Exception | None = None
-        self.active = active
-        self.recorded: list[tuple[InferRequest, int, int]] = []
+        self.accounts = KeptAccounts(active)
+        self.recorder = Recorder()
 
     def lease(self, name: str, version: str) -> Model:
         if name != "fake":
@@ -82,9 +84,6 @@ class Model:
         self.waiting.append((request, completion))
         return completion
 
-    def record(self, spec: ModelSpec, request: InferRequest, response: Any, queued_ns: int, done_ns: int) -> None:
-        self.recorded.append((request, queued_ns, done_ns))
-
     def answer(self, count: int = 1, outcome: Any = None) -> None:
         for _ in range(count):
             request, completion = self.waiting.pop(0)
@@ -92,7 +91,7 @@ class Model:
 
     def services(self) -> Services:
         this: Any = self
-        return Services(this, this, this, this, this, this, "1", (), this)
+        return Services(this, this, this, this, self.accounts, this, this, "1", (), this)
 
 
 class Call:
@@ -202,15 +201,23 @@ def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("active", [True, False])
-def test_requests_are_traced_while_tracing_is_on(active: bool) -> None:
+def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None:
     async def test() -> None:
         model = Model(active)
         asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message("t"), Call()))
         await until(lambda: model.waiting)
         model.answer()
         await asking
-        assert [request.id for request, _, _ in model.recorded] == (["t"] if active else [])
-        assert all(0 < queued_ns <= done_ns for _, queued_ns, done_ns in model.recorded)
+        told = model.accounts.answers
+        assert [account.request_id for account in told] == (["t"] if active else [])
+        assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in told)
+        assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in told)
+        for wrong in (message("u", model="other"), b"\xff"):
+            with pytest.raises(HeadraceError):
+                await InferService(model.services(), 1 << 20).infer(wrong, Call())
+        unknown, unreadable = model.accounts.failures
+        assert (unknown.request_id, unknown.model, unknown.status) == ("u", "other", "NOT_FOUND")
+        assert (unreadable.model, unreadable.status) == ("", "INVALID_ARGUMENT")
 
     run(test)
 

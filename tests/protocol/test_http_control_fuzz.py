@@ -69,7 +69,9 @@ class Backstage:
 
 def application(backstage: Backstage, models: Registry | None = None) -> HttpApplication:
     all_of_it: Any = backstage
-    services = Services(models or all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, "0", (), all_of_it)
+    services = Services(
+        models or all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, "0", (), all_of_it
+    )
     return HttpApplication(services, Door(Limits(max_body_bytes=LIMIT)), None)
 
 

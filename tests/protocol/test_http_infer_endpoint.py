@@ -28,8 +28,11 @@ from server.core.limits import Door, Limits
 from server.core.load import LevelLoad, Load
 from server.core.request import BatchTimes, InferRequest, InferResponse
 from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from server.core.trace_context import TraceContext
 from server.frontends.http_infer import InferEndpoint
 from server.frontends.models import Services
+from server.observability.recorder import Recorder
+from tests.kept_accounts import KeptAccounts
 
 LIMIT = 4_000
 LOAD = Load(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
@@ -51,6 +54,7 @@ class Handle:
         self, error: HeadraceError | Exception | None = None, silent: bool = False, timed: bool = False
     ) -> None:
         self.spec = SPEC
+        self.recorder = Recorder()
         self.timed = timed
         self.error = error
         self.silent = silent
@@ -98,22 +102,11 @@ class Models:
         return self.handle
 
 
-class Traces:
-    """Keeps what is recorded."""
-
-    def __init__(self, active: bool = False) -> None:
-        self.active = active
-        self.records: list[tuple[Any, ...]] = []
-
-    def record(self, *what: Any) -> None:
-        self.records.append(what)
-
-
-def services(handle: Handle, traces: Traces | None = None) -> Services:
+def services(handle: Handle, accounts: KeptAccounts | None = None) -> Services:
     nothing: Any = None
     models: Any = Models(handle)
-    told: Any = traces or Traces()
-    return Services(models, nothing, nothing, told, nothing, nothing, "0", (), nothing)
+    told = accounts or KeptAccounts()
+    return Services(models, nothing, nothing, nothing, told, nothing, nothing, "0", (), nothing)
 
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -125,7 +118,7 @@ def call(
     headers: Sequence[tuple[bytes, bytes]] = (),
     then: Sequence[dict[str, Any]] = (),
     model: str = "twice",
-    traces: Traces | None = None,
+    accounts: KeptAccounts | None = None,
 ) -> Answer | None:
     """One request in as many parts as there are bodies; None if nothing was answered."""
     incoming: list[dict[str, Any]] = [
@@ -144,7 +137,7 @@ def call(
         sent.append(dict(message))
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle, traces), Door(Limits(max_body_bytes=LIMIT)))
+        endpoint = InferEndpoint(services(handle, accounts), Door(Limits(max_body_bytes=LIMIT)))
         await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
 
     asyncio.run(run())
@@ -284,21 +277,36 @@ def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
     assert isinstance(handle.failures[0], Cancelled)
 
 
-def test_traces_get_every_answered_request_while_they_are_active() -> None:
-    traces, handle = Traces(active=True), Handle()
-    assert call(handle, request(), traces=traces) is not None
-    ((spec, asked, answered, queued_ns, done_ns),) = traces.records
-    assert (spec, asked) == (SPEC, handle.requests[0])
-    assert answered.outputs["Y"].tolist() == [[1.0, 1.0]]
-    assert 0 < asked.received_ns <= queued_ns <= done_ns
-    assert call(Handle(ModelFailed("no")), request(), traces=traces) is not None
-    assert len(traces.records) == 1, "an error was traced as an answer"
+def test_every_request_that_is_chosen_is_told_of() -> None:
+    accounts = KeptAccounts(active=True)
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    headers = [(b"traceparent", traceparent.encode()), (b"x-headrace-client", b"me")]
+    assert call(Handle(timed=True), request(), headers=headers, accounts=accounts) is not None
+    (told,) = accounts.answers
+    assert accounts.contexts == [("twice", TraceContext("a" * 32, "b" * 16, True))]
+    assert (told.protocol, told.model, told.version, told.status, told.reason) == ("http", "twice", "1", "200", "ok")
+    assert (told.rows, told.client, told.batch_rows, told.closed) == (1, "me", 3, "full")
+    assert 0 < told.received_ns <= told.queued_ns <= told.done_ns <= told.ended_ns
+    assert told.times is not None
+    assert call(Handle(ModelFailed("no")), request(), accounts=accounts) is not None
+    assert len(accounts.answers) == 1, "an error was told as an answer"
+    (failed,) = accounts.failures
+    assert (failed.status, failed.reason, failed.error, failed.rows) == ("500", "model_failed", "no", 1)
 
 
-def test_traces_get_nothing_while_they_are_not_active() -> None:
-    traces = Traces()
-    assert call(Handle(), request(), traces=traces) is not None
-    assert traces.records == []
+def test_while_nobody_chooses_only_failures_are_told_of() -> None:
+    accounts = KeptAccounts()
+    assert call(Handle(), request(), accounts=accounts) is not None
+    assert accounts.answers == accounts.failures == []
+    assert call(Handle(), request(), model="other", accounts=accounts) is not None
+    assert call(Handle(), b"{", accounts=accounts) is not None
+    assert call(Handle(RuntimeError("/secret/path")), request(), accounts=accounts) is not None
+    unknown, unreadable, fault = accounts.failures
+    assert (unknown.model, unknown.status, unknown.reason) == ("other", "404", "not_found")
+    assert (unreadable.model, unreadable.version, unreadable.status) == ("twice", "1", "400")
+    assert fault.status == "500"
+    assert "secret" not in fault.error
+    assert accounts.untraced == 3
 
 
 def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:

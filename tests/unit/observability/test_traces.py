@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
-from server.core.request import BatchTimes, InferRequest, InferResponse
-from server.core.tensor import ModelSpec
+from server.core.request import BatchTimes
 from server.frontends.models import TraceControl
 from server.observability import trace_file
-from server.observability.traces import Tracer
+from server.observability.account import Account
+from server.observability.traces import Pick, Tracer
 
 DEFAULTS: Mapping[str, object] = {
     "trace_level": ["OFF"],
@@ -31,18 +31,16 @@ ON = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
 TIMES = BatchTimes(taken_ns=30, assembled_ns=40, computed_ns=50, split_ns=60)
 
 
-def spec(name: str = "m", version: str = "3") -> ModelSpec:
-    return ModelSpec(name, version, "onnxruntime_onnx", {}, {}, 8)
-
-
-def request(request_id: str = "", received_ns: int = 10) -> InferRequest:
-    return InferRequest(inputs={}, rows=1, shape_key=None, received_ns=received_ns, request_id=request_id)
+def account(model: str = "m", request_id: str = "", times: BatchTimes | None = TIMES, version: str = "3") -> Account:
+    return Account(
+        "http", model, version, "200", 10, 80, queued_ns=20, done_ns=70, request_id=request_id, rows=1, times=times
+    )
 
 
 def answer(tracer: Tracer, model: str = "m", request_id: str = "", times: BatchTimes | None = TIMES) -> None:
-    """As the front ends do: look at `active`, then record."""
-    if tracer.active:
-        tracer.record(spec(model), request(request_id), InferResponse({}, times), 20, 70)
+    """As `Accounts` does: look at `active`, pick, then record."""
+    if tracer.active and (pick := tracer.pick(model, None)) is not None:
+        tracer.record(pick, account(model, request_id, times))
 
 
 @pytest.fixture
@@ -187,8 +185,9 @@ def test_the_number_of_models_with_settings_is_bounded(monkeypatch: pytest.Monke
 
 def test_the_file_is_tritons(tracer: Tracer, path: Path) -> None:
     tracer.update("", ON)
-    tracer.record(spec("m", "3"), request("my id"), InferResponse({}, TIMES), 20, 70)
-    tracer.record(spec("n", "1"), request(), InferResponse({}), 21, 71)
+    tracer.record(Pick(""), account("m", "my id"))
+    tracer.record(Pick(""), account("n", times=None, version="1")._replace(queued_ns=21, done_ns=71))
+    tracer.record(Pick(""), account("n")._replace(reason="overloaded"))
     tracer.close()
     assert json.loads(path.read_bytes()) == [
         {"id": 1, "model_name": "m", "model_version": 3, "request_id": "my id"},

@@ -52,7 +52,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "tls_key": ("k.pem", "k.pem"),
         "tls_client_ca": ("a.pem", "a.pem"),
     }
-    assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits"}
+    assert set(values) == {field.name for field in dataclasses.fields(Settings)} - {"limits", "telemetry"}
     for name, (text, expected) in values.items():
         variable = {f"HEADRACE_{name.upper()}": text}
         assert getattr(parse(**variable), name) == expected
@@ -61,6 +61,22 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         if isinstance(expected, bool):
             line = [option if expected else option.replace("--", "--no-", 1)]
         assert getattr(parse(*line), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("otlp_endpoint", "http://h:4317", "http://h:4317"),
+        ("otlp_protocol", "http", "http"),
+        ("trace_rate", "0", 0),
+        ("request_log", "all", "all"),
+        ("request_log_file", "r.jsonl", "r.jsonl"),
+        ("request_log_rate", "7", 7),
+    ],
+)
+def test_what_is_told_of_requests_has_options_and_variables(name: str, text: str, value: object) -> None:
+    assert getattr(parse(f"--{name.replace('_', '-')}", text).telemetry, name) == value
+    assert getattr(parse(**{f"HEADRACE_{name.upper()}": text}).telemetry, name) == value
 
 
 @pytest.mark.parametrize("limit", [field.name for field in dataclasses.fields(Limits)])
@@ -90,6 +106,11 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
         ("CLIENT_HEADER", "Content-Length"),
         ("CLIENT_HEADER", "X-Request-Timeout-Ms"),
         ("CLIENT_HEADER", "headrace-timing"),
+        ("CLIENT_HEADER", "traceparent"),
+        ("OTLP_PROTOCOL", "udp"),
+        ("REQUEST_LOG", "some"),
+        ("REQUEST_LOG_RATE", "0"),
+        ("TRACE_RATE", "-1"),
         ("GPU_MEMORY_FRACTION", "0"),
         ("MAX_BODY_BYTES", "0"),
         ("MAX_STREAMS", "1e3"),

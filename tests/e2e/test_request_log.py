@@ -1,0 +1,200 @@
+"""One line a request of a real server: over both protocols and all engines, for files and for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests import models
+from tests.e2e.test_grpc_stream import Collector, tensor
+from tests.processes import eventually
+from tests.serving import COMMAND, HOST, ROOT, Server, serving, start
+
+X = np.ones((2, 16), np.float32)
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+BODY = json.dumps(
+    {"id": "an id", "inputs": [{"name": "X", "datatype": "FP32", "shape": [2, 16], "data": [1.0] * 32}]}
+).encode()
+TIMES = ["decode_us", "queue_us", "copy_us", "compute_us", "split_us", "wake_us", "encode_us", "total_us"]
+
+
+def repository(folder: Path) -> Path:
+    models.add_model(folder / "models", "affine", models.affine())
+    return folder / "models"
+
+
+class Log:
+    """The lines of a server, from the last `clear` on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._from = 0
+
+    def clear(self) -> None:
+        self._from = len(self._lines())
+
+    def wait(self, count: int = 1) -> list[dict[str, Any]]:
+        eventually(lambda: len(self._lines()) >= self._from + count)
+        found = [json.loads(line) for line in self._lines()[self._from :]]
+        assert len(found) == count, found
+        return found
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text(encoding="ascii").splitlines() if self._path.exists() else []
+
+
+@pytest.fixture(scope="module", params=["grpcio", "fast"])
+def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Log]]:
+    folder = tmp_path_factory.mktemp("logged")
+    file = folder / "requests.jsonl"
+    options = ("--request-log", "all", "--request-log-file", str(file), "--grpc-engine", request.param)
+    with serving(repository(folder), folder, *options) as server:
+        yield server, Log(file)
+        assert "Traceback" not in server.text
+
+
+@pytest.fixture
+def clean(logged: tuple[Server, Log]) -> tuple[Server, Log]:
+    logged[1].clear()
+    return logged
+
+
+def check(line: dict[str, Any], protocol: str, status: str) -> None:
+    assert (line["protocol"], line["status"], line["level"]) == (protocol, status, "info")
+    assert (line["model"], line["version"], line["rows"]) == ("affine", "1", 2)
+    assert (line["trace_id"], line["client"], line["reason"]) == (TRACE, "me", "ok")
+    assert line["batch"]["rows"] == 2
+    assert line["batch"]["closed"] == "idle"
+    assert list(line["times"]) == TIMES
+    assert abs(sum(line["times"][name] for name in TIMES[:-1]) - line["times"]["total_us"]) <= len(TIMES)
+    assert line["logger"] == "headrace.request"
+    assert line["time"] > 1.7e9
+
+
+def test_a_request_over_http(clean: tuple[Server, Log]) -> None:
+    server, log = clean
+    headers = {**TRACEPARENT, "x-headrace-client": "me"}
+    assert server.request("POST", "/v2/models/affine/infer", BODY, headers)[0] == 200
+    (line,) = log.wait()
+    check(line, "http", "200")
+    assert line["id"] == "an id"
+
+
+def test_requests_over_grpc(clean: tuple[Server, Log]) -> None:
+    server, log = clean
+    headers = {**TRACEPARENT, "x-headrace-client": "me"}
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client:
+        client.infer("affine", [tensor("X", X)], headers=headers, request_id="one")
+        collect = Collector()
+        client.start_stream(collect, headers=headers)
+        client.async_stream_infer("affine", [tensor("X", X)], request_id="two")
+        assert collect.take(1)[0][1] is None
+        client.stop_stream()
+    lines = log.wait(2)
+    for line in lines:
+        check(line, "grpc", "OK")
+    assert [line["id"] for line in lines] == ["one", "two"]
+
+
+def test_errors_of_both_protocols(clean: tuple[Server, Log]) -> None:
+    server, log = clean
+    assert server.request("POST", "/v2/models/nothing/versions/7/infer", BODY, TRACEPARENT)[0] == 404
+    assert server.request("POST", "/v2/models/affine/infer", b"{}")[0] == 400
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client, pytest.raises(InferenceServerException):
+        client.infer("affine", [tensor("X", X[:, :3])], request_id="wrong")
+    unknown, empty, wrong = log.wait(3)
+    assert (unknown["model"], unknown["version"], unknown["status"]) == ("nothing", "7", "404")
+    assert (unknown["level"], unknown["reason"], unknown["trace_id"]) == ("warning", "not_found", TRACE)
+    assert (empty["status"], empty["reason"]) == ("400", "bad_request")
+    assert (wrong["status"], wrong["id"]) == ("INVALID_ARGUMENT", "wrong")
+    assert all(line["error"] and "batch" not in line for line in (unknown, empty, wrong))
+
+
+def test_no_client_forges_lines_or_leaks_secrets(clean: tuple[Server, Log]) -> None:
+    server, log = clean
+    hostile = BODY.replace(b"an id", b'\\"}\\n{\\u001b[2J\\u202e\\ud800 token=abc123 Bearer eyJabcdefghij.x.y')
+    assert server.request("POST", "/v2/models/affine/infer", hostile)[0] in (200, 400)
+    assert server.request("POST", "/v2/models/%0a%7b%1b%5b2J/infer", BODY)[0] in (400, 404)
+    lines = log.wait(2)
+    text = json.dumps(lines)
+    assert "abc123" not in text
+    assert "eyJ" not in text
+
+
+@pytest.mark.parametrize("mode", ["off", "errors", "sampled"])
+def test_what_is_logged_by_each_mode(tmp_path: Path, mode: str) -> None:
+    file = tmp_path / "requests.jsonl"
+    options = ("--request-log", mode, "--request-log-rate", "4", "--request-log-file", str(file))
+    with serving(repository(tmp_path), tmp_path, *options) as server:
+        for _ in range(8):
+            assert server.request("POST", "/v2/models/affine/infer", BODY)[0] == 200
+        assert server.request("POST", "/v2/models/affine/infer", b"{}")[0] == 400
+    statuses = [json.loads(line)["status"] for line in file.read_text().splitlines()]
+    assert statuses == {"off": [], "errors": ["400"], "sampled": ["200", "200", "400"]}[mode]
+
+
+def test_errors_are_logged_to_standard_error_by_default(tmp_path: Path) -> None:
+    with serving(repository(tmp_path), tmp_path) as server:
+        assert server.request("POST", "/v2/models/affine/infer", BODY)[0] == 200
+        assert server.request("POST", "/v2/models/affine/infer", b"{}")[0] == 400
+    lines = [json.loads(line) for line in server.text.splitlines() if line.startswith('{"time"')]
+    assert [line["status"] for line in lines] == ["400"]
+
+
+def test_a_key_that_names_the_client_goes_under_a_pseudonym(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    options = ("--request-log", "all", "--request-log-file", str(file), "--client-header", "x-api-key")
+    with serving(repository(tmp_path), tmp_path, *options) as server:
+        for key in ("hunter2hunter2", "hunter2hunter2", "swordfish", "not a key"):
+            server.request("POST", "/v2/models/affine/infer", BODY, {"x-api-key": key})
+    clients = [json.loads(line)["client"] for line in file.read_text().splitlines()]
+    assert len(clients) == 4
+    assert clients[0] == clients[1] != clients[2]
+    assert all(client.startswith("secret-") for client in clients[:3])
+    assert not any(key in file.read_text() + server.text for key in ("hunter2", "swordfish", "not a key"))
+
+
+def test_on_a_terminal_people_read_it(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    words = [*COMMAND, "serve", "--model-repository", str(repository(tmp_path)), "--host", HOST, "--http-port", "0"]
+    words += ["--no-grpc", "--request-log", "all"]
+    out = tmp_path / "out"
+    with out.open("wb") as stream:
+        env = {**os.environ, "HEADRACE_STATE_DIR": "", "COLUMNS": "200"}
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=stream, stderr=terminal)
+    os.close(terminal)
+    try:
+        server = Server(process, out)
+        server.wait_until_ready()
+        headers = {"x-headrace-client": "me"}
+        assert server.request("POST", "/v2/models/affine/infer", BODY, headers)[0] == 200
+        seen = b""
+        while b"http 200" not in seen or not seen.endswith(b"\n"):
+            seen += os.read(controller, 4096)
+        server.stop()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
+    (line,) = [line for line in seen.decode().splitlines() if "http 200" in line]
+    assert "  affine/1  " in line
+    assert "rows 2  of 2 (idle)  client me  id an id" in line
+    assert not line.startswith("{")
+
+
+def test_a_file_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    server = start(repository(tmp_path), tmp_path / "log", "--request-log-file", str(tmp_path / "missing" / "r"))
+    assert server.wait() == 1
+    assert "--request-log-file" in server.text
+    assert "Traceback" not in server.text

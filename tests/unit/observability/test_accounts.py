@@ -1,0 +1,114 @@
+"""What is chosen, and who is told of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from server.core.request import BatchTimes
+from server.core.telemetry import RequestLogMode
+from server.core.trace_context import TraceContext
+from server.observability.account import Account
+from server.observability.accounts import Accounts
+from server.observability.recorder import Recorder
+from server.observability.request_log import RequestLog
+from server.observability.traces import Tracer
+from tests.unit.observability.test_spans import Sink
+
+CONTEXT = TraceContext("a" * 32, "b" * 16, True)
+GOOD = Account("http", "m", "1", "200", 10, 90, 20, 80, context=CONTEXT, times=BatchTimes(30, 40, 50, 60))
+BAD = Account("grpc", "m", "", "INTERNAL", 10, 90, context=CONTEXT, reason="model_failed", error="broken")
+
+
+class Kit:
+    """Accounts with a log that is kept and spans that are counted."""
+
+    def __init__(self, mode: RequestLogMode = "off", traced: bool = False, secret: bool = False) -> None:
+        self.stream = io.BytesIO()
+        self.sink = Sink()
+        tracer = Tracer("", spans=self.sink if traced else None)
+        self.accounts = Accounts(tracer, RequestLog(mode, self.stream, rate=2), secret)
+        self.recorder = Recorder()
+
+    def lines(self) -> list[dict[str, object]]:
+        self.accounts.close()
+        return [json.loads(line) for line in self.stream.getvalue().splitlines()]
+
+
+@pytest.fixture
+def traced() -> Iterator[Kit]:
+    kit = Kit("sampled", traced=True)
+    yield kit
+    kit.accounts.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "spans", "active"),
+    [
+        ("off", False, False),
+        ("errors", False, False),
+        ("sampled", False, True),
+        ("all", False, True),
+        ("off", True, True),
+    ],
+)
+def test_it_is_active_only_where_an_answer_may_be_chosen(mode: RequestLogMode, spans: bool, active: bool) -> None:
+    assert Kit(mode, spans).accounts.active is active
+
+
+def test_a_traced_request_is_logged_with_its_trace_and_stands_as_an_example(traced: Kit) -> None:
+    choice = traced.accounts.choose("m", CONTEXT)
+    assert choice is not None
+    traced.accounts.answered(choice, GOOD, traced.recorder)
+    assert traced.sink.traces == ["a" * 32]
+    (line,) = traced.lines()
+    assert line["trace_id"] == "a" * 32
+    examples = traced.recorder.totals().phases["total"].exemplars.values()
+    assert [(each.trace_id, each.value_ns) for each in examples] == [("a" * 32, 50)]
+
+
+def test_a_sample_of_the_rest_is_logged() -> None:
+    kit = Kit("sampled")
+    for number in range(6):
+        choice = kit.accounts.choose("m", None)
+        if choice is not None:
+            kit.accounts.answered(choice, GOOD._replace(request_id=str(number), context=None), kit.recorder)
+    assert [line["id"] for line in kit.lines()] == ["1", "3", "5"]
+
+
+def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit) -> None:
+    traced.accounts.failed(None, BAD)
+    traced.accounts.failed(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
+    assert traced.sink.traces == ["a" * 32]
+    lines = traced.lines()
+    assert [(line["level"], line["status"], line["error"]) for line in lines] == [("error", "INTERNAL", "broken")] * 2
+
+
+def test_off_is_off() -> None:
+    kit = Kit("off")
+    kit.accounts.failed(None, BAD)
+    assert kit.lines() == []
+
+
+def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
+    kit = Kit("errors", secret=True)
+    kit.accounts.failed(None, BAD._replace(client="hunter2"))
+    (line,) = kit.lines()
+    assert str(line["client"]).startswith("secret-")
+    assert "hunter2" not in str(line)
+
+
+def test_a_log_whose_disk_is_full_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Full(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    log = RequestLog("all", Full())
+    log.put(GOOD)
+    log.close()
+    assert "No space left on device" in caplog.text
+    assert not log.active
+    assert not log.errors

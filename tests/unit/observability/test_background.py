@@ -1,0 +1,88 @@
+"""The thread behind a bounded queue: nothing is lost in silence, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from server.observability.background import Background
+from server.observability.tally import DROPPED
+from tests.processes import eventually
+
+KIND = "test"
+
+
+def dropped() -> int:
+    return dict(DROPPED.items()).get((KIND,), 0)
+
+
+def test_items_come_together_and_in_order() -> None:
+    seen: list[list[int]] = []
+
+    def work(items: list[int]) -> None:
+        seen.append(items)
+
+    background = Background("test-work", KIND, work)
+    for number in range(100):
+        background.put(number)
+    assert background.close(5)
+    assert [number for items in seen for number in items] == list(range(100))
+    assert len(seen) < 100, "each was a wake-up"
+    assert "test-work" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_without_items_there_is_no_thread() -> None:
+    background: Background[int] = Background("test-idle", KIND, lambda _: None)
+    assert "test-idle" not in {thread.name for thread in threading.enumerate()}
+    assert background.close(5)
+
+
+def test_what_does_not_fit_is_counted_and_holds_up_nobody() -> None:
+    release, seen, before = threading.Event(), list[int](), dropped()
+
+    def slow(items: list[int]) -> None:
+        assert release.wait(10)
+        seen.extend(items)
+
+    background = Background("test-slow", KIND, slow, capacity=10, gather_s=0)
+    for number in range(100):
+        background.put(number)
+    assert not background.close(0.05)
+    release.set()
+    assert background.close(5)
+    assert len(seen) + dropped() - before == 100
+    assert 10 <= len(seen) < 100
+    background.put(1)
+    assert len(seen) + dropped() - before == 101
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(OSError(28, "No space left on device"), "No space left"), (ZeroDivisionError(), "has died")]
+)
+def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture, error: Exception, text: str) -> None:
+    def dying(_: list[int]) -> None:
+        raise error
+
+    before = dropped()
+    background = Background("test-dying", KIND, dying, gather_s=0)
+    background.put(1)
+    eventually(lambda: background.failed)
+    background.put(2)
+    eventually(lambda: dropped() - before == 2)
+    assert background.close(5)
+    assert text in caplog.text
+
+
+def test_it_calls_again_when_it_was_asked_to() -> None:
+    calls: list[int] = []
+
+    def work(items: list[int]) -> float | None:
+        calls.append(len(items))
+        return 0.01 if len(calls) < 3 else None
+
+    background = Background("test-again", KIND, work, gather_s=0)
+    background.put(1)
+    eventually(lambda: len(calls) == 3)
+    assert calls == [1, 0, 0]
+    assert background.close(5)

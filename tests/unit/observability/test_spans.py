@@ -1,0 +1,237 @@
+"""Accounts as spans: their times, parents, links and limits, with an exporter that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from server.core.clock import monotonic_ns
+from server.core.errors import BadRequest, Forbidden
+from server.core.request import BatchTimes
+from server.core.trace_context import TraceContext
+from server.observability import traces
+from server.observability.account import Account, phases
+from server.observability.spans import SpanWriter, otlp_exporter
+from server.observability.tally import DROPPED
+from server.observability.traces import Pick, Tracer
+from tests.processes import eventually
+
+NOW = monotonic_ns()
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Kept(SpanExporter):
+    """Keeps what it gets, or refuses it."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+        self.exports = 0
+        self.works: bool | Exception = True
+        self.down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.exports += 1
+        if isinstance(self.works, Exception):
+            raise self.works
+        self.spans.extend(spans)
+        return SpanExportResult.SUCCESS if self.works else SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self.down = True
+
+    def named(self, name: str) -> list[Any]:
+        return [span for span in self.spans if span.name == name]
+
+
+def account(times: BatchTimes | None, request_id: str = "", context: TraceContext | None = None) -> Account:
+    return Account(
+        *("http", "m", "1", "200", NOW, NOW + 80, NOW + 20, NOW + 70),
+        request_id=request_id,
+        context=context,
+        rows=1,
+        times=times,
+        batch_rows=4,
+        closed="full",
+    )
+
+
+def times() -> BatchTimes:
+    return BatchTimes(NOW + 30, NOW + 40, NOW + 50, NOW + 60)
+
+
+def written(*accounts: Account, hold_s: float = 0.0) -> Kept:
+    kept = Kept()
+    writer = SpanWriter(kept, hold_s=hold_s)
+    for number, each in enumerate(accounts, 1):
+        writer.put(each, f"{number:032x}")
+    writer.close()
+    assert kept.down
+    return kept
+
+
+def test_members_of_a_batch_that_is_held_are_linked_to_it_and_no_others() -> None:
+    shared = times()
+    kept = written(account(shared), account(times()), account(shared))
+    batches, members = kept.named("batch m"), kept.named("infer m")
+    assert len(batches) == 2
+    assert sorted(len(batch.links) for batch in batches) == [1, 2]
+    by_id = {batch.context.span_id: batch for batch in batches}
+    for member in members:
+        (link,) = member.links
+        batch = by_id[link.context.span_id]
+        assert member.context.span_id in {each.context.span_id for each in batch.links}
+        assert batch.start_time <= member.end_time
+    assert len({span.context.trace_id for span in batches + members}) == 5
+
+
+def test_a_batch_whose_time_is_over_is_sent_while_nothing_comes() -> None:
+    kept = Kept()
+    writer = SpanWriter(kept, hold_s=0.05)
+    writer.put(account(times()), TRACE)
+    eventually(lambda: kept.named("batch m"))
+    writer.close()
+    assert len(kept.named("batch m")) == 1
+
+
+def test_a_request_that_was_cut_has_no_batch() -> None:
+    kept = written(account(None))
+    assert [span.name for span in kept.spans] == ["decode", "wait", "encode", "infer m"]
+
+
+def test_the_callers_state_and_id_are_kept() -> None:
+    kept = written(account(None, context=TraceContext(TRACE, "b" * 16, True, "v=1")))
+    (span,) = kept.named("infer m")
+    assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, "b" * 16)
+    assert span.context.trace_state.get("v") == "1"
+
+
+@pytest.mark.parametrize("hostile", ["\ud800", "\x00", "x" * 100_000, "token=abc"])
+def test_what_clients_send_can_be_encoded(hostile: str) -> None:
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+    kept = written(account(times(), hostile)._replace(model=hostile, error=hostile, client=hostile))
+    message = encode_spans(kept.spans).SerializeToString()
+    assert len(message) < 6000
+    (span,) = [span for span in kept.spans if span.kind.name == "SERVER"]
+    assert "abc" not in str((span.attributes or {}).get("headrace.request_id"))
+
+
+@pytest.mark.parametrize("works", [False, RuntimeError("boom")])
+def test_what_cannot_be_delivered_is_counted_and_told_once(
+    caplog: pytest.LogCaptureFixture, works: bool | Exception
+) -> None:
+    kept = Kept()
+    kept.works = works
+    before = dict(DROPPED.items()).get(("spans",), 0)
+    writer = SpanWriter(kept, shown="http://h", hold_s=0)
+    for number in range(1, 4):
+        writer.put(account(None), TRACE)
+        eventually(lambda wanted=number: kept.exports >= wanted)
+    assert caplog.text.count("spans are lost") == 1
+    kept.works = True
+    with caplog.at_level("INFO"):
+        writer.put(account(None), TRACE)
+        writer.close()
+    assert "delivered again to http://h" in caplog.text
+    assert dict(DROPPED.items())[("spans",)] - before == 3 * 4
+
+
+def test_an_endpoint_over_http_without_a_path_gets_that_of_the_specification() -> None:
+    for given, used in (("http://h:1", "/v1/traces"), ("http://h:1/", "/v1/traces"), ("http://h:1/own", "/own")):
+        exporter: Any = otlp_exporter(given, "http")
+        assert exporter._endpoint == f"http://h:1{used}"
+        exporter.shutdown()
+
+
+def test_phases_follow_one_another_whatever_the_stamps_say() -> None:
+    odd = account(BatchTimes(NOW + 30, NOW + 25, NOW + 50, NOW + 90))
+    found = phases(odd)
+    assert all(phase.begin_ns <= phase.end_ns for phase in found)
+    assert phases(odd._replace(queued_ns=0)) == []
+
+
+# --- The tracer with spans ---------------------------------------------------------------------------------------------
+
+
+class Sink:
+    """Keeps what is put."""
+
+    def __init__(self) -> None:
+        self.failed = False
+        self.traces: list[str] = []
+        self.closed = False
+
+    def put(self, account: Account, trace_id: str) -> None:
+        self.traces.append(trace_id)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+SAMPLED, NOT_SAMPLED = TraceContext(TRACE, "b" * 16, True), TraceContext(TRACE, "b" * 16, False)
+
+
+def test_callers_are_followed_and_the_rest_is_sampled() -> None:
+    tracer = Tracer("", spans=Sink(), rate=3)
+    assert tracer.active
+    assert tracer.pick("m", SAMPLED) == Pick(TRACE)
+    assert tracer.pick("m", NOT_SAMPLED) is None
+    picks = [tracer.pick("m", None) for _ in range(9)]
+    assert [pick is not None for pick in picks] == [False, False, True] * 3
+    chosen = {pick.trace_id for pick in picks if pick is not None}
+    assert len(chosen) == 3
+    assert all(len(trace_id) == 32 and int(trace_id, 16) for trace_id in chosen)
+
+
+def test_rate_0_and_a_used_up_count_leave_those_whose_callers_trace_them() -> None:
+    tracer = Tracer("", spans=Sink(), rate=1)
+    tracer.update("", {"trace_count": "1"})
+    assert tracer.pick("m", None) is not None
+    assert tracer.pick("m", None) is None
+    tracer.update("", {"trace_count": None, "trace_rate": "0"})
+    assert tracer.pick("m", None) is None
+    assert tracer.pick("m", SAMPLED) is not None
+    assert tracer.active
+
+
+def test_clients_cannot_have_more_traced_than_so_much_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_MAX_SPANS_HZ", 10)
+    now_ns = [0]
+    tracer = Tracer("", spans=Sink(), clock=lambda: now_ns[0])
+    before = dict(DROPPED.items()).get(("spans",), 0)
+    assert sum(tracer.pick("m", SAMPLED) is not None for _ in range(50)) == 10
+    assert dict(DROPPED.items())[("spans",)] - before == 40
+    now_ns[0] = 1_000_000_000
+    assert tracer.pick("m", SAMPLED) is not None
+
+
+def test_the_mode_is_one_of_those_the_operator_has_made_ready(tmp_path: Any) -> None:
+    sink = Sink()
+    both = Tracer(str(tmp_path / "trace.json"), spans=sink, rate=1)
+    assert both.settings("")["trace_mode"] == "opentelemetry"
+    assert both.update("m", {"trace_mode": ["triton"]})["trace_mode"] == "triton"
+    assert both.pick("m", SAMPLED) == Pick("", 0)
+    assert both.pick("n", SAMPLED) == Pick(TRACE)
+    both.close()
+    assert sink.closed
+    with pytest.raises(BadRequest, match="trace_mode must be opentelemetry"):
+        Tracer("", spans=Sink()).update("", {"trace_mode": "triton"})
+    with pytest.raises(BadRequest, match="trace_mode must be triton"):
+        Tracer("t.json").update("", {"trace_mode": "opentelemetry"})
+    with pytest.raises(Forbidden, match="--otlp-endpoint"):
+        Tracer("").update("", {"trace_level": "TIMESTAMPS"})
+
+
+def test_the_death_of_the_spans_turns_tracing_off() -> None:
+    sink = Sink()
+    tracer = Tracer("", spans=sink, rate=1)
+    sink.failed = True
+    assert tracer.pick("m", SAMPLED) is None
+    assert not tracer.active
