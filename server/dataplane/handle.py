@@ -78,7 +78,7 @@ class ModelHandle:
         self._mailbox = mailbox
         self._on_wanted = on_wanted
         self._clock = clock
-        order = Order(policy.aging_ns, policy.sharing)
+        order = Order(policy.aging_ns, policy.sharing, policy.batch.max_rows)
         self._scheduler = Scheduler(
             policy.batch, policy.queue_limits, policy.levels, clock, mailbox.loop.call_soon, order
         )

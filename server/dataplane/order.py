@@ -8,7 +8,8 @@ be moved when requests age.
 
 Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time Fair
 Queuing, SIGCOMM 1996): each client's requests follow each other in a virtual time, in which a row takes the longer the less its
-weight. A client with little to ask begins at the present of that time and is served at once; one that floods waits behind itself.
+weight. A client with little to ask begins at the present of that time, or a batch before it, and is served at once; one that
+floods waits behind itself.
 There a handicap is counted in rows, `ROW_NS` of it for each, since that time has no seconds.
 """
 
@@ -27,7 +28,7 @@ FAR_NS = (1 << 63) - 1
 """A time that never comes."""
 HORIZON_NS = 10 * NS_PER_S
 ROW_NS = NS_PER_MS
-_FEW_CLIENTS = 64
+_SMOOTHING = 16
 _MOST_CLIENTS = 16_384
 _FOR_EVER_NS = 1 << 80  # levels that do not age: more than any clock or virtual time comes to
 
@@ -38,6 +39,7 @@ class Order:
     Args:
         aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.
         sharing: how clients share; None: a request is a request, whoever sent it.
+        credit_rows: what a client that asked for less than its share may have at once before the others.
 
     Attributes:
         handicap_ns: of a level behind the next higher one.
@@ -46,10 +48,10 @@ class Order:
         plain: they do not.
     """
 
-    def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None) -> None:
+    def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None, credit_rows: int = 0) -> None:
         self.handicap_ns = aging_ns or _FOR_EVER_NS
         self.horizon_ns = min(HORIZON_NS, self.handicap_ns)
-        self.shares = None if sharing is None else Shares(sharing)
+        self.shares = None if sharing is None else Shares(sharing, credit_rows)
         self.plain = sharing is None
 
     def key(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
@@ -68,11 +70,16 @@ class Order:
             key = due_ns
         return key + level * self.handicap_ns if level else key
 
+    @property
+    def crowded(self) -> bool:
+        """Several clients ask."""
+        return self.shares is not None and self.shares.several
+
     def served(self, entries: Sequence[Entry]) -> None:
         """Requests are being run."""
         if self.shares is not None:
             tags = [entry.key - entry.level * self.handicap_ns for entry in entries if not entry.last]
-            self.shares.served(max(tags, default=0))
+            self.shares.served(max(tags, default=0), sum([entry.rows for entry in entries]))
 
 
 class Shares:
@@ -82,32 +89,35 @@ class Shares:
         now: start tag of what was served last.
     """
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: Sharing, credit_rows: int = 0) -> None:
         self._sharing = sharing
+        self._credit = credit_rows * ROW_NS
         self.now = 0
+        self._moved = self._rows = 0.0  # smoothed: how far a batch moves that time, and its rows
+        self._busy = False  # something was served, and something waits
         self._ends: dict[str, int] = {}  # of clients with something in the queue, or who were served before their time
 
     def start(self, client: str) -> int:
         """The tag of the client's next request."""
-        return max(self.now, self._ends.get(client, 0))
+        if not self._ends:
+            return self.now  # before nobody
+        return max(self.now - self._credit, self._ends.get(client, 0))
+
+    @property
+    def several(self) -> bool:
+        """More than one client has asked since something waits."""
+        return len(self._ends) > 1
 
     def rows_ahead(self, client: str) -> int:
-        """Rows that are served before the client's next request if all who ask now go on asking."""
-        until = self.start(client) - self.now
-        if (
-            until <= 0 or len(self._ends) > _FEW_CLIENTS
-        ):  # among many each one's share is small, and what waits says it all
-            return 0
-        now = self.now
-        weight = sum([self._weight(name) for name, end in self._ends.items() if end > now])
-        return int(until * weight / ROW_NS)
+        """Rows that are served before the client's next request, if the others go on asking as they do."""
+        return int((self.start(client) - self.now) * self._rows / self._moved) if self._moved else 0
 
     def queued(self, client: str, rows: int) -> None:
         """A request was queued."""
         ends = self._ends
         ends[client] = self.start(client) + self._virtual(client, rows)
         if len(ends) > _MOST_CLIENTS:  # names cost their sender nothing
-            self._ends = {name: end for name, end in ends.items() if end > self.now}
+            self._ends = {name: end for name, end in ends.items() if end > self.now - self._credit}
             if len(self._ends) > _MOST_CLIENTS // 2:
                 self._ends = {}
 
@@ -122,13 +132,19 @@ class Shares:
             self._ends[client] -= cost
         return cost
 
-    def served(self, tag: int) -> None:
-        """A request is being run."""
-        self.now = max(self.now, tag)
+    def served(self, tag: int, rows: int) -> None:
+        """A batch is being run: its greatest tag, and its rows."""
+        if tag <= self.now:
+            return
+        if self._busy:  # else there is nothing before it to measure from
+            self._moved += (tag - self.now - self._moved) / _SMOOTHING
+            self._rows += (rows - self._rows) / _SMOOTHING
+        self.now, self._busy = tag, True
 
     def rest(self) -> None:
         """Nothing waits: nobody has to make up for anything, and no name need be remembered."""
         self._ends.clear()
+        self._busy = False
 
     def _virtual(self, client: str, rows: int) -> int:
         return int(rows * ROW_NS / self._weight(client))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from server.dataplane.batching import BatchPolicy, Plan
+from server.dataplane.order import FAR_NS
 from server.dataplane.profile import Profile
 
 _REDRAW = 32  # batches between two drawings
 _WORSE = 0.97  # a smaller batch is better only if the larger has less than this share of its rows a second: times are measured
+# The smallest batch with this share of the most rows a second is the largest that is made: what is larger makes everybody wait
+# longer, and gains next to nothing. Where several clients ask, each waits for the others' batches, and may have more of that.
+_NEARLY = 0.98
+_NEARLY_SHARED = 0.9
+_ROOM = 0.9  # of the time that a batch may take, for what varies
 
 
 class Planner:
@@ -19,24 +25,31 @@ class Planner:
     Attributes:
         instances: how many pull.
         overhead_ns: what a batch takes from the decision to the answers besides computing.
+        crowded: several clients ask, and share.
     """
 
     def __init__(self, profile: Profile, policy: BatchPolicy) -> None:
+        self.crowded = False
         self.instances = 1
         self.overhead_ns = 0
         self._profile = profile
         self._policy = policy
-        self._plan: Plan | None = None
-        self._batches = 0  # since it was drawn
+        self._plans: tuple[Plan, Plan] | None = None  # for one client, and for several
+        self._batches = 0  # since they were drawn
 
     @property
     def current(self) -> Plan | None:
         """What to decide by; None if nothing is known of the times of batches."""
-        if self._batches >= _REDRAW or self._plan is None:
+        plans = self._drawn()
+        return plans[self.crowded] if plans is not None else None
+
+    def _drawn(self) -> tuple[Plan, Plan] | None:
+        if self._batches >= _REDRAW or self._plans is None:
             self._batches = 0
             if self._profile.estimate_ns(1):
-                self._plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
-        return self._plan
+                plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
+                self._plans = plan, _limited(plan, _NEARLY_SHARED)
+        return self._plans
 
     def batch(self) -> None:
         """A batch was run: the profile knows more."""
@@ -58,11 +71,18 @@ def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns:
     sizes = range(policy.max_rows + 1)
     promises_ns = [profile.promise_ns(rows) + overhead_ns for rows in sizes]
     estimates_ns = [profile.estimate_ns(rows) + overhead_ns for rows in sizes]
-    affordable_ns = policy.objective_ns * instances // (instances + 1)
-    best = [0]
-    for rows in sizes[1:]:
+    affordable_ns = policy.objective_ns * instances / (instances + 1) * _ROOM or FAR_NS
+    best = [0, 1]
+    for rows in sizes[2:]:
         before = best[-1]
         worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE
-        too_long = affordable_ns and promises_ns[rows] > affordable_ns
-        best.append(before if before and (worse or too_long) else rows)
-    return Plan(promises_ns, estimates_ns, best, instances)
+        best.append(before if worse or promises_ns[rows] > affordable_ns else rows)
+    return _limited(Plan(promises_ns, estimates_ns, best, instances), _NEARLY)
+
+
+def _limited(plan: Plan, share: float) -> Plan:
+    """The same without batches larger than the smallest that has this share of the most rows a second."""
+    rows_per_ns = {rows: rows / max(plan.estimates_ns[rows], 1) for rows in plan.best[1:]}
+    enough = share * max(rows_per_ns.values())
+    most = min(rows for rows, rate in rows_per_ns.items() if rate >= enough)
+    return plan._replace(best=[min(rows, most) for rows in plan.best])

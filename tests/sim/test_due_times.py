@@ -15,6 +15,7 @@ from server.core.request import InferResponse
 from server.dataplane.batching import BatchPolicy, WaitUntil
 from server.dataplane.order import FAR_NS, Order
 from server.dataplane.outlook import Outlook
+from server.dataplane.plan import Planner
 from server.dataplane.policy import HandlePolicy, Sharing
 from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
@@ -56,7 +57,7 @@ class World:
         self.scheduler = Scheduler(policy, QueueLimits(), self.levels, lambda: self.now_ns, order=self.order)
         profile = Profile()
         profile.seed({rows: [self.takes_ns(rows)] for rows in range(1, 9)})
-        self.scheduler.plan_by(profile)
+        self.scheduler.plan_by(Planner(profile, policy))
         self.scheduler.set_instances(self.instances)
         self.free_ns = [0] * self.instances
         self.entries: list[Entry] = []

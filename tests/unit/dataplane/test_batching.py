@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from server.dataplane.batching import BatchPolicy, CloseReason, Idle, Plan, Skip, Take, WaitUntil, decide
 from server.dataplane.order import FAR_NS
-from server.dataplane.plan import draw
+from server.dataplane.plan import Planner, draw
 from server.dataplane.profile import Profile
 
 
@@ -180,6 +180,24 @@ def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
 def test_a_batch_leaves_time_for_who_comes_next() -> None:
     profile = Profile()
     profile.seed({rows: [10 * rows] for rows in range(1, 9)})
-    flat = [draw(profile, BatchPolicy(8, objective_ns=100), instances).best[8] for instances in (1, 3, 9)]
-    assert flat == [5, 7, 8]
+    profile = Profile()
+    profile.seed({rows: [40 + 5 * rows] for rows in range(1, 9)})
+    sizes = [draw(profile, BatchPolicy(8, objective_ns=120), instances).best[8] for instances in (1, 2, 9)]
+    assert sizes == [2, 6, 8], "9/10 of 1/2, of 2/3, of 9/10"
     assert draw(profile, BatchPolicy(8, objective_ns=5)).best[8] == 1, "one row must go, whatever it takes"
+
+
+def test_what_gains_nearly_nothing_by_its_size_is_run_in_small_batches() -> None:
+    profile = Profile()
+    profile.seed({rows: [10 + 1000 * rows] for rows in range(1, 9)})
+    assert draw(profile, BatchPolicy(8)).best == [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    profile = Profile()
+    profile.seed({rows: [1000 + 250 * rows] for rows in range(1, 33)})
+    planner = Planner(profile, BatchPolicy(32))
+    alone = planner.current
+    planner.crowded = True
+    crowded = planner.current
+    assert alone is not None
+    assert crowded is not None
+    assert (alone.best[32], crowded.best[32]) == (28, 15), "98 % of 32 rows in 9 ms, and 90 % of that"
+    assert alone.best[20] == 20
