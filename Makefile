@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools screenshots
+.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools screenshots image-test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -72,13 +72,19 @@ lock: ## resolve the dependencies anew (needs uv)
 	uv pip compile pyproject.toml --extra demo --extra otel --group build --group test --group check --group load --universal \
 	  --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
 	  -c requirements/serve.lock -c requirements/otel.lock -q -o requirements/dev.lock
+	uv pip compile --group image-gpu --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
 
 # Debian's; a test that needs one skips where it is not there.
-TOOLS ?= chromium prometheus
+TOOLS ?= chromium prometheus docker-compose
 tools: ## install the programs that some tests run beside ours (Debian, as root)
 	@missing=""; for tool in $(TOOLS); do dpkg -s $$tool >/dev/null 2>&1 || missing="$$missing $$tool"; done; \
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -qq -y --no-install-recommends $$missing; }
+
+image-test: $(VENV)/.dev ## build the CPU's container image and run it locked in (Debian, as root; minutes)
+	@$(MAKE) --no-print-directory tools TOOLS="debootstrap podman buildah runc"
+	$(BIN)/python -m pytest -v tests/image/check_image.py
 
 clean: ## forget the environment and the built models
 	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis

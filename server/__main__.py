@@ -1,4 +1,4 @@
-"""The command line: `headrace serve | validate | infer | explain | simulate | tune`; `build | ...` are the builders'."""
+"""The command line: `headrace serve | health | validate | infer | explain | simulate | tune`; `build | ...` are the builders'."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # One process, so that signals and the exit status need no handing on.
         os.execv(sys.executable, [sys.executable, "-m", "engines", *given])
     try:
+        if given[:1] == ["health"]:
+            return _health(given[1:])
         args = _parser().parse_args(given)
     except ValueError as error:
         Console(stderr=True).print(f"headrace: {error}", style="red", highlight=False)
@@ -52,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve a model repository")
     settings.add_arguments(serve)
     serve.set_defaults(run=_serve)
+
+    commands.add_parser("health", help="exit status 0 while a server is ready")
 
     validate = commands.add_parser("validate", help="check a model repository without serving it")
     validate.add_argument("path", nargs="+", type=Path, help="a model repository, or the folder of one model")
@@ -90,6 +94,16 @@ def _serve(args: argparse.Namespace) -> int:
     from server.banner import announce
 
     return HeadraceServer(chosen, announce).run()
+
+
+def _health(arguments: Sequence[str]) -> int:
+    """Aside from the other commands, whose libraries would take longer to import than the server to answer."""
+    from server.client import health_command
+
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    own = settings.from_arguments(parser.parse_args([]))
+    return health_command.main(arguments, health_command.Listening(own.host, own.http_port, own.tls_cert))
 
 
 def _validate(args: argparse.Namespace) -> int:

@@ -1,0 +1,239 @@
+"""The files that make containers of Headrace: sound by their tools, and true to the server and to each other.
+
+That the image really builds and serves is `make image-test`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from server.settings import Settings
+from tests.serving import ROOT
+from tests.tools import tool
+
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = (DEPLOY / "docker" / "Dockerfile", DEPLOY / "docker" / "Dockerfile.gpu")
+COMPOSE = DEPLOY / "compose.yaml"
+MANIFEST = DEPLOY / "kubernetes" / "headrace.yaml"
+LOCKS = ROOT / "requirements"
+USER = 10001
+PROBES = {"startupProbe": "ready", "readinessProbe": "ready", "livenessProbe": "live"}
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """A Dockerfile's instructions with their arguments, continued lines joined."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [(line.split()[0], " ".join(line.split()[1:])) for line in joined.splitlines() if line.strip()]
+
+
+def requirements(name: str) -> dict[str, str]:
+    """The blocks of a lock by package and version."""
+    blocks = re.split(r"\n(?=\S)", (LOCKS / name).read_text().strip())
+    return {block.split()[0]: block for block in blocks}
+
+
+def environment(path: Path) -> dict[str, str]:
+    """What a Dockerfile sets for the server."""
+    return dict(
+        re.findall(r"(HEADRACE_\w+)=(\S+)", " ".join(rest for word, rest in instructions(path) if word == "ENV"))
+    )
+
+
+@cache
+def compose() -> list[str]:
+    """Compose's command line: the plug-in, or Debian's program."""
+    if os.path.exists("/usr/bin/docker-compose"):
+        return ["/usr/bin/docker-compose"]
+    plugin = subprocess.run(["sh", "-c", "docker compose version"], capture_output=True, timeout=60)
+    return ["docker", "compose"] if plugin.returncode == 0 else [tool("docker-compose")]
+
+
+def services(**variables: str) -> dict[str, Any]:
+    """The services that `docker compose up` would start, as Compose itself reads the file, by name."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "HEADRACE_"))}
+    done = subprocess.run(
+        [*compose(), "config"], cwd=DEPLOY, env=kept | variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    profiles = set(variables.get("COMPOSE_PROFILES", "cpu").split(","))
+    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return {name: service for name, service in found.items() if profiles & set(service.get("profiles", profiles))}
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """What is mounted, by where; Compose tells it in one of two forms."""
+    found = {}
+    for volume in service["volumes"]:
+        if isinstance(volume, dict):
+            found[volume["target"]] = f"{volume['source']}:{'ro' if volume.get('read_only') else 'rw'}"
+        else:
+            source, target, mode = volume.split(":")
+            found[target] = f"{source}:{mode}"
+    return found
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    beside = Path(sys.executable).with_name("hadolint")
+    lint = str(beside) if beside.exists() else tool("hadolint")
+    done = subprocess.run([lint, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_serves_as_nobody_and_tells_its_health(path: Path) -> None:
+    found = instructions(path)
+    last = len(found) - 1 - [word for word, _ in reversed(found)].index("USER")
+    assert found[last] == ("USER", f"{USER}:{USER}")
+    assert [rest for word, rest in found if word == "HEALTHCHECK" and 'CMD ["headrace", "health"]' in rest]
+    assert ("ENTRYPOINT", '["headrace"]') in found
+    ports = [rest for word, rest in found if word == "EXPOSE"]
+    default = Settings(model_repository=())
+    assert ports == [f"{default.http_port} {default.grpc_port} {environment(path)['HEADRACE_METRICS_PORT']}"]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_everything_python_is_installed_by_hash(path: Path) -> None:
+    installs = [rest for word, rest in instructions(path) if word == "RUN" and " install " in rest]
+    assert len(installs) >= 3
+    for line in installs:
+        assert "--no-deps" in line
+        assert "--require-hashes" in line or "--no-build-isolation --no-deps ." in line
+
+
+def test_both_images_are_set_up_alike() -> None:
+    cpu, gpu = map(environment, DOCKERFILES)
+    assert cpu == gpu
+    assert cpu["HEADRACE_HOST"] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_is_copied_is_there_and_not_ignored(path: Path) -> None:
+    let_in = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    sources = [
+        source
+        for word, rest in instructions(path)
+        if word == "COPY" and "--from" not in rest
+        for source in rest.split()[:-1]
+    ]
+    assert {"server", "engines", "pyproject.toml"} <= set(sources)
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert source.split("/")[0] in let_in, source
+
+
+@pytest.mark.parametrize("name", ["otel.lock", "image-gpu.lock"])
+def test_what_goes_into_images_is_locked_and_tested(name: str) -> None:
+    tested = requirements("serve.lock")
+    found = requirements(name)
+    assert found
+    for requirement, block in found.items():
+        assert "--hash=sha256:" in block, requirement
+    same = {requirement.split("==")[0] for requirement in tested}
+    assert [r for r in found if r.split("==")[0] in same and r not in tested] == []
+
+
+def test_the_image_needs_nothing_to_build_demo_models() -> None:
+    names = {requirement.split("==")[0] for requirement in requirements("otel.lock")}
+    assert not names & {"scikit-learn", "scipy", "tensorrt"}
+    assert {"onnxruntime", "grpcio", "numpy", "setuptools"} <= names
+
+
+def test_compose_starts_one_server_that_prometheus_finds() -> None:
+    targets = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    ((host, port),) = [target.split(":") for target in targets["static_configs"][0]["targets"]]
+    assert port == environment(DOCKERFILES[0])["HEADRACE_METRICS_PORT"]
+    for profile, server in (("cpu", "headrace"), ("gpu", "headrace-gpu")):
+        found = services(COMPOSE_PROFILES=profile)
+        assert set(found) == {server, "prometheus", "grafana"}
+        assert found[server]["networks"]["default"]["aliases"] == [host]
+
+
+def test_without_a_profile_the_cpu_serves() -> None:
+    assert "COMPOSE_PROFILES=cpu" in (DEPLOY / ".env").read_text().splitlines()
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_gives_a_server_no_more_than_it_needs(profile: str) -> None:
+    (server,) = [s for name, s in services(COMPOSE_PROFILES=profile).items() if name.startswith("headrace")]
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    assert server["security_opt"] == ["no-new-privileges:true"]
+    assert float(server["stop_grace_period"].rstrip("s")) > float(server["environment"]["HEADRACE_DRAIN_TIMEOUT_S"])
+    dockerfile = ROOT / server["build"]["dockerfile"]
+    assert dockerfile in DOCKERFILES
+    assert f"AS {server['build']['target']}" in dockerfile.read_text()
+    assert set(mounts(server)) == {"/models", "/var/lib/headrace"}
+
+
+def test_compose_shows_nothing_to_strangers() -> None:
+    text = COMPOSE.read_text()
+    assert len(re.findall(r"\$\{(?:HEADRACE|WATCH)_BIND:-127\.0\.0\.1\}:\d+:\d+", text)) == 4
+    assert json.dumps(services()).count("127.0.0.1") >= 4
+
+
+def test_compose_mounts_models_of_ones_own(tmp_path: Path) -> None:
+    assert mounts(services()["headrace"])["/models"].endswith("demo-models:ro")
+    own = services(HEADRACE_MODELS=str(tmp_path), HEADRACE_MODELS_MODE="rw")["headrace"]
+    assert mounts(own)["/models"] == f"{tmp_path}:rw"
+
+
+def test_compose_and_its_settings_agree() -> None:
+    set_ = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / ".env").read_text(), re.M))
+    del set_["COMPOSE_PROFILES"]
+    read = re.findall(r"\$\{(\w+):-([^}]*)\}", COMPOSE.read_text())
+    assert set(read) == set(set_.items())
+
+
+def test_compose_watches_with_what_is_in_this_folder() -> None:
+    found = services()
+    grafana, prometheus = mounts(found["grafana"]), mounts(found["prometheus"])
+    assert grafana["/etc/grafana/provisioning"] == f"{DEPLOY}/grafana/provisioning:ro"
+    (provider,) = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/headrace.yaml").read_text())["providers"]
+    assert grafana[provider["options"]["path"]] == f"{DEPLOY}/grafana/dashboards:ro"
+    home = Path(found["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (DEPLOY / "grafana" / "dashboards" / home.name).exists()
+    (source,) = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())["datasources"]
+    assert urlsplit(source["url"]).hostname in found
+    assert prometheus["/etc/prometheus"] == f"{DEPLOY}/prometheus:ro"
+    assert "--config.file=/etc/prometheus/prometheus.yml" in found["prometheus"]["command"]
+
+
+def test_kubernetes_runs_the_image_as_it_is_made() -> None:
+    deployment, service = yaml.safe_load_all(MANIFEST.read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsUser"] == USER
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": 8000, "grpc": 8001, "metrics": 8002}
+    for probe, what in PROBES.items():
+        assert container[probe]["httpGet"] == {"path": f"/v2/health/{what}", "port": "http"}
+    assert {port["name"]: port["port"] for port in service["spec"]["ports"]} == ports
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+
+
+def test_kubernetes_waits_for_requests_in_flight() -> None:
+    deployment, _ = yaml.safe_load_all(MANIFEST.read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    drain = {variable["name"]: float(variable["value"]) for variable in container["env"]}["HEADRACE_DRAIN_TIMEOUT_S"]
+    pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause + drain
