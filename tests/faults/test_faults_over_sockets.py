@@ -187,7 +187,7 @@ def test_a_deadline_covers_execution_too(server: Server) -> None:
 
 
 def test_a_full_queue_refuses_with_503_and_a_time_to_come_back(server: Server) -> None:
-    sockets = [raw(server, "small_queue", steps_body(STEPS_PER_S))]
+    sockets = [raw(server, "small_queue", steps_body(6 * STEPS_PER_S))]
     until(lambda: gauge(server, "headrace_in_flight", "small_queue") == 1)
     for place in range(2):
         sockets.append(raw(server, "small_queue", steps_body(1)))
