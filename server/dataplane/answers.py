@@ -112,10 +112,12 @@ class Answers:
         # Behind another batch in the air it computed no longer than it kept the instance from the next.
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
         self.profile.observe(batch_rows, compute_ns, instances)
-        if self._outlook is not None:
-            self._outlook.ran(batch_rows, self.profile.estimate_ns(batch_rows, instances), busy_ns)
-            if self._outlook.promises:
-                self._outlook.learn(leading, times.split_ns)
+        outlook = self._outlook
+        if outlook is not None:
+            outlook.changed = True
+            if outlook.promises:
+                outlook.ran(batch_rows, self.profile.estimate_ns(batch_rows, instances), busy_ns)
+                outlook.learn(leading, times.split_ns)
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
         """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.

@@ -72,7 +72,7 @@ class Outlook:
 
     Attributes:
         late: answers that came after they were due.
-        promises: a request was due once.
+        promises: the model has an objective, or a request had a deadline.
         changed: instances have begun or ended something since they were last looked at; set by whoever knows.
     """
 
@@ -81,7 +81,7 @@ class Outlook:
     ) -> None:
         self.under_way = under_way
         self.late = 0
-        self.promises = False
+        self.promises = policy.objective_ns > 0
         self.changed = True
         self._planner = planner
         self._policy = policy
@@ -131,7 +131,7 @@ class Outlook:
         # Else nobody's request could be in time, and it is no use refusing them all.
 
     def ran(self, rows: int, compute_ns: int, busy_ns: int) -> None:
-        """A batch was run.
+        """A batch was run; only while `promises`, as `learn`.
 
         Args:
             rows: of all its members.
@@ -143,10 +143,9 @@ class Outlook:
         self._rows += (rows - self._rows) / _SMOOTHING
         self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _SMOOTHING, 0.0)
         self._planner.overhead_ns = int(self._overhead_ns)
-        self.changed = True
 
     def learn(self, entries: list[Entry], done_ns: int) -> None:
-        """Requests were answered together; only after the first `admit`."""
+        """Requests were answered together."""
         errors_ns = [
             done_ns - entry.promised_ns
             for entry in entries
