@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import NamedTuple, Protocol
@@ -32,6 +33,8 @@ _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a windo
 _LATE = 0.005  # of those that were promised most, what may be late: half of what a 99th percentile leaves
 _STEP = 8  # a batch that is late as a whole makes the reserve longer by one part in so many of what a batch takes
 _STANDING = 2  # full batches that always wait for each instance: more comes than can be served
+_PLACES = 8  # parts of the queue in which a request may be put
+_MOST_OVERTAKING = 0.9
 _OUTLIER = 4  # what takes so many times as long as it should counts no more than that
 _SMOOTHING = 64  # a new measurement counts for one in so many
 
@@ -59,10 +62,28 @@ class Line(Protocol):
         """Rows that would be served before a request like this, if it were queued now."""
 
 
+class _Reserve:
+    """What predictions are wrong by, beyond a small share of them, in nanoseconds."""
+
+    __slots__ = ("ns",)
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def weigh(self, errors_ns: Sequence[int], step_ns: float) -> None:
+        """Follow the quantile: H. Robbins, S. Monro, A stochastic approximation method, 1951."""
+        beyond = sum([error_ns > self.ns for error_ns in errors_ns]) / len(errors_ns)
+        self.ns = max(self.ns + int(step_ns * (beyond - _LATE)), 0)
+
+    def doubt(self, step_ns: float) -> None:
+        """A request was refused for its sake: nobody will know whether that was needed, and it must not stay so for ever."""
+        self.ns = max(self.ns - int(step_ns * _LATE / 4), 0)
+
+
 class Outlook:
     """Predicts, refuses, and learns from what became of it; any thread may call.
 
-    Ownership: `_lock` guards `_reserve_ns` and `late`, which are read without it; the rest is replaced whole, by whoever comes.
+    Ownership: `_lock` guards `_reserves` and `late`, which are read without it; the rest is replaced whole, by whoever comes.
 
     Args:
         planner: knows what batches take, and is told of what they take besides computing.
@@ -89,7 +110,11 @@ class Outlook:
         self._lock = threading.Lock()
         self._overhead_ns = 0.0  # smoothed: how much longer a batch keeps an instance busy than it computes as a rule
         self._rows = 1.0  # smoothed, of a batch
-        self._reserve_ns = 0
+        self._places = [0.0] * (
+            _PLACES + 1
+        )  # smoothed: share of the requests that take each; the last is behind all others
+        # By level, of requests that are in the next batch of an instance, and of others, since these may be overtaken.
+        self._reserves: defaultdict[tuple[int, bool], _Reserve] = defaultdict(_Reserve)
         self._flowed_ns = 0  # when the queue was last as short as it is where all can be served
         self._probed_ns = -NS_PER_S
         self._free: list[int] = []  # as of the last time that something changed
@@ -114,19 +139,29 @@ class Outlook:
         ahead = self._line.rows_ahead(last.level, due_ns, last.client)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
-        start_ns, done_ns = self._times(plan, free_ns, ahead, last, now_ns)
-        if done_ns + self._reserve_ns > due_ns:
+        waiting = self._line.waiting_rows
+        place = ahead * _PLACES // waiting if ahead < waiting else _PLACES
+        served = _with_overtakers(ahead, sum(self._places[:place]))
+        start_ns, done_ns, rounds = self._times(plan, free_ns, served, last, now_ns)
+        last.waits = rounds > 0
+        reserve = self._reserves[last.level, last.waits]
+        reserve_ns = reserve.ns
+        if done_ns + reserve_ns > due_ns:
             refusal = "it would be answered in {0:.3g} ms, and is due in {1:.3g} ms"
         elif start_ns > now_ns + self._longest_ns(plan, len(free_ns), due_ns, now_ns):
             refusal = "requests come faster than they can be served; it would be answered in {0:.3g} ms"
         else:
             last.promised_ns = done_ns
+            self._places = [share - share / _SMOOTHING for share in self._places]
+            self._places[place] += 1 / _SMOOTHING
             return
         if self._tries(plan, free_ns, ahead, last, now_ns):
             last.promised_ns = done_ns
         elif last.deadline_ns == due_ns or plan.estimates_ns[last.rows] < self._policy.objective_ns:
-            done_ms, due_ms = (done_ns + self._reserve_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
+            done_ms, due_ms = (done_ns + reserve_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
             retry_s = max(self.drain_ns(now_ns), NS_PER_MS) / NS_PER_S
+            if done_ns <= due_ns:
+                reserve.doubt(plan.estimates_ns[self._usual(plan)] / _STEP)
             raise WouldMiss("the request is refused at once: " + refusal.format(done_ms, due_ms), retry_s)
         # Else nobody's request could be in time, and it is no use refusing them all.
 
@@ -146,25 +181,18 @@ class Outlook:
 
     def learn(self, entries: list[Entry], done_ns: int) -> None:
         """Requests were answered together."""
-        errors_ns = [
-            done_ns - entry.promised_ns
-            for entry in entries
-            # Where much time is left it does not matter.
-            if entry.promised_ns and 2 * (entry.promised_ns - entry.enqueued_ns) > entry.due_ns - entry.enqueued_ns
-        ]
         late = sum([done_ns > entry.due_ns for entry in entries])
-        if late or errors_ns:
+        # Where much time is left it does not matter.
+        near = [e for e in entries if e.promised_ns and 2 * (e.promised_ns - e.enqueued_ns) > e.due_ns - e.enqueued_ns]
+        if late or near:
             with self._lock:
                 self.late += late
-                if errors_ns:
-                    self._weigh(errors_ns)
+                self._weigh(near, done_ns)
 
     def missed(self, entries: Sequence[Entry]) -> None:
         """Requests were given up since they could not be answered in time any more."""
-        promised = sum([entry.promised_ns > 0 for entry in entries])
-        if promised:
-            with self._lock:
-                self._weigh([FAR_NS] * promised)
+        with self._lock:
+            self._weigh([entry for entry in entries if entry.promised_ns], FAR_NS)
 
     def wait_ns(self, level: int, now_ns: int) -> int:
         """How long a request of one row would wait until it is run; 0 if nothing is known.
@@ -204,8 +232,9 @@ class Outlook:
         """Rows of a batch under load."""
         return plan.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
 
-    def _times(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> tuple[int, int]:
-        """When the batch of a request will begin, and when it will be answered at the latest."""
+    def _times(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> tuple[int, int, int]:
+        """When the batch of a request will begin, when it will be answered at the latest, and how many its instance runs before,
+        beyond what is under way."""
         start_ns, rounds, before = self._start(plan, free_ns, ahead, entry.rows, now_ns)
         rows = min(before + entry.rows, self._policy.max_rows)
         if start_ns > now_ns and self._policy.merge:  # others will come until then, and join it
@@ -214,7 +243,7 @@ class Outlook:
         usual, runs = plan.best[-1], rounds + 1
         spread_ns = plan.promises_ns[usual] - plan.estimates_ns[usual]
         margin_ns = _SIGMAS * spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2)
-        return start_ns, start_ns + plan.estimates_ns[rows] + int(margin_ns)
+        return start_ns, start_ns + plan.estimates_ns[rows] + int(margin_ns), rounds
 
     def _start(self, plan: Plan, free_ns: Sequence[int], ahead: int, rows: int, now_ns: int) -> tuple[int, int, int]:
         """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what
@@ -270,13 +299,24 @@ class Outlook:
         self._free, self._free_until_ns = free_ns, until_ns
         return free_ns
 
-    def _weigh(self, errors_ns: list[int]) -> None:
-        """Follow the quantile of what predictions are wrong by: H. Robbins, S. Monro, A stochastic approximation method, 1951."""
-        plan, reserve_ns = self._planner.current, self._reserve_ns
-        if plan is not None:
-            step_ns = plan.estimates_ns[self._usual(plan)] / _STEP
-            beyond = sum([error_ns > reserve_ns for error_ns in errors_ns]) / len(errors_ns)
-            self._reserve_ns = max(int(reserve_ns + step_ns * (beyond - _LATE)), 0)
+    def _weigh(self, entries: Sequence[Entry], done_ns: int) -> None:
+        plan = self._planner.current
+        if plan is None or not entries:
+            return
+        errors_ns: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        for entry in entries:
+            errors_ns[entry.level, entry.waits].append(done_ns - entry.promised_ns)
+        step_ns = plan.estimates_ns[self._usual(plan)] / _STEP
+        for kind, wrong_ns in errors_ns.items():
+            self._reserves[kind].weigh(wrong_ns, step_ns)
+
+
+def _with_overtakers(ahead: int, share: float) -> int:
+    """Rows that will be served before a request with so many ahead of it, if a share of those that come meanwhile go first."""
+    if share < _LATE:
+        return ahead
+    served = ahead / (1 - min(share, _MOST_OVERTAKING))
+    return int(served + 2 * sqrt(served - ahead))
 
 
 def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:

@@ -41,6 +41,7 @@ class Entry:
         due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
         client: who asks, "" for nobody in particular.
         promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
+        waits: other batches were expected to be run before its own, beyond what was under way then.
         key: what orders it; see `server.dataplane.order`.
         last: it is served behind all that are not.
         size_bytes: what it holds in memory.
@@ -66,6 +67,7 @@ class Entry:
         "rows",
         "shape_key",
         "size_bytes",
+        "waits",
     )
 
     def __init__(
@@ -83,6 +85,7 @@ class Entry:
         if objective_ns:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
         self.promised_ns = 0
+        self.waits = False
         self.size_bytes = request.size_bytes
         self.key = 0
         self.queued = self.last = False

@@ -220,7 +220,7 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
     def answered(error_ms: int, times: int) -> None:
         for _ in range(times):
             entry = case.entry()
-            entry.promised_ns = NOW + 40 * MS
+            entry.promised_ns, entry.waits = NOW + 40 * MS, True
             case.outlook.learn([entry], NOW + (40 + error_ms) * MS)
 
     answered(14, 12)
@@ -230,7 +230,7 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
     answered(0, 3000)
     assert case.ask() == 40
     early = case.entry()
-    early.promised_ns = NOW + 11 * MS
+    early.promised_ns, early.waits = NOW + 11 * MS, True
     for _ in range(100):  # those with plenty of time do not matter
         case.outlook.learn([early], NOW + 30 * MS)
     assert case.ask() == 40
@@ -268,3 +268,38 @@ def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], wai
     assert case.outlook.drain_ns(NOW) >= drain_ns
     case.busy(*sorted(works[0]), (0, 8))
     assert case.ask() >= first
+
+
+def test_reserves_are_kept_apart_and_do_not_last_where_they_refuse_everybody() -> None:
+    case = Case()
+    case.busy((0, 8))
+    late = case.entry()
+    late.promised_ns, late.waits = NOW + 45 * MS, True
+    for _ in range(20):
+        case.outlook.learn([late], NOW + 90 * MS)
+    assert case.ask() == 20, "the next batch's have not been late"
+    case.line.waiting_rows = 16
+    refused = 0
+    while True:
+        try:
+            case.ask()
+        except WouldMiss:
+            refused += 1
+        else:
+            break
+    assert 1000 < refused < 20_000
+
+
+def test_who_can_be_overtaken_waits_longer() -> None:
+    case = Case()
+    case.busy((0, 8))
+    case.line.waiting_rows = 7
+    assert case.ask() == 20
+    case.line.rows_ahead = lambda level, due_ns, client: 0  # type: ignore[method-assign]
+    for _ in range(200):  # half of all are more urgent
+        assert case.ask() == 20
+        del case.line.rows_ahead
+        case.outlook.admit([case.entry(deadline_ms=1000)], NOW)
+        case.line.rows_ahead = lambda level, due_ns, client: 0  # type: ignore[method-assign]
+    del case.line.rows_ahead
+    assert case.ask() > 20
