@@ -8,13 +8,13 @@ from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, 
 from server.simulation.plot import Curve, Panel, picture
 
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
-SLO_MS = 50.0
+SLO_MS = 100.0
 _SECONDS = 12.0
 
 
 def draw() -> str:
     """SVG: a promise beside two fixed settings."""
-    told = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=10))}
+    told = {setting.name: _swept(setting) for setting in (promising(SLO_MS), fixed(), fixed(delay_ms=20))}
     shown = [
         Panel(
             f"answered within {SLO_MS:g} ms",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import cast
@@ -17,10 +18,12 @@ from loadtest.slo.plan import Plan
 from server.backends.base import Execution
 from server.core.clock import NS_PER_MS, NS_PER_US
 from server.core.completion import Mailbox
+from server.core.errors import WouldMiss
 from server.core.request import BatchTimes, InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
+from server.dataplane.outlook import UnderWay
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
 from server.dataplane.queue import Entry, Lane, Queue
 from server.dataplane.scheduler import Batch, QueueLimits
@@ -30,7 +33,7 @@ from server.simulation.virtual_time import VirtualLoop
 WAITING = 10_000
 _ROWS = 32
 # Requests admitted, and batches decided on, between two looks at the clock.
-_STEPS = 64
+_STEPS = 128
 _OBJECTIVE_NS = 60_000 * NS_PER_MS
 _CLIENTS = 50
 _BATCH_NS = 520 * NS_PER_US
@@ -93,6 +96,7 @@ class Deep:
         self.handle = ModelHandle(spec, case.policy, _NoModel(), mailbox, Recorder(False), clock=self.loop.clock)
         sizes = [1 << power for power in range(_ROWS.bit_length())]
         self.handle.profile.seed({rows: [_BATCH_NS - (_ROWS - rows) * 10 * NS_PER_US] for rows in sizes})
+        self.handle._outlook.under_way = lambda: [UnderWay(self.loop.now_ns, [(self.loop.now_ns, _ROWS)])]
         self._random = np.random.default_rng(1)
         self._asked = 0
 
@@ -124,6 +128,22 @@ class Deep:
             infer(request)
         return time.thread_time_ns() - begun_ns
 
+    def refuse(self, count: int) -> int:
+        """Ask for so many with deadlines that pass before the batch under way is done; nanoseconds of this thread."""
+        requests, infer, refused = self.requests(count), self.handle.infer, 0
+        for request in requests:
+            request.deadline_ns = self.loop.now_ns + NS_PER_US
+        begun_ns = time.thread_time_ns()
+        for request in requests:
+            try:
+                infer(request)
+            except WouldMiss:
+                refused += 1
+        took_ns = time.thread_time_ns() - begun_ns
+        if refused != count:
+            raise RuntimeError(f"only {refused} of {count} requests were refused")
+        return took_ns
+
     def decide(self, batches: int) -> tuple[int, int]:
         """Have so many batches decided on and taken out; nanoseconds of this thread for each of the two."""
         poll, now_ns = self.handle._scheduler.poll, self.loop.now_ns
@@ -141,10 +161,10 @@ class Deep:
             taken = [poll(now_ns) for _ in range(batches)]
             took_ns = time.thread_time_ns() - begun_ns
         for batch in taken:
-            if not isinstance(batch, Batch) or len(batch.entries) != _ROWS:
-                raise RuntimeError(f"{batch} is no batch of {_ROWS}, with {self.handle.depth} waiting")
+            if not isinstance(batch, Batch):
+                raise RuntimeError(f"{batch} instead of a batch, with {self.handle.depth} waiting")
             times = BatchTimes(now_ns, now_ns, now_ns + _BATCH_NS, now_ns + _BATCH_NS)
-            self.handle._answers.settle(batch.entries, batch.reason, times, [{}] * _ROWS, _BATCH_NS)
+            self.handle._answers.settle(batch.entries, batch.reason, times, [{}] * len(batch.entries), _BATCH_NS)
         self.loop.advance(now_ns + batches * _BATCH_NS)
         return took_ns - taking_ns, taking_ns
 
@@ -153,27 +173,28 @@ _take = Queue.take
 
 
 def measure(case: Case, stretches: int = 100) -> tuple[float, ...]:
-    """Microseconds of an admission, of a decision, and of taking a batch out of the queue; the mean of many."""
+    """Microseconds of an admission, a refusal, a decision, and of taking a batch out of the queue; the median of many."""
     deep = Deep(case)
     deep.admit(WAITING)
     gc.collect()
     batches = _STEPS // _ROWS
-    admitted_ns = decided_ns = taken_ns = 0
+    spent: list[tuple[float, ...]] = []
     for _ in range(stretches):
-        admitted_ns += deep.admit(_STEPS)
-        deciding_ns, taking_ns = deep.decide(batches)
-        decided_ns += deciding_ns
-        taken_ns += taking_ns
+        decided_ns, taken_ns = deep.decide(batches)
+        missing = WAITING - deep.handle.depth
+        admitted_ns, refused_ns = deep.admit(missing), deep.refuse(_STEPS)
         if deep.handle.depth != WAITING:
             raise RuntimeError(f"{deep.handle.depth} wait instead of {WAITING}")
-    decisions = stretches * batches
-    return tuple(
-        spent_ns / times / NS_PER_US
-        for spent_ns, times in ((admitted_ns, stretches * _STEPS), (decided_ns, decisions), (taken_ns, decisions))
-    )
+        spent.append((admitted_ns / missing, refused_ns / _STEPS, decided_ns / batches, taken_ns / batches))
+    return tuple(statistics.median(each) / NS_PER_US for each in zip(*spent, strict=True))
 
 
-_MEASURED = (("admission", at_most(10.0)), ("decision", at_most(10.0)), (f"taking {_ROWS} requests out", None))
+_MEASURED = (
+    ("admission", at_most(10.0)),
+    ("refusal", at_most(10.0)),
+    ("decision", at_most(10.0)),
+    ("taking a batch out", None),
+)
 
 
 def run(plan: Plan) -> CaseResult:
@@ -188,9 +209,11 @@ def run(plan: Plan) -> CaseResult:
         for which, (what, target) in enumerate(_MEASURED)
     ]
     notes = (
-        "processor time of the thread, the mean of 6,400 admissions and of 200 decisions",
+        f"processor time of the thread, the median of 100 stretches of about {_STEPS} admissions and refusals and "
+        f"{_STEPS // _ROWS} decisions",
         "admission: ModelHandle.infer from beginning to end (entry, completion, quota, prediction, queue, alarm)",
-        f"decision: Scheduler.poll but for Queue.take, which takes the batch of {_ROWS} out",
+        "refusal: the same for a request that cannot be in time, to the error that its caller gets",
+        f"decision: Scheduler.poll but for Queue.take, which takes the batch (of up to {_ROWS}) out",
     )
     title = f"admission and decision while {WAITING:,} requests wait"
     return CaseResult("queue", title, (), tuple(compared), notes)

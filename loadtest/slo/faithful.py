@@ -20,9 +20,9 @@ from loadtest.slo.subject import (
 from server.dataplane.policy import Sharing
 from server.simulation.traces import Shape, Trace
 
-SLO_MS = 50.0
+SLO_MS = 100.0
 _QUANTITIES = ("p50_ms", "p99_ms", "goodput_hz")
-_BURSTS = Shape("bursty", burst_factor=4, burst_s=0.3, calm_s=0.9)
+_BURSTS = Shape("bursty", burst_factor=4, burst_s=0.6, calm_s=1.8)
 _TENANTS = (("calm", 0.3), ("flood", 1.2))
 
 CASES = {
@@ -31,7 +31,7 @@ CASES = {
     "1.5 load": (1.5, None, (), promising(SLO_MS)),
     "bursts, 0.7 load": (0.7, _BURSTS, (), promising(SLO_MS)),
     "two clients, 1.5 load": (1.5, None, _TENANTS, promising(SLO_MS, Sharing())),
-    "fixed, 0.8 load": (0.8, None, (), fixed(delay_ms=5)),
+    "fixed, 0.8 load": (0.8, None, (), fixed(delay_ms=10)),
 }
 
 

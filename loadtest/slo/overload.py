@@ -10,7 +10,7 @@ from loadtest.bench.spread import Spread, ratios
 from loadtest.slo.plan import Plan, figures
 from loadtest.slo.subject import USUAL, Told, Way, arrivals, fixed, judged, promising
 
-SLO_MS = 50.0
+SLO_MS = 100.0
 LOADS = (1.5, 2.0)
 
 

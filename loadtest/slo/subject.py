@@ -46,10 +46,10 @@ class Speed:
         return Device(round(self.batch_us * NS_PER_US), round(self.row_us * NS_PER_US), depth)
 
 
-USUAL = Speed(4000, 250, 32, "a device that takes 4 ms a batch and 0.25 ms a row, 32 rows at most (12 ms)")
+USUAL = Speed(8000, 500, 32, "a device that takes 8 ms a batch and 0.5 ms a row, 32 rows at most (24 ms)")
 # ResNet-50 in FP16 on an H200 (docs/performance.md): 0.60 ms for one row, 0.695 ms for the eight that the demo allows.
 SLOWED_H200 = Speed(
-    5864, 136, 8, "resnet50 as the demo has it (8 rows) at an H200's speed, ten times slowed down: 6.0 to 6.95 ms"
+    11_728, 272, 8, "resnet50 as the demo has it (8 rows) at an H200's speed, twenty times slowed down: 12 to 13.9 ms"
 )
 # What Triton's queues have; our own default of 4,096 would stop a queue that grows for longer than a test.
 _UNBOUNDED = QueueLimits(max_count=1 << 20)
@@ -146,7 +146,7 @@ class Told:
     late_ms: float = 0.0
 
 
-def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 0.5) -> Told:
+def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -> Told:
     """Count what came after the warm-up, and was answered before the trace was over."""
     done, speed = run.replay, run.setting.speed
     trace, begin_ns = done.trace, warm_up_s * NS_PER_S

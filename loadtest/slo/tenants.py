@@ -25,7 +25,7 @@ from loadtest.slo.subject import (
 from server.dataplane.policy import Sharing
 from server.simulation.traces import Trace
 
-SLO_MS = 50.0
+SLO_MS = 100.0
 # Of the capacity: what the quiet client asks for (less than its half), and what the other one does.
 CALM, FLOOD = 0.3, 2.0
 
@@ -49,7 +49,7 @@ def run(plan: Plan) -> CaseResult:
     notes = (
         f"8 rows: {SLOWED_H200.told}",
         f"32 rows: {USUAL.told}. Beside a flood all batches are full, and none is interrupted: who comes waits for one, runs in "
-        "the next, 24 ms here, where alone two small ones take 11 ms. No order of serving changes that",
+        "the next, 48 ms here, where alone two small ones take 22 ms. No order of serving changes that",
         f"SLO {SLO_MS:g} ms",
     )
     return CaseResult("tenants", title, tuple(told), tuple(compared), notes)
