@@ -42,7 +42,7 @@ def print_report(report: Report, console: Console) -> None:
         if result.failure:
             console.print(f"FAILED: {result.failure}", style="bold red", markup=False)
             continue
-        console.print(_table(FIGURE_COLUMNS, map(_figure_row, result.figures)))
+        console.print(_table(FIGURE_COLUMNS, map(figure_row, result.figures)))
         for note in result.notes:
             console.print(note, style="dim", markup=False)
     compared = [comparison for result in report.results for comparison in result.comparisons]
@@ -51,7 +51,7 @@ def print_report(report: Report, console: Console) -> None:
         table = _table(COMPARISON_COLUMNS, [])
         for result in report.results:
             for comparison in result.comparisons:
-                *cells, verdict = _comparison_row(comparison)
+                *cells, verdict = comparison_row(comparison)
                 table.add_row(f"{result.name}: {cells[0]}", *cells[1:], f"[{STYLES[verdict]}]{verdict}[/]")
         console.print(table)
     for label, text in report.machine.items():
@@ -75,7 +75,7 @@ def to_markdown(report: Report) -> str:
     lines = [f"Written by `{report.command}` on {report.date}.", ""]
     lines += markdown_table(("machine", ""), report.machine.items())
     compared = [
-        (f"`{result.name}`", *_comparison_row(comparison))
+        (f"`{result.name}`", *comparison_row(comparison))
         for result in report.results
         for comparison in result.comparisons
     ]
@@ -88,7 +88,7 @@ def to_markdown(report: Report) -> str:
         if result.failure:
             lines.append(f"Failed: {result.failure.splitlines()[0]}")
             continue
-        lines += markdown_table(FIGURE_COLUMNS, map(_figure_row, result.figures))
+        lines += markdown_table(FIGURE_COLUMNS, map(figure_row, result.figures))
         if result.notes:
             lines += ["", *(f"- {note}" for note in result.notes)]
     return "\n".join(lines)
@@ -127,11 +127,13 @@ def _cells(spread: Spread) -> tuple[str, str, str]:
     return number(spread.median), number(spread.low), number(spread.high)
 
 
-def _figure_row(figure: Figure) -> tuple[str, ...]:
+def figure_row(figure: Figure) -> tuple[str, ...]:
+    """A line of a table with `FIGURE_COLUMNS`."""
     return figure.contender, figure.unit, *_cells(figure.spread), str(figure.spread.rounds)
 
 
-def _comparison_row(comparison: Comparison) -> tuple[str, ...]:
+def comparison_row(comparison: Comparison) -> tuple[str, ...]:
+    """A line of a table with `COMPARISON_COLUMNS`."""
     label = f"{comparison.label} ({comparison.unit})" if comparison.unit else comparison.label
     target = str(comparison.target) if comparison.target else "-"
     return label, *_cells(comparison.spread), target, comparison.verdict

@@ -19,10 +19,11 @@ from pathlib import Path
 from rich.console import Console
 
 from loadtest.bench import machine
-from loadtest.bench.report import Report, print_report, replace_block, to_json, to_markdown
+from loadtest.bench.report import Report, print_report, replace_block, to_json
 from loadtest.bench.results import CaseResult
 from loadtest.bench.session import Cores
 from loadtest.slo import curves, deep_queue, faithful, objectives, over_http, overload, tenants
+from loadtest.slo.page import written
 from loadtest.slo.plan import Plan
 
 PARTS: Mapping[str, Callable[[Plan], CaseResult]] = {
@@ -40,9 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; give the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
+    names = options.only or list(PARTS)
     console = Console(width=None if sys.stdout.isatty() else 160)
     if options.markdown:
-        replace_block(options.markdown.read_text(), "", "slo")  # better now than after all has been measured
+        for name in names:  # better now than after all has been measured
+            replace_block(options.markdown.read_text(), "", f"slo-{name}")
     busy = machine.busy_share()
     if busy > BUSY_WARNING:
         console.print(
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000, 20, 50)  # as the server has it
     with tempfile.TemporaryDirectory(prefix="headrace-slo-") as scratch:
         plan = Plan(options.rounds, options.seconds, options.model_repository, Path(scratch))
-        results = [_run(name, plan, console) for name in options.only or PARTS]
+        results = [_run(name, plan, console) for name in names]
     cores = tuple(sorted(os.sched_getaffinity(0)))
     report = Report(
         command=shlex.join(["python", "-m", "loadtest.slo", *words]),
@@ -64,8 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(to_json(report))
     if options.markdown:
-        page = options.markdown.read_text()
-        options.markdown.write_text(replace_block(page, to_markdown(report), "slo"))
+        options.markdown.write_text(written(options.markdown.read_text(), report))
     if options.plot:
         options.plot.write_text(curves.draw())
     if any(result.failure for result in results):
@@ -96,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-repository", type=Path, default=Path("model_repository"), help="built by `make models`")
     add("--json", type=Path, metavar="FILE", help="write everything that was found")
     add("--plot", type=Path, metavar="FILE", help="draw goodput and latency over the load (SVG, simulated)")
-    add("--markdown", type=Path, metavar="FILE", help="replace the block between the slo markers in a page")
+    add("--markdown", type=Path, metavar="FILE", help="replace the parts' blocks in a page")
     return parser
 
 

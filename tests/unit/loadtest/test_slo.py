@@ -94,7 +94,7 @@ def test_the_command_prints_a_verdict_and_fills_a_page(
 ) -> None:
     monkeypatch.setattr(deep_queue, "WAITING", 100)
     page = tmp_path / "page.md"
-    page.write_text("a\n<!-- slo:begin -->\nold\n<!-- slo:end -->\nb\n")
+    page.write_text("a\n<!-- slo-queue:begin -->\nold\n<!-- slo-queue:end -->\nb\n")
     assert main(["--only", "queue", "--rounds", "1", "--markdown", str(page)]) in (0, 1)
     assert "PASS" in capsys.readouterr().out
     text = page.read_text()
