@@ -16,7 +16,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests import models
-from tests.e2e.test_grpc_stream import Collector, tensor
+from tests.e2e.test_grpc_stream import STEPS_PER_S, Collector, tensor
 from tests.processes import eventually
 from tests.serving import COMMAND, HOST, ROOT, Server, serving, start
 
@@ -31,6 +31,7 @@ TIMES = ["decode_us", "queue_us", "copy_us", "compute_us", "split_us", "wake_us"
 
 def repository(folder: Path) -> Path:
     models.add_model(folder / "models", "affine", models.affine())
+    models.add_model(folder / "models", "busy", models.busy())
     return folder / "models"
 
 
@@ -119,6 +120,23 @@ def test_errors_of_both_protocols(clean: tuple[Server, Log]) -> None:
     assert (empty["status"], empty["reason"]) == ("400", "bad_request")
     assert (wrong["status"], wrong["id"]) == ("INVALID_ARGUMENT", "wrong")
     assert all(line["error"] and "batch" not in line for line in (unknown, empty, wrong))
+
+
+def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
+    server, log = clean
+    steps = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [STEPS_PER_S]}
+    body = json.dumps({"id": "late", "inputs": [steps]}).encode()
+    assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "20"})[0] == 504
+    with pytest.raises(TimeoutError):
+        server.request("POST", "/v2/models/busy/infer", body.replace(b"late", b"gone"), timeout_s=0.1)
+    tensors = [tensor("STEPS", np.array([STEPS_PER_S], np.int64), "INT64")]
+    with triton_grpc.InferenceServerClient(server.grpc_address) as client, pytest.raises(InferenceServerException):
+        client.infer("busy", tensors, request_id="rpc", client_timeout=0.1)
+    late, gone, rpc = log.wait(3)
+    assert (late["id"], late["status"], late["reason"], late["level"]) == ("late", "504", "deadline", "error")
+    assert (gone["id"], gone["status"], gone["reason"], gone["level"]) == ("gone", "499", "cancelled", "warning")
+    assert (rpc["id"], rpc["reason"] in ("deadline", "cancelled")) == ("rpc", True)
+    assert late["times"]["wait_us"] >= 15_000
 
 
 def test_no_client_forges_lines_or_leaks_secrets(clean: tuple[Server, Log]) -> None:
