@@ -108,6 +108,10 @@ OVERVIEW = Dashboard(
                 Panel("Certificate", [
                     Query(f"headrace_tls_certificate_expiry_timestamp_seconds{{{J}}} - time()", "{{instance}}")], "s",
                       "Time until it expires; no data without TLS."),
+                Panel("Telemetry lost", [
+                    Query(f"sum by (instance, kind) (increase(headrace_telemetry_dropped_total{{{J}}}[1h]))",
+                          "{{instance}} {{kind}}")],
+                      description="Spans, traces and lines of the request log that were lost, in the last hour."),
                 Panel("Limits", [Query(f"headrace_limit{{{J}}}")], kind="table"),
                 Panel("Versions", [Query(f"headrace_build_info{{{J}}}")], kind="table", height=5),
             ],
