@@ -387,3 +387,8 @@ class _Environment:
             return parse(text)  # type: ignore[operator]
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{PREFIX}{name}: {error}") from error
+
+
+def tell_nobody() -> None:
+    """Keep ONNX Runtime, in this process and its children, from telling its maker what it runs; before it is imported."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
