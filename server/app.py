@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from server.accounting import open_accounts
+from server.banner import Addresses
 from server.control.explaining import Explainer
 from server.control.loader import Loader
 from server.control.overview import Overview
@@ -55,11 +56,10 @@ class HeadraceServer:
 
     Args:
         settings: how to serve.
-        announce: called on the loop with the URL of HTTP, the address of gRPC ("" without) and the registry once all models
-            are loaded.
+        announce: called on the loop with where it listens and the registry once all models are loaded.
     """
 
-    def __init__(self, settings: Settings, announce: Callable[[str, str, Registry], None]) -> None:
+    def __init__(self, settings: Settings, announce: Callable[[Addresses, Registry], None]) -> None:
         self._settings = settings
         self._announce = announce
         self._registry = Registry()
@@ -100,8 +100,9 @@ class HeadraceServer:
             cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
             logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
             return 1
-        self._url = f"{'https' if tls else 'http'}://{shown(*sockets[0].getsockname()[:2])}"
-        self._grpc_address = shown(settings.host, port) if self._grpc else ""
+        urls = [f"{'https' if tls else 'http'}://{shown(*sock.getsockname()[:2])}" for sock in sockets]
+        # The last one is that of the metrics, which are on a port of their own or on that of HTTP.
+        self._addresses = Addresses(urls[0], shown(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics")
         reconciler.start()
         if settings.metrics:
             self._lag.start(loop)
@@ -212,7 +213,7 @@ class HeadraceServer:
             self._exit_status = 1
             self._stop()
             return
-        self._announce(self._url, self._grpc_address, self._registry)
+        self._announce(self._addresses, self._registry)
 
     def _interrupt(self) -> None:
         # Only Ctrl-C is impatient when it comes twice: supervisors like to repeat SIGTERM.

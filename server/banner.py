@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import orjson
 from rich.console import Console
@@ -19,8 +19,23 @@ class Index(Protocol):
         """Every version found, its state and reason."""
 
 
-def announce(url: str, grpc_address: str, registry: Index) -> None:
+class Addresses(NamedTuple):
+    """Where a server listens.
+
+    Attributes:
+        url: of HTTP.
+        grpc: host and port of gRPC, "" without.
+        metrics: URL of the page of metrics.
+    """
+
+    url: str
+    grpc: str
+    metrics: str
+
+
+def announce(addresses: Addresses, registry: Index) -> None:
     """Print the models, the addresses and a line to try."""
+    url = addresses.url
     console = Console(highlight=False)
     rows = registry.index()
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -30,9 +45,11 @@ def announce(url: str, grpc_address: str, registry: Index) -> None:
         state = str(row["state"])
         table.add_row(str(row["name"]), str(row["version"]), f"[{'green' if state == 'READY' else 'red'}]{state}[/]")
     console.print(table)
-    console.print(f"\nHeadrace listens on [bold]{url}[/]   metrics: {url}/metrics   API: {url}/docs", soft_wrap=True)
-    if grpc_address:
-        console.print(f"gRPC: [bold]{grpc_address}[/]", soft_wrap=True)
+    console.print(
+        f"\nHeadrace listens on [bold]{url}[/]   metrics: {addresses.metrics}   API: {url}/docs", soft_wrap=True
+    )
+    if addresses.grpc:
+        console.print(f"gRPC: [bold]{addresses.grpc}[/]", soft_wrap=True)
     ready = {row["name"] for row in rows if row["state"] == "READY"}
     console.print("Try:  " + example(url, ready), soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:

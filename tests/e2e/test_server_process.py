@@ -277,3 +277,11 @@ def test_the_console_script_serves(good: Path, tmp_path: Path) -> None:
         assert server.request("POST", "/v2/models/row_sums/infer", row(2))[0] == 200
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["on-the-port-of-http", "on-a-port-of-their-own"])
+def test_the_banner_tells_where_the_metrics_are(good: Path, tmp_path: Path, apart: bool) -> None:
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    with serving(good, tmp_path, *(("--metrics-port", str(port)) if apart else ())) as server:
+        assert f"metrics: http://{HOST}:{port if apart else server.port}/metrics " in server.text
