@@ -79,8 +79,10 @@ class Accounts:
         """
         if choice is None and account.context is not None and account.context.sampled and self._tracer.active:
             choice = Choice(self._tracer.pick(account.model, account.context), False)
-        if choice is not None or self._log.errors:
-            self._tell(Choice(choice.trace if choice else None, self._log.errors), account)
+        trace, log = choice or Choice(None, False)
+        log = log or self._log.wants_error(account.ended_ns)
+        if log or trace is not None:
+            self._tell(Choice(trace, log), account)
 
     def close(self) -> None:
         """Write and send what waits."""

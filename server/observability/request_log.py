@@ -16,12 +16,15 @@ from server.observability.account import Account, phases
 from server.observability.background import CAPACITY, Background
 from server.observability.logs import escape
 from server.observability.redaction import redact
+from server.observability.tally import DROPPED
 
 logger = logging.getLogger("headrace.request")
 
 _MAX_TEXT = 512
 _MAX_NAME = 256
 _CLOSE_TIMEOUT_S = 5.0
+# Whoever sends nothing but nonsense fills neither the disk nor, with the writing of it, a processor that serves others.
+_MAX_ERRORS_HZ = 100
 # The caller's own fault, or nobody's.
 _CLIENTS = frozenset(
     ("bad_request", "too_large", "conflict", "forbidden", "not_found", "quota", "cancelled", "unsupported")
@@ -34,8 +37,8 @@ class RequestLog:
     `wants`, `put` and `close` are called on the event loop (`close` by who ends it); only the thread touches the stream.
 
     Args:
-        mode: off: none; errors: what was not answered with success; sampled: those, what is traced, and one in `rate` of the
-            rest; all.
+        mode: off: none; errors: what was not answered with success, a hundred a second at most; sampled: those, what is traced,
+            and one in `rate` of the rest; all: all.
         stream: for bytes, unbuffered; owned by who opened it.
         rate: of `sampled`.
         text: for people instead of JSON.
@@ -50,6 +53,7 @@ class RequestLog:
         self._rate = rate
         self._format = as_text if text else as_json
         self._seen = 0
+        self._second, self._in_second = 0, 0
         self._lines: Background[tuple[Account, str]] | None = None
         if mode != "off":
             self._lines = Background("headrace-request-log", "request_log", self._write, capacity)
@@ -72,6 +76,19 @@ class RequestLog:
             return True
         self._seen += 1
         return self._seen % self._rate == 0
+
+    def wants_error(self, now_ns: int) -> bool:
+        """Called once for each request that fails and is not logged in any case; False, and counted, if there are too many."""
+        if not self.errors or self._mode == "all":
+            return self.errors
+        second = now_ns // NS_PER_S
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+        if self._in_second > _MAX_ERRORS_HZ:
+            DROPPED.count("request_log")
+            return False
+        return True
 
     def put(self, account: Account, trace_id: str = "") -> None:
         """Write a line, soon."""

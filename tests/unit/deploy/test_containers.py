@@ -161,6 +161,19 @@ def test_compose_starts_one_server_that_prometheus_finds() -> None:
         assert found[server]["networks"]["default"]["aliases"] == [host]
 
 
+def test_compose_starts_a_receiver_of_traces_where_it_is_asked_to() -> None:
+    found = services(COMPOSE_PROFILES="cpu,traces", HEADRACE_OTLP_ENDPOINT="http://jaeger:4317")
+    assert set(found) == {"headrace", "jaeger", "prometheus", "grafana"}
+    assert found["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == "http://jaeger:4317"
+    assert services()["headrace"]["environment"]["HEADRACE_OTLP_ENDPOINT"] == ""
+    folder = DEPLOY / "grafana/provisioning/datasources"
+    (jaeger,) = yaml.safe_load((folder / "jaeger.yaml").read_text())["datasources"]
+    assert urlsplit(jaeger["url"]).hostname == "jaeger"
+    (prometheus,) = yaml.safe_load((folder / "prometheus.yaml").read_text())["datasources"]
+    (leads,) = prometheus["jsonData"]["exemplarTraceIdDestinations"]
+    assert leads == {"name": "trace_id", "datasourceUid": jaeger["uid"]}
+
+
 def test_without_a_profile_the_cpu_serves() -> None:
     assert "COMPOSE_PROFILES=cpu" in (DEPLOY / ".env").read_text().splitlines()
 
@@ -180,7 +193,7 @@ def test_compose_gives_a_server_no_more_than_it_needs(profile: str) -> None:
 
 def test_compose_shows_nothing_to_strangers() -> None:
     text = COMPOSE.read_text()
-    assert len(re.findall(r"\$\{(?:HEADRACE|WATCH)_BIND:-127\.0\.0\.1\}:\d+:\d+", text)) == 4
+    assert len(re.findall(r"\$\{(?:HEADRACE|WATCH)_BIND:-127\.0\.0\.1\}:\d+:\d+", text)) == 5
     assert json.dumps(services()).count("127.0.0.1") >= 4
 
 

@@ -15,6 +15,7 @@ from server.observability.account import Account
 from server.observability.accounts import Accounts
 from server.observability.recorder import Recorder
 from server.observability.request_log import RequestLog
+from server.observability.tally import DROPPED
 from server.observability.traces import Tracer
 from tests.unit.observability.test_spans import Sink
 
@@ -85,6 +86,18 @@ def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit)
     assert traced.sink.traces == ["a" * 32]
     lines = traced.lines()
     assert [(line["level"], line["status"], line["error"]) for line in lines] == [("error", "INTERNAL", "broken")] * 2
+
+
+@pytest.mark.parametrize(("mode", "lines"), [("errors", 102), ("sampled", 102), ("all", 302)])
+def test_who_sends_nonsense_does_not_fill_the_disk(mode: RequestLogMode, lines: int) -> None:
+    kit = Kit(mode)
+    before = dict(DROPPED.items())[("request_log",)]
+    for _ in range(300):
+        kit.accounts.failed(None, BAD)
+    for _ in range(2):
+        kit.accounts.failed(None, BAD._replace(ended_ns=1_000_000_000))
+    assert len(kit.lines()) == lines
+    assert dict(DROPPED.items())[("request_log",)] - before == 302 - lines
 
 
 def test_off_is_off() -> None:
