@@ -20,7 +20,8 @@ from server.dataplane.instance import Instance, OnDeath, Runner
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import FakePipeline

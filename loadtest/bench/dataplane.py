@@ -38,7 +38,7 @@ from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.observability.recorder import Recorder
 
 _WARM_UP_S = 0.3

@@ -25,7 +25,7 @@ from loadtest.bench.spread import Spread, ratios
 from server.core.clock import NS_PER_US
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import SimulatedModel, replay
 from server.simulation.report import Figures, report

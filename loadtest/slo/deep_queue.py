@@ -23,10 +23,11 @@ from server.core.request import BatchTimes, InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
+from server.dataplane.lane import Lane
 from server.dataplane.outlook import UnderWay
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
-from server.dataplane.queue import Entry, Lane, Queue
-from server.dataplane.scheduler import Batch, QueueLimits
+from server.dataplane.queue import Entry, Queue
+from server.dataplane.selection import Batch, QueueLimits
 from server.observability.recorder import Recorder
 from server.simulation.virtual_time import VirtualLoop
 

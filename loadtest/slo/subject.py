@@ -14,7 +14,7 @@ from loadtest.bench.dataplane import Device
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy, Sharing
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
 from server.simulation.traces import Load, Shape, Trace, make_trace

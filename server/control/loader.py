@@ -27,7 +27,7 @@ from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
 from server.dataplane.reshape import ReshapingExecution
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.observability.recorder import Recorder
 from server.pipelines.execution import Steps, steps_of, with_pictures
 

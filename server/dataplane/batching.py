@@ -5,6 +5,17 @@ No clock, no lock, no queue in here: the scheduler asks, the simulator asks, tes
 Where nothing is due, the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an
 idle instance that asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever
 waits, when the oldest has waited for the allowed delay.
+
+Where something is due and the times of batches are known, the dues rule (`_in_time`). Preferred sizes do not matter then, and the
+allowed delay ends at the latest start. No instance waits beyond what is allowed: simulated with batches of 450 + 60 n us, 32 rows
+at the most and 20 ms promised, Poisson arrivals at 0.3 and 0.8 of capacity, all in time with each rule:
+
+    rule                       p50 at 0.3   p99 at 0.3   p50 at 0.8   p99 at 0.8   device busy at 0.8
+    run what waits                0.94 ms      1.49 ms      2.00 ms      3.59 ms         100 %
+    wait for the latest start     5.80 ms     11.36 ms      3.70 ms      5.81 ms          80 %
+    wait a quarter of 20 ms       4.11 ms      6.78 ms      3.70 ms      5.81 ms          81 %
+
+The time that is saved is worth something to other models on the device alone.
 """
 
 from __future__ import annotations

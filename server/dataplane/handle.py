@@ -22,14 +22,13 @@ from server.dataplane.alarms import Alarms
 from server.dataplane.answers import Answers
 from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
-from server.dataplane.order import Order
+from server.dataplane.order import FAR_NS, Order
 from server.dataplane.outlook import Outlook
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.plan import Planner
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.profile import Profile
-from server.dataplane.queue import FAR_NS
 from server.dataplane.quotas import Quotas
 from server.dataplane.scheduler import Scheduler
 from server.dataplane.sequencer import Sequencer

@@ -24,9 +24,10 @@ from typing import NamedTuple, Protocol
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.errors import WouldMiss
 from server.dataplane.batching import BatchPolicy, Plan
+from server.dataplane.order import FAR_NS
 from server.dataplane.plan import Planner
 from server.dataplane.profile import WINDOW
-from server.dataplane.queue import FAR_NS, Entry
+from server.dataplane.queue import Entry
 
 _SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it

@@ -26,7 +26,8 @@ from server.dataplane.instance import OnDeath
 from server.dataplane.outlook import UnderWay
 from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 from server.dataplane.serial import SerialRunner
 
 # A request that is larger is copied by the instance's thread: the event loop has other callers.

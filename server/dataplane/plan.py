@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from server.dataplane.batching import BatchPolicy, Plan
-from server.dataplane.order import FAR_NS
 from server.dataplane.profile import Profile
 
 _REDRAW = 32  # batches between two drawings
@@ -13,6 +14,7 @@ _WORSE = 0.97  # a smaller batch is better only if the larger has less than this
 _NEARLY = 0.98
 _NEARLY_SHARED = 0.9
 _ROOM = 0.9  # of the time that a batch may take, for what varies
+_LEAST = 0.8  # share of the most rows a second that is not given up to leave time for others
 
 
 class Planner:
@@ -59,9 +61,6 @@ class Planner:
 def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> Plan:
     """Make the tables from a profile that knows something.
 
-    Who comes just after a batch was taken must wait until an instance is free, and for a batch of its own. With instances that
-    work in turn the first is that part of a batch's time; so a batch may take no more than n / (n + 1) of what is promised.
-
     Args:
         profile: how long batches compute.
         policy: how they are formed.
@@ -71,18 +70,39 @@ def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns:
     sizes = range(policy.max_rows + 1)
     promises_ns = [profile.promise_ns(rows) + overhead_ns for rows in sizes]
     estimates_ns = [profile.estimate_ns(rows) + overhead_ns for rows in sizes]
-    affordable_ns = policy.objective_ns * instances / (instances + 1) * _ROOM or FAR_NS
     best = [0, 1]
     for rows in sizes[2:]:
         before = best[-1]
         worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE
-        best.append(before if worse or promises_ns[rows] > affordable_ns else rows)
-    return _limited(Plan(promises_ns, estimates_ns, best, instances), _NEARLY)
+        best.append(before if worse else rows)
+    plan = Plan(promises_ns, estimates_ns, best, instances)
+    if policy.objective_ns:
+        most = _most_rows(plan, policy.objective_ns)
+        plan = plan._replace(best=[min(rows, most) for rows in best])
+    return _limited(plan, _NEARLY)
+
+
+def _most_rows(plan: Plan, objective_ns: int) -> int:
+    """The largest batch that leaves time for who comes after it.
+
+    Who comes just after a batch was taken must wait until an instance is free, and for a batch of its own. With instances that
+    work in turn the first is that part of a batch's time; so a batch may take no more than n / (n + 1) of what is promised. But
+    where that is too little for anything but slow small batches (other models may be at work on the device), these would only
+    make everybody later still.
+    """
+    affordable_ns = objective_ns * plan.instances / (plan.instances + 1) * _ROOM
+    most = max((rows for rows in plan.best[1:] if plan.promises_ns[rows] <= affordable_ns), default=1)
+    possible = [rows for rows in plan.best[1:] if plan.promises_ns[rows] <= objective_ns] or plan.best[1:]
+    return max(most, _smallest(plan, possible, _LEAST))
 
 
 def _limited(plan: Plan, share: float) -> Plan:
     """The same without batches larger than the smallest that has this share of the most rows a second."""
-    rows_per_ns = {rows: rows / max(plan.estimates_ns[rows], 1) for rows in plan.best[1:]}
-    enough = share * max(rows_per_ns.values())
-    most = min(rows for rows, rate in rows_per_ns.items() if rate >= enough)
+    most = _smallest(plan, plan.best[1:], share)
     return plan._replace(best=[min(rows, most) for rows in plan.best])
+
+
+def _smallest(plan: Plan, sizes: Sequence[int], share: float) -> int:
+    rates = [rows / max(plan.estimates_ns[rows], 1) for rows in sizes]
+    enough = share * max(rates)
+    return min(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= enough)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from server.dataplane.order import FAR_NS, Order
 if TYPE_CHECKING:
     from server.core.request import InferRequest
 
-__all__ = ["FAR_NS", "Entry", "Lane", "Queue"]
-
 
 class Entry:
     """One request (or one part of an oversized one) in the queue, with its answer slot.

@@ -23,8 +23,6 @@ from server.dataplane.queue import Entry
 from server.dataplane.selection import Batch, QueueLimits, Selection
 from server.dataplane.shortcut import Claim, Shortcut
 
-__all__ = ["Batch", "QueueLimits", "Scheduler"]
-
 _FOREVER = -1.0
 
 

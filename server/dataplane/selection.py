@@ -137,12 +137,13 @@ class Selection:
         return any(isinstance(self._decide(lane, now_ns, False), Take | Skip) for lane in self.queue.lanes)
 
     def _decide(self, lane: Lane, at_ns: int, closed: bool) -> Take | Skip | WaitUntil | Idle:
-        plan, planner, order = None, self.planner, self.queue.order
+        planner, order = self.planner, self.queue.order
         if lane.dated and planner is not None:
             if not order.plain:
                 planner.crowded = order.crowded
-            plan = planner.current
-        answer = decide(lane, at_ns, self.policy, plan)
+            answer = decide(lane, at_ns, self.policy, planner.current)
+        else:
+            answer = decide(lane, at_ns, self.policy)
         if closed and type(answer) is WaitUntil:
             return Take(lane.count, CloseReason.DRAIN)
         return answer

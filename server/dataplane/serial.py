@@ -12,7 +12,8 @@ from server.dataplane.answers import Answers
 from server.dataplane.batch import Staging, split
 from server.dataplane.outlook import UnderWay
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 
 
 class SerialRunner:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from server.dataplane.queue import Entry
 
 if TYPE_CHECKING:
-    from server.dataplane.scheduler import Batch
+    from server.dataplane.selection import Batch
 
 
 class Shortcut(Protocol):

@@ -12,7 +12,7 @@ from server.dataplane.answers import Answers
 from server.dataplane.outlook import UnderWay
 from server.dataplane.pace import Pace
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch
+from server.dataplane.selection import Batch
 from server.simulation.profiles import Profile, Variation
 from server.simulation.virtual_time import VirtualLoop
 

@@ -25,7 +25,8 @@ from server.dataplane.batching import WaitUntil
 from server.dataplane.handle import ModelHandle
 from server.dataplane.pace import Pace
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 from server.observability.recorder import Recorder
 from server.simulation.instances import Device, Times, VirtualInstance
 from server.simulation.profiles import Profile, Variation

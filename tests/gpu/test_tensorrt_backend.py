@@ -32,7 +32,7 @@ from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.observability.recorder import Recorder
 from tests.gpu.own_memory import own_bytes
 from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer

@@ -19,7 +19,8 @@ from server.dataplane.plan import Planner
 from server.dataplane.policy import HandlePolicy, Sharing
 from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, QueueLimits, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch, QueueLimits
 from server.simulation.profiles import Latency
 from server.simulation.profiles import Profile as Simulated
 from server.simulation.replay import SimulatedModel, replay

@@ -13,7 +13,7 @@ from server.dataplane.batching import BatchPolicy
 from server.dataplane.limits import Limit, limits
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.profile import Profile
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.dataplane.situation import Situation, numbers
 from server.observability.recorder import Recorder
 from server.simulation import replay

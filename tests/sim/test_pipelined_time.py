@@ -22,7 +22,8 @@ from server.dataplane.batching import BatchPolicy
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline, _Run
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 from tests.slots import Slot, request

@@ -17,7 +17,7 @@ from server.core.request import InferResponse
 from server.dataplane import profile as dataplane
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from server.simulation.profiles import Latency, Profile
 from server.simulation.replay import Replay, SimulatedModel, replay
 from server.simulation.report import report

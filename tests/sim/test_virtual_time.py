@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from server.core.errors import Overloaded, QueueTimeout
 from server.dataplane.batching import BatchPolicy, Idle, WaitUntil
 from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Batch, QueueLimits, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch, QueueLimits
 from tests.slots import Slot, request
 
 

@@ -8,7 +8,7 @@ from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.model_config import ModelConfig
 from server.dataplane.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 
 
 def policy(**fields: Any) -> HandlePolicy:

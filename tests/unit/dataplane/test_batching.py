@@ -164,8 +164,6 @@ def test_batches_by_due_times_are_as_promised(
         assert min(taken) >= plan.estimates_ns[size], "in doubt it is tried, beyond it is not"
     fits = sum(rows) <= plan.best[8] and min(dues) >= plan.promises_ns[sum(rows)]
     assert not fits or answer.count == len(rows), "who can be served in time together is"
-    if objective and answer.count > 1:
-        assert plan.promises_ns[size] <= objective / 2, "time is left for who comes next"
 
 
 def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
@@ -179,12 +177,17 @@ def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
 
 def test_a_batch_leaves_time_for_who_comes_next() -> None:
     profile = Profile()
-    profile.seed({rows: [10 * rows] for rows in range(1, 9)})
+    profile.seed({rows: [40 + 15 * rows] for rows in range(1, 9)})
+    sizes = [draw(profile, BatchPolicy(8, objective_ns=260), instances).best[8] for instances in (1, 2)]
+    assert sizes == [5, 7], "9/10 of 1/2, of 2/3: 117 and 156; 98 % of the throughput of 7 rows needs 7"
+    assert draw(profile, BatchPolicy(8)).best[8] == 8
+
+
+def test_but_not_at_the_cost_of_most_of_the_throughput() -> None:
     profile = Profile()
-    profile.seed({rows: [40 + 5 * rows] for rows in range(1, 9)})
-    sizes = [draw(profile, BatchPolicy(8, objective_ns=120), instances).best[8] for instances in (1, 2, 9)]
-    assert sizes == [2, 6, 8], "9/10 of 1/2, of 2/3, of 9/10"
-    assert draw(profile, BatchPolicy(8, objective_ns=5)).best[8] == 1, "one row must go, whatever it takes"
+    profile.seed({rows: [100 + rows] for rows in range(1, 9)})
+    assert draw(profile, BatchPolicy(8, objective_ns=204)).best[8] == 7, "as long as one row, nearly"
+    assert draw(profile, BatchPolicy(8, objective_ns=50)).best[8] == 7, "nothing is in time: as much as can be"
 
 
 def test_what_gains_nearly_nothing_by_its_size_is_run_in_small_batches() -> None:

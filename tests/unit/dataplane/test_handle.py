@@ -15,7 +15,7 @@ import pytest
 from server.core.completion import Mailbox
 from server.core.errors import BadRequest, DeadlineExceeded, ModelFailed, Overloaded, QueueTimeout, Unavailable
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.scheduler import QueueLimits
+from server.dataplane.selection import QueueLimits
 from tests.fakes import DEATH, POISON, FakeModel, ask, handle
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from server.dataplane.batching import BatchPolicy
-from server.dataplane.scheduler import Batch, Scheduler
+from server.dataplane.scheduler import Scheduler
+from server.dataplane.selection import Batch
 from tests.slots import entry
 
 
