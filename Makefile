@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench bench-gpu load lock docs clean test-gpu tools screenshots image-test
+.PHONY: help serve models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -56,8 +56,13 @@ bench: $(VENV)/.dev models ## compare with bare ASGI, a naive server and ONNX Ru
 bench-gpu: $(VENV)/.dev ## every figure of serving on a GPU (needs one, with the extra gpu installed)
 	$(BIN)/python -m loadtest.gpu
 
-load: $(VENV)/.dev models ## locust, headless, against a server of its own
-	$(BIN)/python -m loadtest.run
+# E.g. make load LOAD="--mix gallery --shape ramp --duration 60"; --help tells more.
+LOAD ?=
+load: $(VENV)/.dev models ## locust, headless, against a server of its own, with thresholds and a report
+	$(BIN)/python -m loadtest.run $(LOAD)
+
+soak: $(VENV)/.dev ## ten minutes of everything at once, judged (SOAK_SECONDS=60: a minute)
+	$(BIN)/python -m loadtest.soak
 
 docs: $(VENV)/.serve ## write the generated pages of docs/
 	$(BIN)/python -m server.config.schema docs

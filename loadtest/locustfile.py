@@ -2,8 +2,10 @@
 
     python -m loadtest.run                                                      headless, with thresholds (`make load`)
     python -m locust -f loadtest/locustfile.py --host http://127.0.0.1:8000     by hand, in the browser
+    python -m locust -f loadtest/locustfile.py,loadtest/shapes.py --shape ramp  the number of users changes by itself
 
-Every answer is checked: its status, the shapes of its tensors, and what is seen on the photographs.
+Which users make a mix stands in `loadtest/mixes.py`. Every answer is checked: its status, the shapes of its tensors, and what is
+seen on the photographs.
 
 The gRPC users are tritonclient's, on a channel of their own each. Locust runs its users on gevent's greenlets, where a blocking
 call of grpcio would stop all of them; grpcio's own gevent support (experimental by name) lets the others run meanwhile.
@@ -11,6 +13,7 @@ call of grpcio would stop all of them; grpcio's own gevent support (experimental
 
 from __future__ import annotations
 
+import random
 import time
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -19,10 +22,10 @@ from dataclasses import dataclass, replace
 import grpc.experimental.gevent
 import numpy as np
 import tritonclient.grpc as triton
-from locust import FastHttpUser, User, constant, events, task
+from locust import FastHttpUser, User, events, task
 from tritonclient.utils import InferenceServerException
 
-from loadtest.pictures import photographs
+from loadtest.pictures import album, photographs
 from loadtest.protocol import NAMES, Array, HttpRequest, binary_request, decode_answer, json_request
 
 
@@ -36,7 +39,7 @@ class Question:
         inputs: what is sent over gRPC.
         request: what is sent over HTTP; made once, sent many times.
         shapes: the shape of every output, by name.
-        class_index: the largest value of the only output stands here; None if any will do.
+        classes: where the largest value of the only output stands, row by row; empty if any will do.
     """
 
     name: str
@@ -44,17 +47,17 @@ class Question:
     inputs: Mapping[str, Array]
     request: HttpRequest
     shapes: Mapping[str, tuple[int, ...]]
-    class_index: int | None = None
+    classes: tuple[int, ...] = ()
 
     def wrong_with(self, outputs: Mapping[str, Array]) -> str:
         """What is wrong with an answer, empty if nothing."""
         shapes = {name: output.shape for name, output in outputs.items()}
         if shapes != dict(self.shapes):
             return f"shapes {shapes}, expected {dict(self.shapes)}"
-        if self.class_index is not None:
+        if self.classes:
             (output,) = outputs.values()
-            if int(output.argmax()) != self.class_index:
-                return f"class {int(output.argmax())}, expected {self.class_index}"
+            if (seen := tuple(output.argmax(axis=1).tolist())) != self.classes:
+                return f"classes {seen}, expected {self.classes}"
         return ""
 
 
@@ -77,19 +80,50 @@ def _small_questions(how: str) -> list[Question]:
 
 
 def _photograph_questions(how: str) -> list[Question]:
+    return [
+        replace(question, name=f"{question.name} {photograph.name}", classes=(photograph.class_index,))
+        for photograph in photographs()
+        for question in [_question(how, PICTURE_MODEL, {"input": photograph.pixels}, {"probabilities": (1, 1000)})]
+    ]
+
+
+def _album_questions(how: str) -> list[Question]:
+    """One picture, or several in one request."""
+    pictures = album()
+    random.Random(0).shuffle(pictures)
     questions = []
-    for photograph in photographs():
-        question = _question(how, "efficientnet_lite0", {"input": photograph.pixels}, {"probabilities": (1, 1000)})
-        name = f"{question.name} {photograph.name}"
-        questions.append(replace(question, name=name, class_index=photograph.class_index))
+    for rows in (1, 1, 1, 2, 4):
+        shown, pictures = pictures[:rows], pictures[rows:]
+        pixels = np.concatenate([photograph.pixels for photograph in shown])
+        question = _question(how, PICTURE_MODEL, {"input": pixels}, {"probabilities": (rows, 1000)})
+        classes = tuple(photograph.class_index for photograph in shown)
+        questions.append(replace(question, name=f"{question.name} x{rows}", classes=classes))
     return questions
 
 
+def _batch_questions() -> list[Question]:
+    """As many rows as `tiny` and `digits` take at once."""
+    rng = np.random.default_rng(1)
+    rows = 64
+    features = {"input": rng.standard_normal((rows, 16), dtype=np.float32)}
+    images = {"image": rng.uniform(0, 16, (rows, 1, 8, 8)).astype(np.float32)}
+    questions = [
+        _question("binary", "tiny", features, {"output": (rows, 16)}),
+        _question("binary", "digits", images, {"probabilities": (rows, 10)}),
+    ]
+    return [replace(question, name=f"{question.name} x{rows}") for question in questions]
+
+
+PICTURE_MODEL = "efficientnet_lite0"
 JSON = _small_questions("JSON")
 BINARY = _small_questions("binary")
 GRPC = _small_questions("gRPC")
 PHOTOGRAPHS = _photograph_questions("binary")
 GRPC_PHOTOGRAPHS = _photograph_questions("gRPC")
+ALBUM = _album_questions("binary")
+GRPC_ALBUM = _album_questions("gRPC")
+BATCHES = _batch_questions()
+PAGES = ("/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/stats", "/v2/models/tiny/load", "/metrics")
 
 grpc.experimental.gevent.init_gevent()
 
@@ -97,13 +131,22 @@ grpc.experimental.gevent.init_gevent()
 @events.init_command_line_parser.add_listener
 def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--grpc-address", default="127.0.0.1:8001", help="HOST:PORT that the gRPC users talk to")
+    parser.add_argument(
+        "--think-s", type=float, default=0.0, help="pause between an answer and the next question, on average"
+    )
+
+
+def _pause_s(user: User) -> float:
+    """Anything from half to one and a half of what `--think-s` says."""
+    think_s: float = user.environment.parsed_options.think_s
+    return random.uniform(0.5, 1.5) * think_s
 
 
 class _AskingUser(FastHttpUser):
-    """A user who asks again as soon as the answer is there."""
+    """A user who asks again once the answer is there."""
 
     abstract = True
-    wait_time = constant(0)
+    wait_time = _pause_s
     _turn = 0
 
     def ask(self, questions: list[Question]) -> None:
@@ -162,10 +205,39 @@ class MixedUser(_AskingUser):
         self.ask(PHOTOGRAPHS)
 
 
-class GrpcUser(User):
-    """Small models over gRPC, now and then a photograph, by tritonclient."""
+class GalleryUser(_AskingUser):
+    """Photographs, one or several at a time."""
 
-    wait_time = constant(0)
+    @task
+    def infer(self) -> None:
+        """Some pictures."""
+        self.ask(ALBUM)
+
+
+class BatchUser(_AskingUser):
+    """Full batches of small models."""
+
+    @task
+    def infer(self) -> None:
+        """64 rows."""
+        self.ask(BATCHES)
+
+
+class OnlookerUser(_AskingUser):
+    """What watches a server: probes, metrics, statistics."""
+
+    @task
+    def look(self) -> None:
+        """One of the pages."""
+        self._turn += 1
+        self.client.get(PAGES[self._turn % len(PAGES)])
+
+
+class _CallingUser(User):
+    """A user of gRPC who calls again once the answer is there, by tritonclient."""
+
+    abstract = True
+    wait_time = _pause_s
     _turn = 0
 
     def on_start(self) -> None:
@@ -176,16 +248,6 @@ class GrpcUser(User):
     def on_stop(self) -> None:
         """Close it."""
         self._client.close()
-
-    @task(20)
-    def infer(self) -> None:
-        """One of the small models."""
-        self.ask(GRPC)
-
-    @task(1)
-    def look_at_photograph(self) -> None:
-        """A palace or a daisy."""
-        self.ask(GRPC_PHOTOGRAPHS)
 
     def ask(self, questions: list[Question]) -> None:
         """Send the next of some questions, check the answer, and tell locust."""
@@ -214,3 +276,26 @@ class GrpcUser(User):
             exception=failure,
             context={},
         )
+
+
+class GrpcUser(_CallingUser):
+    """Small models, now and then a photograph."""
+
+    @task(20)
+    def infer(self) -> None:
+        """One of the small models."""
+        self.ask(GRPC)
+
+    @task(1)
+    def look_at_photograph(self) -> None:
+        """A palace or a daisy."""
+        self.ask(GRPC_PHOTOGRAPHS)
+
+
+class GrpcGalleryUser(_CallingUser):
+    """Photographs, one or several at a time."""
+
+    @task
+    def infer(self) -> None:
+        """Some pictures."""
+        self.ask(GRPC_ALBUM)

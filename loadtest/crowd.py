@@ -1,0 +1,46 @@
+"""How the number of users changes while a load test runs; `loadtest/shapes.py` tells locust."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+
+def _steady(time: float) -> float:
+    del time
+    return 1.0
+
+
+def _ramp(time: float) -> float:
+    """Ever more for three quarters of the time, then all of them."""
+    return min(time / 0.75, 1.0)
+
+
+def _steps(time: float) -> float:
+    """Four levels, as long as each other: where the server cannot follow is seen at a glance."""
+    return (math.floor(min(time, 0.999) * 4) + 1) / 4
+
+
+def _spike(time: float) -> float:
+    """A fifth of the users, and all of them at once for a fifth of the time in the middle."""
+    return 1.0 if 0.4 <= time < 0.6 else 0.2
+
+
+def _wave(time: float) -> float:
+    """Two days with their nights."""
+    return 0.55 - 0.45 * math.cos(4 * math.pi * time)
+
+
+# From the share of the time that is over to the share of the users that are there.
+SHAPES: Mapping[str, Callable[[float], float]] = {
+    "steady": _steady,
+    "ramp": _ramp,
+    "steps": _steps,
+    "spike": _spike,
+    "wave": _wave,
+}
+
+
+def users_at(shape: str, time: float, peak: int) -> int:
+    """How many users there are, one at least, when this share (0 to 1) of the time is over."""
+    return max(1, round(SHAPES[shape](time) * peak))

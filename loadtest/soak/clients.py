@@ -1,0 +1,283 @@
+"""Clients that ask as one should, on threads of their own: over HTTP, by gRPC calls, by a gRPC stream."""
+
+from __future__ import annotations
+
+import http.client
+import queue
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from loadtest.grpc_protocol import MODEL_INFER, MODEL_STREAM_INFER, infer_message
+from loadtest.grpc_protocol import decode_answer as decode_message
+from loadtest.protocol import HttpRequest, binary_request, decode_answer, json_request
+from loadtest.servers import HOST, Running
+from loadtest.soak.ledger import Ledger, Outcome
+from loadtest.soak.models import APART, GUEST, Case
+
+TIMEOUT_S = 30.0
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+# What the server says of a model that has been unloaded, and is being loaded again; and of a process that was killed.
+_UNLOADED = ("is not loaded", "is being loaded")
+_KILLED = "died while it ran the request: killed by SIGKILL"
+_BURST = 8
+
+
+class Client(ABC):
+    """Somebody who does something over and over, at a pace.
+
+    Args:
+        server: who is asked.
+        ledger: where everything is written down.
+        per_s: turns a second, if the server keeps up.
+        seed: of all that is random.
+    """
+
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int) -> None:
+        self.server = server
+        self.ledger = ledger
+        self.random = random.Random(seed)
+        self._pause_s = 1.0 / per_s
+
+    def run(self, stop: threading.Event) -> None:
+        """Until told to stop; the turn that has begun is finished."""
+        due_s = time.monotonic() + self.random.uniform(0, self._pause_s)
+        try:
+            while not stop.wait(max(due_s - time.monotonic(), 0.0)):
+                # Evenly, so that phases can be compared; who is late does not catch up.
+                due_s = max(due_s + self._pause_s, time.monotonic())
+                self.turn()
+        except Exception as error:  # a client that dies must not pass for one who had nothing to say
+            self.ledger.note(type(self).__name__, "", Outcome.FAILED, 0.0, f"the client itself: {error!r}")
+        finally:
+            self.close()
+
+    @abstractmethod
+    def turn(self) -> None:
+        """Ask once."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+        return
+
+
+class HttpClient(Client):
+    """Requests on one connection that stays open, half of them JSON, half of them binary."""
+
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
+        super().__init__(server, ledger, per_s, seed)
+        large = 1 << 14
+        self._asked = [(case, binary_request(case.model, case.inputs)) for case in cases]
+        self._asked += [
+            (case, json_request(case.model, case.inputs))
+            for case in cases
+            if sum(array.nbytes for array in case.inputs.values()) < large
+        ]
+        self._connection = connect(server)
+
+    def turn(self) -> None:
+        """One request, and a look at every value of its answer."""
+        case, request = self.random.choice(self._asked)
+        start_s = time.perf_counter()
+        try:
+            status, headers, body = post(self._connection, request)
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            self._connection = connect(self.server)
+            self.ledger.note("HTTP", case.model, Outcome.LOST, 0.0, repr(error))
+            return
+        took_s = time.perf_counter() - start_s
+        outcome, detail = read_http(case, status, headers, body)
+        self.ledger.note("HTTP", case.model, outcome, took_s, detail)
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._connection.close()
+
+
+class GrpcClient(Client):
+    """Calls on one channel."""
+
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
+        super().__init__(server, ledger, per_s, seed)
+        self._asked = [(case, infer_message(case.model, case.inputs)) for case in cases]
+        self._channel = channel(server)
+        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(MODEL_INFER)
+
+    def turn(self) -> None:
+        """One call, and a look at every value of its answer."""
+        case, message = self.random.choice(self._asked)
+        start_s = time.perf_counter()
+        try:
+            answer = self._call(message, timeout=TIMEOUT_S)
+        except grpc.RpcError as error:
+            self.ledger.note("gRPC", case.model, *read_failure(case, error))
+            return
+        took_s = time.perf_counter() - start_s
+        outcome, detail = read_grpc(case, answer)
+        self.ledger.note("gRPC", case.model, outcome, took_s, detail)
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._channel.close()
+
+
+class StreamClient(Client):
+    """Bursts of requests in one stream, answered in whatever order."""
+
+    def __init__(self, server: Running, ledger: Ledger, per_s: float, seed: int, cases: Sequence[Case]) -> None:
+        super().__init__(server, ledger, per_s, seed)
+        self._cases = cases
+        self._channel = channel(server)
+
+    def turn(self) -> None:
+        """A stream with its burst: every id must come back once, with its own answer."""
+        waiting = {str(number): self.random.choice(self._cases) for number in range(_BURST)}
+        sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        start_s = time.perf_counter()
+        for number, case in waiting.items():
+            sent.put(named_message(case, number))
+        open_stream: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(MODEL_STREAM_INFER)
+        answers = open_stream(until_none(sent), timeout=TIMEOUT_S)
+        last: Case | None = None
+        try:
+            while waiting:
+                answer = service_pb2.ModelStreamInferResponse.FromString(next(answers))
+                last = waiting.pop(answer.infer_response.id, None)
+                if last is None:
+                    self.ledger.note("stream", "", Outcome.WRONG, 0.0, f"an answer nobody asked for: {answer}"[:300])
+                    continue
+                took_s = time.perf_counter() - start_s
+                self.ledger.note("stream", last.model, *_read_streamed(last, answer, took_s))
+            sent.put(None)
+            for more in answers:
+                self.ledger.note("stream", "", Outcome.WRONG, 0.0, f"an answer too many: {more[:100]!r}")
+        except (grpc.RpcError, StopIteration) as error:
+            for case in waiting.values():
+                self.ledger.note("stream", case.model, Outcome.LOST, 0.0, repr(error)[:300])
+        finally:
+            sent.put(None)
+            answers.cancel()
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._channel.close()
+
+
+class Onlooker(Client):
+    """Whoever watches: the metrics, the load of a model, readiness, statistics, all over HTTP."""
+
+    _PATHS = (
+        "/metrics",
+        "/v2/health/ready",
+        "/v2/health/live",
+        "/v2/models/steady",
+        "/v2/models/steady/stats",
+        "/v2/models/steady/load",
+    )
+
+    def turn(self) -> None:
+        """One page."""
+        path = self.random.choice(self._PATHS)
+        connection = connect(self.server)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            self.ledger.note("onlooker", "", Outcome.LOST, 0.0, f"{path}: {error!r}")
+            return
+        finally:
+            connection.close()
+        # While an isolated model has no process, the server is not ready, and says so.
+        right = response.status == 200 or (path.endswith("ready") and response.status == 503)
+        outcome = Outcome.RIGHT if right else Outcome.FAILED
+        self.ledger.note("onlooker", "", outcome, 0.0, f"{path}: {response.status} {body[:200]!r}")
+
+
+def connect(server: Running) -> http.client.HTTPConnection:
+    """A connection that opens with its first request."""
+    return http.client.HTTPConnection(HOST, server.port, timeout=TIMEOUT_S)
+
+
+def channel(server: Running) -> grpc.Channel:
+    """A channel that shares its connection with no other."""
+    return grpc.insecure_channel(f"{HOST}:{server.grpc_port}", options=CHANNEL_OPTIONS)
+
+
+def post(
+    connection: http.client.HTTPConnection, request: HttpRequest, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer; underscores in names of headers become hyphens.
+
+    Raises:
+        OSError, http.client.HTTPException: there is none.
+    """
+    more = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("POST", request.path, request.body, {**request.headers, **more})
+    response = connection.getresponse()
+    return response.status, dict(response.getheaders()), response.read()
+
+
+def read_http(case: Case, status: int, headers: dict[str, str], body: bytes) -> tuple[Outcome, str]:
+    """What an answer over HTTP is worth."""
+    if status != 200:
+        return read_error(case, body.decode(errors="replace")), f"status {status}: {body[:300]!r}"
+    try:
+        wrong = case.wrong_with(decode_answer(headers, body))
+    except (ValueError, KeyError) as error:
+        wrong = f"not an answer of the protocol: {error!r}"
+    return (Outcome.WRONG, wrong) if wrong else (Outcome.RIGHT, "")
+
+
+def read_grpc(case: Case, message: bytes) -> tuple[Outcome, str]:
+    """What an answer over gRPC is worth."""
+    try:
+        wrong = case.wrong_with(decode_message(message))
+    except (ValueError, KeyError) as error:
+        wrong = f"not an answer of the protocol: {error!r}"
+    return (Outcome.WRONG, wrong) if wrong else (Outcome.RIGHT, "")
+
+
+def read_failure(case: Case, error: grpc.RpcError) -> tuple[Outcome, float, str]:
+    """What a call that failed is worth."""
+    code, text = error.code(), f"{error.code().name}: {error.details()}"
+    # grpcio's client says UNAVAILABLE where a connection breaks, too, but the server's own texts name the model.
+    unanswered = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+    if code in unanswered and case.model not in text:
+        return Outcome.LOST, 0.0, text
+    return read_error(case, text), 0.0, text
+
+
+def read_error(case: Case, text: str) -> Outcome:
+    """What an error is worth that the server has answered with."""
+    if case.model == GUEST and any(word in text for word in _UNLOADED):
+        return Outcome.REFUSED
+    return Outcome.STRUCK if case.model == APART and _KILLED in text else Outcome.FAILED
+
+
+def named_message(case: Case, name: str) -> bytes:
+    """A request with an id."""
+    request = service_pb2.ModelInferRequest.FromString(infer_message(case.model, case.inputs))
+    request.id = name
+    return bytes(request.SerializeToString())
+
+
+def _read_streamed(
+    case: Case, answer: service_pb2.ModelStreamInferResponse, took_s: float
+) -> tuple[Outcome, float, str]:
+    if answer.error_message:
+        return read_error(case, answer.error_message), took_s, answer.error_message
+    outcome, detail = read_grpc(case, answer.infer_response.SerializeToString())
+    return outcome, took_s, detail
+
+
+def until_none(messages: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
+    """Messages as they come, to the end of a stream."""
+    while (message := messages.get()) is not None:
+        yield message

@@ -1,0 +1,121 @@
+"""What became of every request of the soak: one entry each, whoever sent it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+_DETAILS = 12
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    RIGHT = "right"
+    """Answered, and as expected."""
+    REFUSED = "refused"
+    """Answered with the error that it asked for."""
+    LEFT = "left"
+    """Given up by its client before there was an answer."""
+    STRUCK = "struck"
+    """Told that its model's process was killed while it ran this request, and no other: nobody can know whose fault it was."""
+    WRONG = "wrong"
+    """Answered with other values than expected, or with an answer that cannot be read."""
+    FAILED = "failed"
+    """Answered with an error that it did not ask for, or without the one that it did."""
+    LOST = "lost"
+    """Not answered at all: the connection broke, or nothing came in time."""
+
+
+BAD = (Outcome.WRONG, Outcome.FAILED, Outcome.LOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What was asked of a model in one way.
+
+    Attributes:
+        way: HTTP, gRPC, stream, or who asked.
+        model: who was asked.
+        counts: how many ended how.
+        at_s: when each right answer came.
+        took_s: how long it took, as long as `at_s`.
+    """
+
+    way: str
+    model: str
+    counts: Counter[Outcome] = field(default_factory=Counter)
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    took_s: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that was done to the server.
+
+    Attributes:
+        at_s: when, of `time.monotonic`.
+        name: a word: reload, broken, unload, load, kill.
+    """
+
+    at_s: float
+    name: str
+
+
+class Ledger:
+    """Thread-safe; its one lock guards everything."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[str, str], Line] = {}
+        self._details: list[str] = []
+        self.events: list[Event] = []
+
+    def note(self, way: str, model: str, outcome: Outcome, took_s: float = 0.0, detail: str = "") -> None:
+        """A request has ended; `detail` is kept of the first ones that ended badly."""
+        now_s = time.monotonic()
+        with self._lock:
+            line = self._lines.setdefault((way, model), Line(way, model))
+            line.counts[outcome] += 1
+            if outcome is Outcome.RIGHT:
+                line.at_s.append(now_s)
+                line.took_s.append(took_s)
+            elif outcome in BAD and len(self._details) < _DETAILS:
+                self._details.append(f"{way}, {model}, {outcome}: {detail}")
+
+    def event(self, name: str) -> None:
+        """Something was done to the server just now."""
+        with self._lock:
+            self.events.append(Event(time.monotonic(), name))
+
+    @property
+    def lines(self) -> list[Line]:
+        """All, by way and model; to be read once nobody asks any more."""
+        return [self._lines[key] for key in sorted(self._lines)]
+
+    @property
+    def details(self) -> list[str]:
+        """Of the first requests that ended badly."""
+        return list(self._details)
+
+
+def total(lines: Iterable[Line], *outcomes: Outcome, model: str = "") -> int:
+    """How many requests ended in one of these ways, of one model or of all."""
+    return sum(line.counts[outcome] for line in lines for outcome in outcomes if model in ("", line.model))
+
+
+def times_between(lines: Iterable[Line], start_s: float, end_s: float) -> npt.NDArray[np.float64]:
+    """How long the right answers took that came within a span of time, in seconds."""
+    found = [np.empty(0)]
+    for line in lines:
+        at_s = np.array(line.at_s)
+        found.append(np.array(line.took_s)[(at_s >= start_s) & (at_s < end_s)])
+    return np.concatenate(found)

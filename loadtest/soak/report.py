@@ -1,0 +1,166 @@
+"""The soak as a page with plots, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+
+import numpy as np
+
+from engines.report.page import page, table
+from loadtest.soak.judge import Run, Verdict, phase_p99s
+from loadtest.soak.ledger import BAD, Line, Outcome, times_between
+from loadtest.soak.models import UNDISTURBED
+from loadtest.soak.plots import Curve, time_plot
+
+_MIB = 1 << 20
+_POINTS = 120
+_CSS = """
+.verdicts{list-style:none;padding:0}.verdicts li{margin:.25rem 0;padding-left:3.6rem;position:relative}
+.verdicts b{position:absolute;left:0}.pass{color:#1a7f37}.fail{color:#cf222e}
+@media (prefers-color-scheme:dark){.pass{color:#3fb950}.fail{color:#ff7b72}}
+pre{white-space:pre-wrap;font-size:.8rem}
+"""
+
+
+def to_html(run: Run, verdicts: Sequence[Verdict], title: str, about: Sequence[str]) -> str:
+    """The page.
+
+    Args:
+        run: what was written down.
+        verdicts: on it.
+        title: of the page.
+        about: machine, command, date: a line each.
+    """
+    parts = [f"<h1>{escape(title)}</h1>", *(f'<p class="soft">{escape(line)}</p>' for line in about)]
+    parts.append('<ul class="verdicts">')
+    for verdict in verdicts:
+        word = "pass" if verdict.passed else "fail"
+        parts.append(f'<li><b class="{word}">{word.upper()}</b>{escape(verdict.name)}: {escape(verdict.found)}</li>')
+    parts.append("</ul>")
+    if run.details:
+        parts.append(f"<h2>What went wrong first</h2><pre>{escape(chr(10).join(run.details))}</pre>")
+    parts.append(
+        "<h2>Over time</h2><p class='soft'>Ticks along the bottom: what was done to the server. Gaps: it was quiet.</p>"
+    )
+    parts.append(f'<div class="plots">{"".join(plots(run))}</div>')
+    parts.append("<h2>Phases</h2>" + _phases(run) + "<h2>Requests</h2>" + _requests(run.lines))
+    return page(title, "\n".join(parts), _CSS)
+
+
+def to_json(run: Run, verdicts: Sequence[Verdict], about: Sequence[str]) -> str:
+    """Verdicts, phases and counts, for programs."""
+    lines = [
+        {"way": line.way, "model": line.model, "counts": dict(line.counts), "ms": _percentiles_ms([line])}
+        for line in run.lines
+    ]
+    whole = {
+        "about": list(about),
+        "passed": all(verdict.passed for verdict in verdicts),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "phases": [asdict(phase) for phase in run.phases],
+        "p99_s": phase_p99s(run),
+        "requests": lines,
+        "details": list(run.details),
+        "counted": asdict(run.counted),
+    }
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def plots(run: Run) -> list[str]:
+    """Each a picture of its own."""
+    if not run.phases or not run.samples:
+        return []
+    start_s, end_s = run.phases[0].start_s, run.phases[-1].end_s
+    length_s = end_s - start_s
+    events = [(event.at_s - start_s, event.name) for event in run.events]
+    at_s = [sample.at_s - start_s for sample in run.samples]
+
+    def held(name: str, values: Sequence[float]) -> list[Curve]:
+        return [Curve(name, at_s, values)]
+
+    quiet = ([phase.held.at_s - start_s for phase in run.phases], [p.held.memory_bytes / _MIB for p in run.phases])
+    memory = [*held("at work", [sample.memory_bytes / _MIB for sample in run.samples]), Curve("quiet", *quiet)]
+    return [
+        time_plot("latency of undisturbed models", "ms", _latencies(run, start_s, length_s), length_s, events),
+        time_plot("answers", "1/s", _rates(run, start_s, length_s), length_s, events),
+        time_plot("resident memory", "MiB", memory, length_s, events),
+        time_plot("descriptors", "open", held("all", [s.descriptors for s in run.samples]), length_s, events),
+        time_plot("threads", "number", held("all", [s.threads for s in run.samples]), length_s, events),
+        time_plot("processor of the server", "cores", _cores(run, start_s), length_s, events),
+    ]
+
+
+def _latencies(run: Run, start_s: float, length_s: float) -> list[Curve]:
+    curves = []
+    for way in ("HTTP", "gRPC"):
+        lines = [line for line in run.lines if line.way == way and line.model in UNDISTURBED]
+        for quantile in (50, 99):
+            middles, values = [], []
+            for low_s, high_s in _spans(length_s):
+                times = times_between(lines, start_s + low_s, start_s + high_s)
+                middles.append((low_s + high_s) / 2)
+                values.append(float(np.percentile(times, quantile)) * 1e3 if len(times) else float("nan"))
+            curves.append(Curve(f"{way} p{quantile}", middles, values))
+    return curves
+
+
+def _rates(run: Run, start_s: float, length_s: float) -> list[Curve]:
+    curves = []
+    for way in ("HTTP", "gRPC", "stream"):
+        lines = [line for line in run.lines if line.way == way]
+        spans = _spans(length_s)
+        rates = [len(times_between(lines, start_s + low, start_s + high)) / (high - low) for low, high in spans]
+        curves.append(Curve(way, [(low + high) / 2 for low, high in spans], rates))
+    return curves
+
+
+def _cores(run: Run, start_s: float) -> list[Curve]:
+    pairs = list(zip(run.samples, run.samples[4:], strict=False))
+    return [
+        Curve(
+            "server",
+            [(first.at_s + last.at_s) / 2 - start_s for first, last in pairs],
+            [(last.cpu_s - first.cpu_s) / (last.at_s - first.at_s) for first, last in pairs],
+        )
+    ]
+
+
+def _spans(length_s: float) -> list[tuple[float, float]]:
+    """A second long at least."""
+    width_s = max(length_s / _POINTS, 1.0)
+    return [(number * width_s, (number + 1) * width_s) for number in range(int(length_s / width_s))]
+
+
+def _phases(run: Run) -> str:
+    rows = []
+    for number, (phase, p99_s) in enumerate(zip(run.phases, phase_p99s(run), strict=True)):
+        held = phase.held
+        cells = [f"{phase.end_s - phase.start_s:.0f}", f"{p99_s * 1e3:.1f}", f"{held.memory_bytes / _MIB:,.1f}"]
+        cells += [str(held.descriptors), str(held.threads), str(held.processes), str(phase.in_flight + phase.queued)]
+        rows.append([f"phase {number}" if number else "warm-up", *cells])
+    headings = ["", "s", "p99 ms", "MiB, quiet", "descriptors", "threads", "processes", "left behind"]
+    return table(headings, rows)
+
+
+def _requests(lines: Sequence[Line]) -> str:
+    headings = ["", "model", *(outcome.value for outcome in Outcome), "p50 ms", "p99 ms", "max ms"]
+    rows = []
+    for line in lines:
+        counts = [
+            f'<b class="fail">{count:,}</b>' if count and outcome in BAD else f"{count:,}"
+            for outcome, count in ((outcome, line.counts[outcome]) for outcome in Outcome)
+        ]
+        times = [f"{value:.1f}" for value in _percentiles_ms([line])] or ["", "", ""]
+        rows.append([escape(line.way), escape(line.model), *counts, *times])
+    return table(headings, rows)
+
+
+def _percentiles_ms(lines: Sequence[Line]) -> list[float]:
+    """p50, p99 and the longest; nothing where nothing was timed."""
+    times = times_between(lines, float("-inf"), float("inf"))
+    if not len(times) or not times.any():
+        return []
+    return [float(value) * 1e3 for value in (*np.percentile(times, (50, 99)), times.max())]

@@ -1,0 +1,63 @@
+"""`make load`: every mix of users runs against a real server with the demo models, and is judged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from loadtest.mixes import MIXES
+from tests.e2e.test_demo_models import DEMO
+from tests.serving import ROOT, Server, serving
+
+MODELS = ("tiny", "digits", "add_sub", "efficientnet_lite0")
+SHAPES = dict(zip(MIXES, ("steady", "steps", "ramp", "spike"), strict=True))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    for name in MODELS:
+        assert (DEMO / name / "1" / "model.onnx").is_file(), "the demo models are not built: make models"
+    options = [word for name in MODELS for word in ("--load-model", name)]
+    with serving(DEMO, tmp_path_factory.mktemp("demo"), "--model-control", "explicit", *options) as server:
+        yield server
+
+
+def load(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    address = ["--host", server.url, "--grpc-address", server.grpc_address]
+    return subprocess.run(
+        [sys.executable, "-m", "loadtest.run", *address, "--users", "6", "--duration", "3", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_mix_passes(demo: Server, mix: str) -> None:
+    done = load(demo, "--mix", mix, "--shape", SHAPES[mix], "--p99-ms", "30000", "--think-s", "0.05")
+    assert done.returncode == 0, done.stdout
+    assert "PASS" in done.stdout
+    (report,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("report:")]
+    page = (ROOT / report).read_text()
+    for name in MIXES[mix].users:
+        assert name in page, f"{name} did nothing"
+    for path in ROOT.glob(report.replace(".html", ".*")):
+        path.unlink()
+
+
+def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
+    done = load(demo, "--mix", "nightly", "--p99-ms-of", "tiny*=0.0001")
+    assert done.returncode == 1, done.stdout
+    assert "FAIL  tiny JSON: p99 is" in done.stdout
+    assert "FAIL  digits" not in done.stdout
+
+
+def test_locust_that_cannot_run_is_told(demo: Server) -> None:
+    done = load(demo, "--users", "none")
+    assert done.returncode == 2

@@ -1,0 +1,65 @@
+"""`make soak`, shorter: a server under mixed load, reloads, cancellations, bad requests and kills passes; one with faults does not.
+
+Its bounds for latency are wide here, where other tests use the same cores; `make soak` has the narrow ones.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import ROOT
+
+FAULTY = shlex.join([sys.executable, "-m", "tests.faulty_server", "serve"])
+
+
+def soak(output: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, what was printed, and what was found."""
+    done = subprocess.run(
+        [sys.executable, "-m", "loadtest.soak", "--output", str(output), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=230,
+        check=False,
+    )
+    report = output / "soak.json"
+    return done.returncode, done.stdout, json.loads(report.read_text()) if report.exists() else {}
+
+
+@pytest.mark.timeout(240)
+def test_nothing_is_lost_or_wrong_and_nothing_grows(tmp_path: Path) -> None:
+    status, printed, found = soak(tmp_path, "--seconds", "25", "--p99-ratio", "4", "--p99-slack-ms", "250")
+    assert status == 0, printed
+    assert found["passed"]
+    assert len(found["phases"]) == 5
+    asked = {(line["way"], line["model"]) for line in found["requests"]}
+    assert {(way, "steady") for way in ("HTTP", "gRPC", "stream", "HTTP, leaving", "gRPC, leaving")} <= asked
+    assert {(way, "apart") for way in ("HTTP", "gRPC", "stream")} <= asked
+    page = (tmp_path / "soak.html").read_text()
+    assert page.count(">PASS<") == len(found["verdicts"])
+
+
+@pytest.mark.timeout(240)
+def test_a_server_with_faults_does_not_pass(tmp_path: Path) -> None:
+    words = ("--seconds", "18", "--grpc-engine", "fast", "--command", FAULTY)
+    status, printed, found = soak(tmp_path, *words, "--p99-ratio", "4", "--p99-slack-ms", "250")
+    assert status == 1, printed
+    failed = {verdict["name"] for verdict in found["verdicts"] if not verdict["passed"]}
+    assert failed == {"nothing wrong", "memory flat", "descriptors flat", "threads flat"}, printed
+    assert "/dev/null" in printed, "what leaks is named"
+    assert "another answer" in printed
+
+
+def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-c", "raise SystemExit('no licence')"])
+    status, printed, _ = soak(tmp_path, "--seconds", "5", "--command", command)
+    assert status == 2
+    assert "no licence" in printed
