@@ -25,7 +25,7 @@ from loadtest.soak.leavers import GrpcLeaver, HttpLeaver
 from loadtest.soak.ledger import Ledger
 from loadtest.soak.models import APART, GUEST, MODELS, PICTURES, SLOW, STEADY, SWAPPED, Repository
 from loadtest.soak.operations import Operator
-from loadtest.soak.report import to_html, to_json
+from loadtest.soak.report import picture, to_html, to_json
 from loadtest.soak.spoilers import GrpcSpoiler, HttpSpoiler
 from loadtest.soak.watch import Watch, counted, settled
 
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = [f"{start}, {options.seconds:g} s, gRPC engine {options.grpc_engine}"]
     about += [machine.processor(), f"{machine.system()}, {machine.python()}, commit {machine.commit()}"]
     (folder / "soak.html").write_text(to_html(run, found, "Headrace: soak", about), encoding="utf-8")
+    (folder / "soak.svg").write_text(picture(run, f"{options.seconds:g} s of soak"), encoding="utf-8")
     (folder / "soak.json").write_text(to_json(run, found, about), encoding="utf-8")
     for detail in run.details:
         console.print(detail, style="red", markup=False)

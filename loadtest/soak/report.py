@@ -1,4 +1,4 @@
-"""The soak as a page with plots, and as JSON."""
+"""The soak as a page with plots, as one picture, and as JSON."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from html import escape
 import numpy as np
 
 from engines.report.page import page, table
+from engines.report.plot import HEIGHT, WIDTH, svg
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between
 from loadtest.soak.models import UNDISTURBED
@@ -17,6 +18,7 @@ from loadtest.soak.plots import Curve, time_plot
 
 _MIB = 1 << 20
 _POINTS = 120
+_COLUMNS, _HEAD = 3, 36
 _CSS = """
 .verdicts{list-style:none;padding:0}.verdicts li{margin:.25rem 0;padding-left:3.6rem;position:relative}
 .verdicts b{position:absolute;left:0}.pass{color:#1a7f37}.fail{color:#cf222e}
@@ -91,6 +93,24 @@ def plots(run: Run) -> list[str]:
         time_plot("threads", "number", held("all", [s.threads for s in run.samples]), length_s, events),
         time_plot("processor of the server", "cores", _cores(run, start_s), length_s, events),
     ]
+
+
+def picture(run: Run, title: str) -> str:
+    """All plots as one SVG, for a document; empty if there are none."""
+    drawn = plots(run)
+    if not drawn:
+        return ""
+    rows = -(-len(drawn) // _COLUMNS)
+    width, height = _COLUMNS * WIDTH, rows * HEIGHT + _HEAD
+    parts = [
+        f'<rect width="{width}" height="{height}" rx="8" fill="var(--paper)"/>',
+        f'<text x="16" y="26" style="font-size:16px;font-weight:600">{escape(title)}</text>',
+    ]
+    for number, one in enumerate(drawn):
+        row, column = divmod(number, _COLUMNS)
+        place = f'x="{column * WIDTH}" y="{row * HEIGHT + _HEAD}" width="{WIDTH}" height="{HEIGHT}"'
+        parts.append(one.replace("<svg ", f"<svg {place} ", 1))
+    return svg("".join(parts), width, height, title) + "\n"
 
 
 def _latencies(run: Run, start_s: float, length_s: float) -> list[Curve]:

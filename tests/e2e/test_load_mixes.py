@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,16 @@ def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
     assert done.returncode == 1, done.stdout
     assert "FAIL  tiny JSON: p99 is" in done.stdout
     assert "FAIL  digits" not in done.stdout
+
+
+def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:
+    script = (ROOT / "loadtest" / "k6" / "infer.js").read_text()
+    assert "open('./request.json')" in script
+    status, _, answer = demo.request(
+        "POST", "/v2/models/tiny/infer", (ROOT / "loadtest" / "k6" / "request.json").read_bytes()
+    )
+    assert status == 200
+    assert json.loads(answer)["outputs"][0]["shape"] == [1, 16]
 
 
 def test_locust_that_cannot_run_is_told(demo: Server) -> None:

@@ -1,4 +1,4 @@
-"""`make soak`, shorter: a server under mixed load, reloads, cancellations, bad requests and kills passes; one with faults does not.
+"""`make soak`, shorter: a server under load, reloads, leaving clients, bad requests and kills passes; one with faults does not.
 
 Its bounds for latency are wide here, where other tests use the same cores; `make soak` has the narrow ones.
 """

@@ -17,7 +17,7 @@ from loadtest.soak.ledger import Event, Ledger, Line, Outcome, times_between, to
 from loadtest.soak.models import APART, MODELS, PICTURES, SLOW, STEADY, SWAPPED, Case, Repository
 from loadtest.soak.operations import Operator
 from loadtest.soak.plots import Curve, time_plot
-from loadtest.soak.report import plots, to_html, to_json
+from loadtest.soak.report import picture, plots, to_html, to_json
 from loadtest.soak.spoilers import grpc_calls, http_requests
 from loadtest.soak.watch import Counted, Held, Quiet
 
@@ -192,6 +192,7 @@ def test_the_report_shows_everything(tmp_path: Path) -> None:
     assert page.count('<b class="fail">FAIL</b>') == 1
     assert "&lt;steady&gt;" in page
     assert len(plots(run)) == page.count("<svg") == 6
+    ElementTree.fromstring(picture(run, "a <soak>"))
     whole = json.loads(to_json(run, found, ["a machine"]))
     assert not whole["passed"]
     assert len(whole["phases"]) == PHASES
