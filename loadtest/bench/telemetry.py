@@ -1,0 +1,124 @@
+"""What traces and the request log cost: processor time of the event loop a request, and of the threads behind it.
+
+python -m loadtest.bench.telemetry
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+
+from server.core.clock import monotonic_ns
+from server.core.request import BatchTimes, InferResponse
+from server.core.telemetry import RequestLogMode
+from server.core.tensor import ModelSpec
+from server.core.trace_context import trace_context
+from server.frontends.story import Story
+from server.observability.account import Account
+from server.observability.accounts import Accounts
+from server.observability.recorder import Recorder
+from server.observability.request_log import RequestLog, as_json, fields
+from server.observability.traces import Tracer
+
+_SPEC = ModelSpec("resnet50", "1", "onnxruntime_onnx", {}, {}, 8)
+_ROUNDS = 5
+_TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class _Nowhere:
+    """Spans that nobody makes."""
+
+    failed = False
+
+    def put(self, account: Account, trace_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def cpu_us(work: Callable[[], object], times: int) -> float:
+    """Processor time of this thread for one call, the least of some rounds."""
+    found = []
+    for _ in range(_ROUNDS):
+        begin_ns = time.thread_time_ns()
+        for _ in range(times):
+            work()
+        found.append((time.thread_time_ns() - begin_ns) / times / 1000)
+    return min(found)
+
+
+def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
+    """What a front end does of it for one request; traced one in `rate` if that is not 0."""
+    log = RequestLog(mode, io.BytesIO(), capacity=1)
+    accounts = Accounts(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
+    response, recorder = InferResponse({}, BatchTimes(2, 3, 4, 5), 8, "full"), Recorder()
+
+    def request() -> None:
+        story = Story("http", "resnet50", "", 1)
+        story.id, story.rows = "id", 1
+        if accounts.active:
+            story.choice = accounts.choose("resnet50", None)
+            story.queued_ns = monotonic_ns()
+        if story.choice:
+            account = story.answered(_SPEC, response, 6, monotonic_ns(), "200")
+            accounts.answered(story.choice, account, recorder)
+
+    found = cpu_us(request, 20_000)
+    accounts.close()
+    return found
+
+
+def behind_it() -> list[tuple[str, float]]:
+    """What the threads do for a request that is logged, or traced."""
+    now_ns = monotonic_ns()
+    story = Story("http", "resnet50", "", now_ns, "id")
+    story.queued_ns = now_ns + 1_000
+    times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))
+    account = story.answered(_SPEC, InferResponse({}, times, 8, "full"), now_ns + 6_000, now_ns + 7_000, "200")
+    found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]
+    try:
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+        from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+        from server.observability.spans import SpanWriter
+    except ImportError:
+        return found
+
+    class Encoder(SpanExporter):
+        def export(self, spans: object) -> SpanExportResult:
+            encode_spans(spans).SerializeToString()
+            return SpanExportResult.SUCCESS
+
+        def shutdown(self) -> None:
+            pass
+
+    writer = SpanWriter(Encoder(), hold_s=0)
+    some = [(account._replace(times=BatchTimes(*times)), f"{number:032x}") for number in range(1, 257)]
+    spent_us = cpu_us(lambda: writer._work(some), 1) / len(some)
+    writer.close()
+    return [*found, ("the spans of a request, encoded", spent_us)]
+
+
+def main() -> None:
+    """Print a table."""
+    rows = [
+        ("`--request-log off`", on_the_loop("off")),
+        ("the default: errors, no traces", on_the_loop("errors")),
+        ("a `traceparent` header, read", cpu_us(lambda: trace_context(_TRACEPARENT), 20_000)),
+        ("`--otlp-endpoint`, one in 1000", on_the_loop("errors", 1000)),
+        ("`--request-log sampled`, one in 100", on_the_loop("sampled")),
+        ("traced, each", on_the_loop("errors", 1)),
+        ("`--request-log all`", on_the_loop("all")),
+    ]
+    print("| the event loop, a request | CPU us |\n|---|---|")
+    for name, spent_us in rows:
+        print(f"| {name} | {spent_us:.2f} |")
+    print("\n| a thread of their own | CPU us |\n|---|---|")
+    for name, spent_us in behind_it():
+        print(f"| {name} | {spent_us:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
