@@ -51,6 +51,7 @@ USUAL = Speed(8000, 500, 32, "a device that takes 8 ms a batch and 0.5 ms a row,
 SLOWED_H200 = Speed(
     11_728, 272, 8, "resnet50 as the demo has it (8 rows) at an H200's speed, twenty times slowed down: 12 to 13.9 ms"
 )
+_TRIES, _LATE_MS = 2, 5.0
 # What Triton's queues have; our own default of 4,096 would stop a queue that grows for longer than a test.
 _UNBOUNDED = QueueLimits(max_count=1 << 20)
 
@@ -121,6 +122,11 @@ class Done:
     setting: Setting
     behind_ns: Sequence[int] = ()
 
+    @property
+    def late_ms(self) -> float:
+        """The 99th percentile of that."""
+        return float(np.percentile(self.behind_ns, 99)) / NS_PER_MS if self.behind_ns else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -169,7 +175,7 @@ def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -
         refused=float(1 - answered.sum() / max(chosen.sum(), 1)),
         rows=float(rows.mean()) if len(rows) else float("nan"),
         busy=float(compute_ns / max(done.end_ns, trace.duration_ns)),
-        late_ms=float(np.percentile(run.behind_ns, 99)) / NS_PER_MS if run.behind_ns else 0.0,
+        late_ms=run.late_ms,
     )
 
 
@@ -178,9 +184,21 @@ Way = Callable[[Trace, Setting], Done]
 
 
 def by_the_clock(trace: Trace, setting: Setting) -> Done:
-    """Threads, locks, a device that sleeps."""
-    played = play(trace, setting.policy, setting.speed.device(setting.depth))
-    return Done(played.replay, setting, played.behind_ns)
+    """Threads, locks, a device that sleeps.
+
+    A replay in which this process was kept from asking in time, by whatever else runs on the machine, is made once more; the
+    better one counts.
+    """
+    best: Done | None = None
+    for _ in range(_TRIES):
+        played = play(trace, setting.policy, setting.speed.device(setting.depth))
+        done = Done(played.replay, setting, played.behind_ns)
+        if best is None or done.late_ms < best.late_ms:
+            best = done
+        if done.late_ms <= _LATE_MS:
+            break
+    assert best is not None, "there is one try at least"
+    return best
 
 
 def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
