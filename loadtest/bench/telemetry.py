@@ -14,6 +14,7 @@ from server.core.request import BatchTimes, InferResponse
 from server.core.telemetry import RequestLogMode
 from server.core.tensor import ModelSpec
 from server.core.trace_context import trace_context
+from server.frontends.asked import NOTHING
 from server.frontends.story import Story
 from server.observability.account import Account
 from server.observability.accounts import Accounts
@@ -56,14 +57,14 @@ def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
     response, recorder = InferResponse({}, BatchTimes(2, 3, 4, 5), 8, "full"), Recorder()
 
     def request() -> None:
-        story = Story("http", "resnet50", "", 1)
-        story.id, story.rows = "id", 1
+        choice, queued_ns = None, 0
         if accounts.active:
-            story.choice = accounts.choose("resnet50", None)
-            story.queued_ns = monotonic_ns()
-        if story.choice:
+            choice = accounts.choose("resnet50", None)
+            queued_ns = monotonic_ns()
+        if choice:
+            story = Story("http", "resnet50", "", 1, NOTHING, "id", 1, queued_ns)
             account = story.answered(_SPEC, response, 6, monotonic_ns(), "200")
-            accounts.answered(story.choice, account, recorder)
+            accounts.answered(choice, account, recorder)
 
     found = cpu_us(request, 20_000)
     accounts.close()
@@ -73,8 +74,7 @@ def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
 def behind_it() -> list[tuple[str, float]]:
     """What the threads do for a request that is logged, or traced."""
     now_ns = monotonic_ns()
-    story = Story("http", "resnet50", "", now_ns, "id")
-    story.queued_ns = now_ns + 1_000
+    story = Story("http", "resnet50", "", now_ns, NOTHING, "id", 1, now_ns + 1_000)
     times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))
     account = story.answered(_SPEC, InferResponse({}, times, 8, "full"), now_ns + 6_000, now_ns + 7_000, "200")
     found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]

@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
-from server.core.request import InferResponse
-from server.core.tensor import ModelSpec
+from server.core.request import InferRequest, InferResponse
 from server.frontends.asked import NOTHING, Asked
 from server.frontends.grpc_codec import Envelope, GrpcCodec, Plan, scan
 from server.frontends.grpc_methods import Call, Message
@@ -23,6 +22,7 @@ from server.frontends.models import Handle, Services
 from server.frontends.status import grpc_code
 from server.frontends.story import Story
 from server.frontends.timing import timing
+from server.observability.accounts import Choice
 
 logger = logging.getLogger("headrace.grpc")
 
@@ -32,21 +32,53 @@ class Pending:
 
     Attributes:
         completion: await it, or have it call back.
-        story: of the request, in case somebody wants an account.
+        id: the caller's own, "" if there is none.
+        rows: of the request.
+        asked: what its metadata ask.
         timing: the answer is to tell where its time has gone.
-        load: it is to tell how busy the version is.
+        choice: what it was chosen for.
+        queued_ns: monotonic, 0 if nobody wants to know.
     """
 
-    __slots__ = ("codec", "completion", "handle", "load", "plan", "story", "timing")
+    __slots__ = (
+        "asked",
+        "choice",
+        "codec",
+        "completion",
+        "handle",
+        "id",
+        "plan",
+        "queued_ns",
+        "received_ns",
+        "rows",
+        "timing",
+    )
 
-    def __init__(self, handle: Handle, codec: GrpcCodec, plan: Plan, story: Story, completion: LoopCompletion) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        codec: GrpcCodec,
+        plan: Plan,
+        asked: Asked,
+        request: InferRequest,
+        completion: LoopCompletion,
+    ) -> None:
         self.handle = handle
         self.codec = codec
         self.plan = plan
+        self.asked = asked
         self.completion = completion
-        self.story = story
-        self.timing = plan.timing or story.asked.timing
-        self.load = bool(story.asked.load_format)
+        self.id = request.id
+        self.rows = request.rows
+        self.received_ns = request.received_ns
+        self.timing = plan.timing or asked.timing
+        self.choice: Choice | None = None
+        self.queued_ns = 0
+
+    def story(self) -> Story:
+        """What is known of it."""
+        spec = self.handle.spec
+        return Story("grpc", spec.name, spec.version, self.received_ns, self.asked, self.id, self.rows, self.queued_ns)
 
 
 class InferService:
@@ -105,14 +137,12 @@ class InferService:
         Raises:
             HeadraceError: it cannot be served; counted.
         """
-        story = Story("grpc", envelope.model_name, envelope.model_version, received_ns, envelope.id)
-        story.asked = asked
+        handle: Handle | None = None
+        request: InferRequest | None = None
+        choice: Choice | None = None
+        queued_ns = 0
         try:
             handle = self._models.lease(envelope.model_name, envelope.model_version)
-        except HeadraceError as error:
-            self._tell(None, story, error)
-            raise
-        try:
             handle.admit()
             codec = self._codecs.get(handle)
             if codec is None:
@@ -120,16 +150,21 @@ class InferService:
             if asked.timeout_ns:
                 deadline_ns = asked.deadline_ns(received_ns, deadline_ns)
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
-            story.rows = request.rows
             if self._accounts.active:
-                story.choice = self._accounts.choose(handle.spec.name, asked.trace)
-                story.queued_ns = self._clock()
-            return Pending(handle, codec, plan, story, handle.infer(request))
-        except HeadraceError as error:
-            self._failed(handle, error, story)
-            raise
+                choice = self._accounts.choose(handle.spec.name, asked.trace)
+                queued_ns = self._clock()
+            pending = Pending(handle, codec, plan, asked, request, handle.infer(request))
+            pending.choice, pending.queued_ns = choice, queued_ns
+            return pending
         except Exception as error:
-            raise self._fault(handle, story) from error
+            rows = 0 if request is None else request.rows
+            name, version = envelope.model_name, envelope.model_version
+            story = Story("grpc", name, version, received_ns, asked, envelope.id, rows, queued_ns)
+            failure = error if isinstance(error, HeadraceError) else fault()
+            self._failed(handle, failure, story, choice)
+            if failure is error:
+                raise
+            raise failure from error
 
     def finish(self, pending: Pending) -> Message:
         """The answer to a request whose completion is settled.
@@ -139,49 +174,45 @@ class InferService:
         """
         done_ns = self._clock()
         outcome = pending.completion.outcome
-        handle, story = pending.handle, pending.story
+        handle = pending.handle
         if not isinstance(outcome, InferResponse):
             error = outcome if isinstance(outcome, HeadraceError) else Unavailable("the request was not answered")
-            self._failed(handle, error, story)
+            self._failed(handle, error, pending.story(), pending.choice)
             raise error
         try:
-            told = timing(outcome, story.received_ns, done_ns) if pending.timing else {}
-            if pending.load:
+            told = timing(outcome, pending.received_ns, done_ns) if pending.timing else {}
+            if pending.asked.load_format:
                 told |= load_parameters(handle.load(by_level=False))
-            message = pending.codec.encode(outcome, pending.plan, story.id, told)
-        except HeadraceError as error:
-            self._failed(handle, error, story)
-            raise
+            message = pending.codec.encode(outcome, pending.plan, pending.id, told)
         except Exception as error:
-            raise self._fault(handle, story) from error
-        if story.choice is not None:
-            account = story.answered(handle.spec, outcome, done_ns, self._clock(), "OK")
-            self._accounts.answered(story.choice, account, handle.recorder)
+            failure = error if isinstance(error, HeadraceError) else fault()
+            self._failed(handle, failure, pending.story(), pending.choice)
+            if failure is error:
+                raise
+            raise failure from error
+        if pending.choice is not None:
+            account = pending.story().answered(handle.spec, outcome, done_ns, self._clock(), "OK")
+            self._accounts.answered(pending.choice, account, handle.recorder)
         handle.release()
         return message
 
     def drop(self, pending: Pending) -> None:
         """Nobody waits any more: leave the queue, count it, give the lease back."""
         pending.completion.abandon()
-        self._failed(pending.handle, Cancelled("the caller has gone"), pending.story)
+        self._failed(pending.handle, Cancelled("the caller has gone"), pending.story(), pending.choice)
 
     def refused(self, error: HeadraceError, received_ns: int) -> None:
         """Tell of a message that could not be read."""
-        self._tell(None, Story("grpc", "", "", received_ns), error)
+        self._failed(None, error, Story("grpc", "", "", received_ns))
 
-    def _failed(self, handle: Handle, error: HeadraceError, story: Story) -> None:
-        handle.failed(error, story.received_ns)
-        self._tell(handle.spec, story, error)
-        handle.release()
-
-    def _fault(self, handle: Handle, story: Story) -> ModelFailed:
-        """Called while a fault of ours is handled."""
-        failure = fault()
-        self._failed(handle, failure, story)
-        return failure
-
-    def _tell(self, spec: ModelSpec | None, story: Story, error: HeadraceError) -> None:
-        self._accounts.failed(story.choice, story.failed(spec, error, self._clock(), grpc_code(error)))
+    def _failed(self, handle: Handle | None, error: HeadraceError, story: Story, choice: Choice | None = None) -> None:
+        """Count it, tell of it, and give the lease back if there is one."""
+        spec = None
+        if handle is not None:
+            spec = handle.spec
+            handle.failed(error, story.received_ns)
+            handle.release()
+        self._accounts.failed(choice, story.failed(spec, error, self._clock(), grpc_code(error)))
 
 
 def fault() -> ModelFailed:

@@ -157,7 +157,7 @@ class _Stream:
         try:
             parts = self._infer.finish(pending)
         except HeadraceError as error:
-            return _error(error, pending.story.id)
+            return _error(error, pending.id)
         size = sum(map(len, parts)) + len(_FINAL)
         return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
 

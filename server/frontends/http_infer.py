@@ -20,7 +20,7 @@ from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable
 from server.core.limits import Door
-from server.core.request import InferResponse
+from server.core.request import InferRequest, InferResponse
 from server.frontends import compression
 from server.frontends.asked import NOTHING, AskedHeaders
 from server.frontends.http_body import BodyBytes
@@ -30,6 +30,7 @@ from server.frontends.models import Handle, Services
 from server.frontends.status import http_status, retry_after_s, retry_delay_s
 from server.frontends.story import Story
 from server.frontends.timing import timing, timing_headers
+from server.observability.accounts import Choice
 from server.observability.tally import ERRORS
 
 logger = logging.getLogger("headrace.http")
@@ -138,24 +139,24 @@ class InferEndpoint:
         """Serve one request for a model; never raises for what the client did."""
         received_ns = self._clock()
         handle: Handle | None = None
-        story = Story("http", model, number, received_ns)
-        answering = False
+        request: InferRequest | None = None
+        choice: Choice | None = None
+        asked, queued_ns, answering = NOTHING, 0, False
         try:
             handle = self._models.lease(model, number)
             handle.admit()
             headers = InferHeaders(scope["headers"], self._asked_headers)
-            asked = story.asked = headers.asked
+            asked = headers.asked
             # From its first bytes on: a caller that waits so long counts the sending of its body, too.
             deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers)
-            received_ns = story.received_ns = self._clock()
+            received_ns = self._clock()
             version = self._version(handle)
             request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
-            story.id, story.rows = request.id, request.rows
             if self._accounts.active:
-                story.choice = self._accounts.choose(handle.spec.name, asked.trace)
-                story.queued_ns = self._clock()
+                choice = self._accounts.choose(handle.spec.name, asked.trace)
+                queued_ns = self._clock()
             response = await _wait(handle.infer(request), connection, receive)
             now_ns = self._clock()
             more, told = version.load.at(now_ns, handle), None
@@ -166,27 +167,39 @@ class InferEndpoint:
                 if asked.load_format:
                     more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
-            ended_ns = self._clock() if story.choice else 0
+            ended_ns = self._clock() if choice else 0
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
-            if story.choice:
+            if choice:
+                story = Story("http", model, number, received_ns, asked, request.id, request.rows, queued_ns)
                 account = story.answered(handle.spec, response, now_ns, ended_ns, "200")
-                self._accounts.answered(story.choice, account, handle.recorder)
-        except asyncio.CancelledError:  # the time to drain is over: who waits is told so, and that is the end of it
-            if answering:
+                self._accounts.answered(choice, account, handle.recorder)
+        except (Exception, asyncio.CancelledError) as error:
+            if answering and isinstance(error, asyncio.CancelledError):
                 raise
-            late = Unavailable("the server is shutting down and could not wait for this request")
-            await self._fail(scope, send, late, handle, story)
-        except Exception as error:
-            await self._fail(scope, send, error, handle, story)
+            request_id, rows = (request.id, request.rows) if request else ("", 0)
+            story = Story("http", model, number, received_ns, asked, request_id, rows, queued_ns)
+            await self._fail(scope, send, error, handle, story, choice)
         finally:
             if handle is not None:
                 handle.release()
 
-    async def _fail(self, scope: Scope, send: Send, error: Exception, handle: Handle | None, story: Story) -> None:
+    async def _fail(
+        self,
+        scope: Scope,
+        send: Send,
+        error: BaseException,
+        handle: Handle | None,
+        story: Story,
+        choice: Choice | None,
+    ) -> None:
         """Answer with an error, and count it."""
         if isinstance(error, HeadraceError):
             failure = error
+        elif isinstance(
+            error, asyncio.CancelledError
+        ):  # the time to drain is over: who waits is told so, and that is the end
+            failure = Unavailable("the server is shutting down and could not wait for this request")
         else:
             reference = uuid.uuid4().hex[:12]
             logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
@@ -200,7 +213,7 @@ class InferEndpoint:
             with suppress(BadRequest):
                 story.asked = InferHeaders(scope["headers"], self._asked_headers).asked
         spec = None if handle is None else handle.spec
-        self._accounts.failed(story.choice, story.failed(spec, failure, self._clock(), str(http_status(failure))))
+        self._accounts.failed(choice, story.failed(spec, failure, self._clock(), str(http_status(failure))))
         if not isinstance(failure, Cancelled):
             await send_error(send, failure, busy)
 

@@ -7,35 +7,42 @@ from server.core.request import InferResponse
 from server.core.tensor import ModelSpec
 from server.frontends.asked import NOTHING, Asked
 from server.observability.account import OK, Account
-from server.observability.accounts import Choice
 
 
 class Story:
-    """One request so far.
+    """One request so far; made only where an account is wanted.
 
-    Attributes:
+    Args:
         protocol: http or grpc.
         model, version: as asked for.
-        id: the caller's own, "" while it is not known.
         received_ns: monotonic.
         asked: what its headers ask.
+        request_id: the caller's own, "" while it is not known.
         rows: of the request, 0 while they are not known.
-        choice: what it was chosen for.
-        queued_ns: monotonic; 0 if nobody wants to know.
+        queued_ns: monotonic; 0 if nobody wanted to know.
     """
 
-    __slots__ = ("asked", "choice", "id", "model", "protocol", "queued_ns", "received_ns", "rows", "version")
+    __slots__ = ("asked", "id", "model", "protocol", "queued_ns", "received_ns", "rows", "version")
 
-    def __init__(self, protocol: str, model: str, version: str, received_ns: int, request_id: str = "") -> None:
+    def __init__(
+        self,
+        protocol: str,
+        model: str,
+        version: str,
+        received_ns: int,
+        asked: Asked = NOTHING,
+        request_id: str = "",
+        rows: int = 0,
+        queued_ns: int = 0,
+    ) -> None:
         self.protocol = protocol
         self.model = model
         self.version = version
         self.received_ns = received_ns
+        self.asked = asked
         self.id = request_id
-        self.asked: Asked = NOTHING
-        self.rows = 0
-        self.choice: Choice | None = None
-        self.queued_ns = 0
+        self.rows = rows
+        self.queued_ns = queued_ns
 
     def answered(self, spec: ModelSpec, response: InferResponse, done_ns: int, ended_ns: int, status: str) -> Account:
         """The account of a request with an answer.

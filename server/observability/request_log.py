@@ -49,6 +49,7 @@ class RequestLog:
         self, mode: RequestLogMode, stream: BinaryIO, rate: int = 100, text: bool = False, capacity: int = CAPACITY
     ) -> None:
         self._mode = mode
+        self._answers = mode in ("sampled", "all")
         self._stream = stream
         self._rate = rate
         self._format = as_text if text else as_json
@@ -61,7 +62,7 @@ class RequestLog:
     @property
     def active(self) -> bool:
         """A request that is answered with success might be logged."""
-        return self._mode in ("sampled", "all") and self.errors
+        return self._answers and self.errors
 
     @property
     def errors(self) -> bool:
