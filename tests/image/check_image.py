@@ -158,6 +158,13 @@ def test_every_demo_model_is_ready(server: Container) -> None:
         assert server.get(server.http, f"/v2/models/{model}/ready")[0] == 200
 
 
+def test_its_page_and_its_kernels_are_in_it(server: Container) -> None:
+    status, page = server.get(server.http, "/")
+    assert (status, "<html" in page) == (200, True)
+    kernels = server.inside("sh", "-c", "ls /opt/headrace/lib/python3*/site-packages/server/cuda/kernels/*.cu")
+    assert len(kernels.stdout.split()) == len(list((ROOT / "server" / "cuda" / "kernels").glob("*.cu"))) > 0
+
+
 def test_it_answers_over_grpc(server: Container) -> None:
     inputs = [triton.InferInput(name, [1, 16], "INT32") for name in ("INPUT0", "INPUT1")]
     for tensor in inputs:
