@@ -153,16 +153,19 @@ class Told:
 
 
 def judged(run: Done, slo_ms: float, client: str = "", warm_up_s: float = 1.0) -> Told:
-    """Count what came after the warm-up, and was answered before the trace was over."""
+    """Count answers from the end of the warm-up to the end of the trace; latencies and refusals of requests that came in it."""
     done, speed = run.replay, run.setting.speed
     trace, begin_ns = done.trace, warm_up_s * NS_PER_S
     latency_ns = np.array(done.latency_ns, dtype=np.int64)
-    chosen: npt.NDArray[np.bool_] = trace.times_ns >= begin_ns
+    mine: npt.NDArray[np.bool_] = np.ones(len(trace), dtype=bool)
     if client and trace.clients is not None:
-        chosen &= trace.clients == trace.client_names.index(client)
-    answered = chosen & np.array([outcome == ANSWERED for outcome in done.outcomes])
+        mine = trace.clients == trace.client_names.index(client)
+    served = mine & np.array([outcome == ANSWERED for outcome in done.outcomes])
+    chosen = mine & (trace.times_ns >= begin_ns)
+    answered = chosen & served
     window_s = (trace.duration_ns - begin_ns) / NS_PER_S
-    within = answered & (trace.times_ns + latency_ns < trace.duration_ns)
+    done_ns = trace.times_ns + latency_ns
+    within = served & (done_ns >= begin_ns) & (done_ns < trace.duration_ns)
     served_ms = latency_ns[answered] / NS_PER_MS
     p50_ms, p99_ms = np.percentile(served_ms, (50, 99)) if len(served_ms) else (np.nan, np.nan)
     rows = np.array(done.batches[0].rows)
