@@ -97,7 +97,9 @@ class ModelHandle:
         self.profile = Profile()
         planner = Planner(self.profile, policy.batch)
         self._scheduler.plan_by(planner)
-        self._outlook = Outlook(planner, policy.batch, self._scheduler, lambda: self._crew.under_way())
+        self._outlook = Outlook(
+            planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), overtaken=policy.sharing is None
+        )
         self._scheduler.on_dropped = self._outlook.missed
         self._answers = Answers(recorder, deliver, self._scheduler.report, self.profile, self._outlook)
         self._alarms = Alarms(policy, self._scheduler, clock)

@@ -70,6 +70,15 @@ class Order:
             key = due_ns
         return key + level * self.handicap_ns if level else key
 
+    def lag_ns(self, key: int, received_ns: int) -> int:
+        """How far behind those that are served at once a request is, in the time of the keys.
+
+        Args:
+            key: the request's.
+            received_ns: monotonic, when it had arrived.
+        """
+        return max(key - (received_ns if self.shares is None else self.shares.now), 0)
+
     @property
     def crowded(self) -> bool:
         """Several clients ask."""

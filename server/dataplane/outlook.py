@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 from server.core.clock import NS_PER_MS, NS_PER_S
 from server.core.errors import WouldMiss
 from server.dataplane.batching import BatchPolicy, Plan
+from server.dataplane.experience import LATELY_NS, Arrivals, Reserves
 from server.dataplane.order import FAR_NS
 from server.dataplane.plan import Planner
 from server.dataplane.profile import WINDOW
@@ -31,10 +32,9 @@ from server.dataplane.queue import Entry
 
 _SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
-_LATE = 0.005  # of those that were promised most, what may be late: half of what a 99th percentile leaves
-_STEP = 8  # a batch that is late as a whole makes the reserve longer by one part in so many of what a batch takes
-_STANDING = 2  # full batches that always wait for each instance: more comes than can be served
-_PLACES = 8  # parts of the queue in which a request may be put
+_STANDING = (
+    2  # batches of each instance that may wait, and half the time that is left, if more comes than can be served
+)
 _MOST_OVERTAKING = 0.9
 _OUTLIER = 4  # what takes so many times as long as it should counts no more than that
 _SMOOTHING = 64  # a new measurement counts for one in so many
@@ -59,26 +59,11 @@ class Line(Protocol):
     def waiting_rows(self) -> int:
         """Rows that wait."""
 
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """Rows that would be served before an entry if it were queued now, and its lag: who comes soon with less goes first."""
+
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Rows that would be served before a request like this, if it were queued now."""
-
-
-class _Reserve:
-    """What predictions are wrong by, beyond a small share of them, in nanoseconds."""
-
-    __slots__ = ("ns",)
-
-    def __init__(self) -> None:
-        self.ns = 0
-
-    def weigh(self, errors_ns: Sequence[int], step_ns: float) -> None:
-        """Follow the quantile: H. Robbins, S. Monro, A stochastic approximation method, 1951."""
-        beyond = sum([error_ns > self.ns for error_ns in errors_ns]) / len(errors_ns)
-        self.ns = max(self.ns + int(step_ns * (beyond - _LATE)), 0)
-
-    def doubt(self, step_ns: float) -> None:
-        """A request was refused for its sake: nobody will know whether that was needed, and it must not stay so for ever."""
-        self.ns = max(self.ns - int(step_ns * _LATE / 4), 0)
 
 
 class Outlook:
@@ -91,6 +76,7 @@ class Outlook:
         policy: how they are formed.
         line: what waits.
         under_way: what each living instance runs.
+        overtaken: `line` does not reckon with those who come later and go first.
 
     Attributes:
         late: answers that came after they were due.
@@ -99,24 +85,26 @@ class Outlook:
     """
 
     def __init__(
-        self, planner: Planner, policy: BatchPolicy, line: Line, under_way: Callable[[], Sequence[UnderWay]]
+        self,
+        planner: Planner,
+        policy: BatchPolicy,
+        line: Line,
+        under_way: Callable[[], Sequence[UnderWay]],
+        overtaken: bool = True,
     ) -> None:
         self.under_way = under_way
         self.late = 0
         self.promises = policy.objective_ns > 0
         self.changed = True
         self._planner = planner
+        self._overtaken = overtaken
         self._policy = policy
         self._line = line
         self._lock = threading.Lock()
         self._overhead_ns = 0.0  # smoothed: how much longer a batch keeps an instance busy than it computes as a rule
         self._rows = 1.0  # smoothed, of a batch
-        self._places = [0.0] * (
-            _PLACES + 1
-        )  # smoothed: share of the requests that take each; the last is behind all others
-        # By level, of requests that are in the next batch of an instance, and of others, since these may be overtaken.
-        self._reserves: defaultdict[tuple[int, bool], _Reserve] = defaultdict(_Reserve)
-        self._flowed_ns = 0  # when the queue was last as short as it is where all can be served
+        self._reserves, self._arrivals = Reserves(), Arrivals()
+        self._flowed_ns = 0  # when less than half a batch waited, as it is now and then where all can be served
         self._probed_ns = -NS_PER_S
         self._free: list[int] = []  # as of the last time that something changed
         self._free_until_ns = 0  # until then, if nothing changes
@@ -137,24 +125,22 @@ class Outlook:
         free_ns = self._free_ns(plan, now_ns) if plan is not None else ()
         if plan is None or not free_ns:
             return
-        ahead = self._line.rows_ahead(last.level, due_ns, last.client)
+        ahead, lag_ns = self._line.place(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
-        waiting = self._line.waiting_rows
-        place = ahead * _PLACES // waiting if ahead < waiting else _PLACES
-        served = _with_overtakers(ahead, sum(self._places[:place]))
-        start_ns, done_ns, rounds = self._times(plan, free_ns, served, last, now_ns)
-        last.waits = rounds > 0
-        reserve = self._reserves[last.level, last.waits]
-        reserve_ns = reserve.ns
+        last.kind = kind = lag_ns.bit_length()
+        start_ns, done_ns = self._times(plan, free_ns, ahead, last, now_ns)
+        overtakers = self._overtakers(plan, len(free_ns), kind, now_ns, start_ns - now_ns) if self._overtaken else 0
+        if overtakers:
+            start_ns, done_ns = self._times(plan, free_ns, ahead + overtakers, last, now_ns)
+        reserve_ns = self._reserves.ns(kind)
         if done_ns + reserve_ns > due_ns:
             refusal = "it would be answered in {0:.3g} ms, and is due in {1:.3g} ms"
         elif start_ns > now_ns + self._longest_ns(plan, len(free_ns), due_ns, now_ns):
             refusal = "requests come faster than they can be served; it would be answered in {0:.3g} ms"
         else:
             last.promised_ns = done_ns
-            self._places = [share - share / _SMOOTHING for share in self._places]
-            self._places[place] += 1 / _SMOOTHING
+            self._arrivals.came(kind, last.rows, now_ns)
             return
         if self._tries(plan, free_ns, ahead, last, now_ns):
             last.promised_ns = done_ns
@@ -162,7 +148,7 @@ class Outlook:
             done_ms, due_ms = (done_ns + reserve_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
             retry_s = max(self.drain_ns(now_ns), NS_PER_MS) / NS_PER_S
             if done_ns <= due_ns:
-                reserve.doubt(plan.estimates_ns[self._usual(plan)] / _STEP)
+                self._reserves.doubt(kind, plan.estimates_ns[self._usual(plan)])
             raise WouldMiss("the request is refused at once: " + refusal.format(done_ms, due_ms), retry_s)
         # Else nobody's request could be in time, and it is no use refusing them all.
 
@@ -229,13 +215,22 @@ class Outlook:
         usual = self._usual(plan)
         return usual * NS_PER_S / plan.estimates_ns[usual]
 
+    def _overtakers(self, plan: Plan, instances: int, kind: int, now_ns: int, wait_ns: int) -> int:
+        """How many rows at most will come while a request waits, and go before it, if they come as of late."""
+        came = self._arrivals.below(kind, now_ns)
+        if not came:
+            return 0
+        usual = self._usual(plan)
+        served = usual * instances * LATELY_NS / plan.estimates_ns[usual]
+        rows = came * wait_ns / LATELY_NS / (1 - min(came / served, _MOST_OVERTAKING))
+        return int(rows + 2 * sqrt(rows))
+
     def _usual(self, plan: Plan) -> int:
         """Rows of a batch under load."""
         return plan.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
 
-    def _times(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> tuple[int, int, int]:
-        """When the batch of a request will begin, when it will be answered at the latest, and how many its instance runs before,
-        beyond what is under way."""
+    def _times(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> tuple[int, int]:
+        """When the batch of a request will begin, and when it will be answered at the latest."""
         start_ns, rounds, before = self._start(plan, free_ns, ahead, entry.rows, now_ns)
         rows = min(before + entry.rows, self._policy.max_rows)
         if start_ns > now_ns and self._policy.merge:  # others will come until then, and join it
@@ -244,7 +239,7 @@ class Outlook:
         usual, runs = plan.best[-1], rounds + 1
         spread_ns = plan.promises_ns[usual] - plan.estimates_ns[usual]
         margin_ns = _SIGMAS * spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2)
-        return start_ns, start_ns + plan.estimates_ns[rows] + int(margin_ns), rounds
+        return start_ns, start_ns + plan.estimates_ns[rows] + int(margin_ns)
 
     def _start(self, plan: Plan, free_ns: Sequence[int], ahead: int, rows: int, now_ns: int) -> tuple[int, int, int]:
         """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what
@@ -262,7 +257,7 @@ class Outlook:
     def _longest_ns(self, plan: Plan, instances: int, due_ns: int, now_ns: int) -> int:
         """How long a request may wait to be run: for ever, unless the queue stands."""
         usual = self._usual(plan)
-        if self._line.waiting_rows < _STANDING * usual * instances:
+        if 2 * self._line.waiting_rows < usual * instances:
             self._flowed_ns = now_ns
         left_ns = due_ns - now_ns
         if now_ns - self._flowed_ns < left_ns:
@@ -302,22 +297,11 @@ class Outlook:
 
     def _weigh(self, entries: Sequence[Entry], done_ns: int) -> None:
         plan = self._planner.current
-        if plan is None or not entries:
-            return
-        errors_ns: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        errors_ns: defaultdict[int, list[int]] = defaultdict(list)
         for entry in entries:
-            errors_ns[entry.level, entry.waits].append(done_ns - entry.promised_ns)
-        step_ns = plan.estimates_ns[self._usual(plan)] / _STEP
-        for kind, wrong_ns in errors_ns.items():
-            self._reserves[kind].weigh(wrong_ns, step_ns)
-
-
-def _with_overtakers(ahead: int, share: float) -> int:
-    """Rows that will be served before a request with so many ahead of it, if a share of those that come meanwhile go first."""
-    if share < _LATE:
-        return ahead
-    served = ahead / (1 - min(share, _MOST_OVERTAKING))
-    return int(served + 2 * sqrt(served - ahead))
+            errors_ns[entry.kind].append(done_ns - entry.promised_ns)
+        if plan is not None:
+            self._reserves.learn(errors_ns, plan.estimates_ns[self._usual(plan)])
 
 
 def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:

@@ -39,7 +39,7 @@ class Entry:
         due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
         client: who asks, "" for nobody in particular.
         promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
-        waits: other batches were expected to be run before its own, beyond what was under way then.
+        kind: of urgency, for who predicts when it will be answered.
         key: what orders it; see `server.dataplane.order`.
         last: it is served behind all that are not.
         size_bytes: what it holds in memory.
@@ -55,6 +55,7 @@ class Entry:
         "enqueued_ns",
         "inputs",
         "key",
+        "kind",
         "last",
         "leads",
         "leave",
@@ -65,7 +66,6 @@ class Entry:
         "rows",
         "shape_key",
         "size_bytes",
-        "waits",
     )
 
     def __init__(
@@ -83,7 +83,7 @@ class Entry:
         if objective_ns:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
         self.promised_ns = 0
-        self.waits = False
+        self.kind = 0
         self.size_bytes = request.size_bytes
         self.key = 0
         self.queued = self.last = False
@@ -144,6 +144,12 @@ class Queue:
         rows = sum([lane.rows_before(key) for lane in self._lanes.values()])
         shares = self.order.shares
         return rows if shares is None else max(rows, shares.rows_ahead(client))
+
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """About how many rows would be served before an entry, if it were queued now, and its lag; see `Order.lag_ns`."""
+        key = self.order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+        rows = self.rows_ahead(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+        return rows, self.order.lag_ns(key, entry.received_ns)
 
     def push(self, entry: Entry) -> Lane:
         """Put an entry into the lane of its shape; it keeps its key if it is to be among the last."""

@@ -195,6 +195,11 @@ class Scheduler:
         with self._lock:
             return self._queue.level(level)
 
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """About how many rows would be served before an entry, if it were queued now, and its lag; see `Order.lag_ns`."""
+        with self._lock:
+            return self._queue.place(entry)
+
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """About how many rows would be served before such a request, if it were queued now.
 
