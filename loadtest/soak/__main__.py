@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = soak(options, folder, console)
     except (ServerFailed, OSError) as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(f"{error}\nthe server's log is in {folder / 'log'}", style="red", markup=False)
         return 2
     bounds = Bounds(p99_ratio=options.p99_ratio, p99_slack_s=options.p99_slack_ms / 1e3)
     found = verdicts(run, bounds)
