@@ -184,3 +184,15 @@ class ConfigError(HeadraceError):
     def __init__(self, findings: list[Finding]) -> None:
         super().__init__("; ".join(str(finding) for finding in findings))
         self.findings = findings
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of the frames that an error and those before it have come through, once it has been told.
+
+    They hold the body of the request, and by way of its completion the error itself: a ring that only the garbage collector
+    finds, which runs rarely in a server.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__context__

@@ -6,7 +6,7 @@ import asyncio
 
 from server.core.clock import monotonic_ns
 from server.core.completion import LoopCompletion
-from server.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable, forget_frames
 from server.core.limits import Door
 from server.frontends.asked import Asked
 from server.frontends.grpc_fast_deadlines import Deadlines
@@ -200,11 +200,13 @@ class UnaryCall(FastCall):
             answer = await method(message, self)
             del message
             self._answer(answer)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self._end(Status("CANCELLED", "the server has cancelled the call"))
+            forget_frames(error)
             raise
         except Exception as error:
             self._end(Status.of(error))
+            forget_frames(error)
 
     def _answer(self, message: Message) -> None:
         if self.gone:
@@ -338,11 +340,13 @@ class StreamingCall(FastCall):
         try:
             await method(self)
             self._finish()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self._end(Status("CANCELLED", "the server has cancelled the call"))
+            forget_frames(error)
             raise
         except Exception as error:
             self._end(Status.of(error))
+            forget_frames(error)
 
     def _finish(self) -> None:
         if not self.gone:

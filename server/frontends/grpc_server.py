@@ -16,7 +16,7 @@ import grpc
 
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.completion import LoopCompletion
-from server.core.errors import Cancelled, Unavailable
+from server.core.errors import Cancelled, Unavailable, forget_frames
 from server.core.limits import Door
 from server.frontends.asked import Asked, AskedHeaders
 from server.frontends.grpc_methods import Message, Methods, Stream, Unary
@@ -261,6 +261,7 @@ async def _abort(context: Any, error: Exception) -> None:
     if isinstance(error, grpc.aio.BaseError):  # the client has left in between, or the call was aborted
         raise error
     end = failure(error)
+    forget_frames(error)
     await context.abort(grpc.StatusCode[end.code], end.text, end.metadata)
 
 

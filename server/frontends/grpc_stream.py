@@ -13,7 +13,7 @@ from functools import partial
 from tritonclient.grpc import service_pb2
 
 from server.core.clock import Clock, monotonic_ns
-from server.core.errors import HeadraceError, Unavailable
+from server.core.errors import HeadraceError, Unavailable, forget_frames
 from server.frontends.grpc_codec import scan, varint
 from server.frontends.grpc_infer import InferService, Pending, fault
 from server.frontends.grpc_methods import Message, StreamCall
@@ -58,6 +58,8 @@ class InferStreams:
                 group.create_task(stream.write())
                 await stream.read()
         except BaseExceptionGroup as errors:
+            for error in errors.exceptions:
+                forget_frames(error)
             raise errors.exceptions[0] from None
         finally:
             stream.close()
@@ -103,6 +105,7 @@ class _Stream:
             self._in_flight += 1
             self._in_flight_bytes += len(message)
             self._begin(message)
+            del message  # or it is kept until the next one comes
             while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
                 self._room.clear()
                 await self._room.wait()
@@ -140,6 +143,7 @@ class _Stream:
             # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
             pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
         except HeadraceError as error:
+            forget_frames(error)
             self._settled(_error(error, request_id), len(message))
             return
         except Exception:
@@ -157,6 +161,7 @@ class _Stream:
         try:
             parts = self._infer.finish(pending)
         except HeadraceError as error:
+            forget_frames(error)
             return _error(error, pending.id)
         size = sum(map(len, parts)) + len(_FINAL)
         return [_INFER_RESPONSE + varint(size), *parts, _FINAL]

@@ -18,7 +18,7 @@ import orjson
 
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
-from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable
+from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable, forget_frames
 from server.core.limits import Door
 from server.core.request import InferRequest, InferResponse
 from server.frontends import compression
@@ -204,6 +204,7 @@ class InferEndpoint:
             reference = uuid.uuid4().hex[:12]
             logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
             failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
+        forget_frames(error)
         busy: Sequence[Header] = ()
         if handle is not None:
             handle.failed(failure, story.received_ns)

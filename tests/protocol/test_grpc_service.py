@@ -31,6 +31,7 @@ from server.frontends.grpc_stream import InferStreams
 from server.frontends.models import Services
 from server.observability.recorder import Recorder
 from tests.kept_accounts import KeptAccounts
+from tests.rings import left_frames
 
 pb: Any = service_pb2
 SPEC = ModelSpec(
@@ -244,6 +245,22 @@ def test_a_stream_answers_everything_and_ends() -> None:
         assert model.leases == 0
 
     run(test)
+
+
+def test_requests_of_a_stream_that_failed_are_given_back_at_once() -> None:
+    async def test() -> None:
+        model = Model()
+        call, serving = stream(model)
+        for asked in (message("a"), message("b", "other"), None):
+            call.sent.put_nowait(asked)
+        await until(lambda: len(model.waiting) == 1)
+        model.answer(outcome=ModelFailed("broke"))
+        await serving
+        assert [response.error_message != "" for response in call.got] == [True, True]
+
+    with left_frames() as left:
+        run(test)
+    assert not [name for name in left if name.startswith(("InferService", "_Stream"))]
 
 
 def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:

@@ -33,6 +33,7 @@ from server.frontends.http_infer import InferEndpoint
 from server.frontends.models import Services
 from server.observability.recorder import Recorder
 from tests.kept_accounts import KeptAccounts
+from tests.rings import left_frames
 
 LIMIT = 4_000
 LOAD = Load(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
@@ -363,3 +364,10 @@ def test_header_lengths_that_are_none(value: bytes) -> None:
     assert answer is not None
     assert answer[0] == 400
     assert "inference-header-content-length" in json.loads(answer[2])["error"]
+
+
+@pytest.mark.parametrize("kind", [DeadlineExceeded, Cancelled, ModelFailed])
+def test_the_body_of_a_request_that_failed_is_given_back_at_once(kind: type[HeadraceError]) -> None:
+    with left_frames() as left:
+        call(Handle(kind("broken")), request())  # nobody else holds the error
+    assert not [name for name in left if name.startswith(("InferEndpoint", "_wait"))]
