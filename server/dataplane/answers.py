@@ -33,7 +33,7 @@ class Answers:
 
     Attributes:
         profile: as above.
-        at_work: the runners that have a batch under way.
+        at_work: the runners that have a batch under way; each takes itself out.
     """
 
     def __init__(
@@ -54,12 +54,6 @@ class Answers:
     def begin(self, runner: object) -> None:
         """A runner has taken a batch."""
         self.at_work.add(runner)
-        if self._outlook is not None:
-            self._outlook.changed = True
-
-    def end(self, runner: object) -> None:
-        """A runner has nothing under way any more."""
-        self.at_work.discard(runner)
         if self._outlook is not None:
             self._outlook.changed = True
 
@@ -126,6 +120,8 @@ class Answers:
             The members that should be run again, each on its own.
         """
         self._recorder.failed_batch(reason.value)
+        if self._outlook is not None:
+            self._outlook.changed = True
         if len(entries) > 1:
             logger.debug("a batch of %d failed as a whole: running its members singly", len(entries))
             return [entry for entry in entries if not entry.completion.done]

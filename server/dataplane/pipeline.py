@@ -139,7 +139,7 @@ class Pipeline:
             self._launched.put(None)
             self._finisher.join()
             self._await_turn()
-            self._answers.end(self)
+            self._answers.at_work.discard(self)
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that was pulled and is not settled with an error."""
@@ -377,7 +377,7 @@ class Pipeline:
         """A batch is done with."""
         self._held.discard(run)
         if not self._held:  # what is pulled in this moment counts as no work: the next one will
-            self._answers.end(self)
+            self._answers.at_work.discard(self)
 
     def _failed(self, run: _Run, error: Exception) -> list[_Run]:
         singly = self._answers.failed(run.entries, run.reason, error)

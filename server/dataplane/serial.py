@@ -56,7 +56,7 @@ class SerialRunner:
                 try:
                     self.execute(batch)
                 finally:
-                    answers.end(self)
+                    answers.at_work.discard(self)
                 self._held = []
             del batch  # its arrays may be large, and the next may be long in coming
 

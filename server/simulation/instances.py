@@ -160,7 +160,7 @@ class VirtualInstance:
         self.answers.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
         self.open -= 1
         if not self.open:
-            self.answers.end(self)
+            self.answers.at_work.discard(self)
         if self.pace is not None:
             self.pace.landed(now_ns)
         if not self.asks and self._filling is None:
