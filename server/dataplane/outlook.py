@@ -267,7 +267,7 @@ class Outlook:
 
     def _tries(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> bool:
         """An instance has nothing else to do; of hard deadlines that cannot be met one a second is tried."""
-        if ahead or free_ns[0] > now_ns:
+        if ahead or free_ns[0]:
             return False
         if entry.due_ns < entry.deadline_ns or now_ns + plan.estimates_ns[entry.rows] <= entry.due_ns:
             return True

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from server.core.clock import NS_PER_MS
 from server.dataplane.batching import BatchPolicy, Plan
 from server.dataplane.profile import Profile
 
 _REDRAW = 32  # batches between two drawings
+_REDRAW_NS = (
+    50 * NS_PER_MS
+)  # or so much time of instances: a hundred times what drawing takes, and soon for slow models
 _WORSE = 0.97  # a smaller batch is better only if the larger has less than this share of its rows a second: times are measured
 # The smallest batch with this share of the most rows a second is the largest that is made: what is larger makes everybody wait
 # longer, and gains next to nothing. Where several clients ask, each waits for the others' batches, and may have more of that.
@@ -38,6 +42,7 @@ class Planner:
         self._policy = policy
         self._plans: tuple[Plan, Plan] | None = None  # for one client, and for several
         self._batches = 0  # since they were drawn
+        self._busy_ns = 0  # likewise
 
     @property
     def current(self) -> Plan | None:
@@ -46,16 +51,17 @@ class Planner:
         return plans[self.crowded] if plans is not None else None
 
     def _drawn(self) -> tuple[Plan, Plan] | None:
-        if self._batches >= _REDRAW or self._plans is None:
-            self._batches = 0
+        if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._plans is None:
+            self._batches = self._busy_ns = 0
             if self._profile.estimate_ns(1):
                 plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
                 self._plans = plan, _limited(plan, _NEARLY_SHARED)
         return self._plans
 
-    def batch(self) -> None:
-        """A batch was run: the profile knows more."""
+    def batch(self, busy_ns: int = 0) -> None:
+        """A batch was run, and kept its instance for so long: the profile knows more."""
         self._batches += 1
+        self._busy_ns += busy_ns
 
 
 def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> Plan:

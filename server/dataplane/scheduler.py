@@ -295,7 +295,7 @@ class Scheduler:
         """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""
         self._batch_ns += (busy_ns - self._batch_ns) >> 3 if self._batch_ns else busy_ns
         if self._selection.planner is not None:
-            self._selection.planner.batch()
+            self._selection.planner.batch(busy_ns)
 
     def set_instances(self, count: int) -> None:
         """How many instances pull."""

@@ -201,6 +201,11 @@ def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
     with pytest.raises(WouldMiss):
         case.ask(deadline_ms=3)
     assert case.ask(deadline_ms=11) == 10
+    case.busy((-1000, 8))  # it takes longer than anybody thought, and is not idle for that
+    with pytest.raises(WouldMiss):
+        case.outlook.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
+    case.works[0] = IDLE
+    case.outlook.changed = True
     late = case.entry(deadline_ms=3)
     case.outlook.admit([late], NOW + NS_PER_S)
     assert late.promised_ns == NOW + NS_PER_S + 10 * MS
@@ -327,3 +332,15 @@ def test_who_is_overtaken_waits_longer() -> None:
         fair.ask()
     fair.line.urgent = False
     assert fair.ask() == 20, "the queue has reckoned with them"
+
+
+def test_what_is_known_of_slow_batches_counts_soon() -> None:
+    case = Case()
+    assert case.ask() == 10
+    for _ in range(9):
+        case.profile.observe(1, 40 * MS)
+    assert case.ask() == 10, "tables are drawn now and then"
+    case.planner.batch(40 * MS)
+    assert case.ask() == 10
+    case.planner.batch(40 * MS)
+    assert case.ask() > 30, "it is 40 for one row, and still less for eight"
