@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import STEPS_PER_S, depth, fail_count, gauge, message, steps, until
 from tests.models import add_model, busy, row_sums
-from tests.serving import HOST, Server, serving, start
+from tests.serving import HOST, Server, look_quick, serving, start
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -44,14 +44,8 @@ def hold(server: Server, channel: grpc.Channel, count: int = 3 * STEPS_PER_S) ->
     return call
 
 
-def look_quick(channel: grpc.Channel) -> None:
-    """Let `busy` be known for short batches: who would surely be late is refused at once, and not queued to be late."""
-    for _ in range(40):
-        channel.unary_unary(INFER)(steps("", 1))
-
-
 def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    look_quick(grpc_channel)
+    look_quick(grpc_server)
     before = executions(grpc_server, grpc_channel)
     first = hold(grpc_server, grpc_channel)
     with pytest.raises(grpc.RpcError) as caught:
@@ -63,10 +57,8 @@ def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc
     assert executions(grpc_server, grpc_channel) - before == 2
 
 
-def test_the_timeout_of_the_request_itself(
-    grpc_client: triton.InferenceServerClient, grpc_channel: grpc.Channel
-) -> None:
-    look_quick(grpc_channel)
+def test_the_timeout_of_the_request_itself(grpc_server: Server, grpc_client: triton.InferenceServerClient) -> None:
+    look_quick(grpc_server)
     with pytest.raises(InferenceServerException, match="deadline") as caught:
         grpc_client.infer("busy", [steps_tensor(STEPS_PER_S)], timeout=2_000)
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from tests import models
 from tests.e2e.test_grpc_stream import STEPS_PER_S, Collector, tensor
 from tests.processes import eventually
-from tests.serving import COMMAND, HOST, ROOT, Server, serving, start
+from tests.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
 
 X = np.ones((2, 16), np.float32)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -126,10 +126,7 @@ def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
     server, log = clean
     steps = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [STEPS_PER_S]}
     body = json.dumps({"id": "late", "inputs": [steps]}).encode()
-    # Known for short batches: who would surely be late is refused at once, and not queued to be late.
-    quick = json.dumps({"inputs": [{**steps, "data": [1]}]}).encode()
-    for _ in range(40):
-        assert server.request("POST", "/v2/models/busy/infer", quick)[0] == 200
+    look_quick(server)
     log.wait(40)
     log.clear()
     assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "20"})[0] == 504

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import add_model, affine, busy, row_sums, table_lookup
-from tests.serving import HOST, Server, serving
+from tests.serving import HOST, Server, look_quick, serving
 
 BATCHING = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }"
 STEPS_PER_S = 5_000  # of `busy`, at the least: a step is 30 us alone on a core, more on a shared one
@@ -54,12 +54,6 @@ def affine_body() -> bytes:
 def infer(server: Server, model: str, body: bytes, timeout_s: float = 60) -> tuple[int, dict[str, object]]:
     status, _, answer = server.request("POST", f"/v2/models/{model}/infer", body, timeout_s=timeout_s)
     return status, json.loads(answer)
-
-
-def look_quick(server: Server) -> None:
-    """Let `busy` be known for short batches: who would surely be late is refused at once, and not queued to be late."""
-    for _ in range(40):
-        assert infer(server, "busy", steps_body(1))[0] == 200
 
 
 def raw(server: Server, model: str, body: bytes) -> socket.socket:
