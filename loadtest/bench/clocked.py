@@ -117,19 +117,9 @@ class Timed(Tally):
         self._device = device
         self.added_ns: list[int] = []
 
-    def batch(
-        self,
-        rows: int,
-        batch_rows: int,
-        reason: str,
-        times: BatchTimes,
-        queue_ns: list[int],
-        total_ns: list[int],
-        busy_ns: int = 0,
-        shape: object = None,
-    ) -> None:
+    def took(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
         """A batch was run and answered."""
-        super().batch(rows, batch_rows, reason, times, queue_ns, total_ns, busy_ns, shape)
+        super().took(batch_rows, reason, times)
         self.added_ns.append(times.split_ns - times.taken_ns - self._device.ns(batch_rows))
 
 

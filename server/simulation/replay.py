@@ -107,6 +107,10 @@ class Tally(Recorder):
         shape: object = None,
     ) -> None:
         """A batch was run and answered; see `Recorder`."""
+        self.took(batch_rows, reason, times)
+
+    def took(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
+        """The part of it that counts here."""
         batches = self._batches
         batches.taken_ns.append(times.taken_ns)
         batches.rows.append(batch_rows)
