@@ -56,10 +56,12 @@ class Prometheus:
     Attributes:
         url: of its HTTP API.
         log: what it prints.
+        targets: how many it scrapes.
     """
 
     url: str
     log: Path
+    targets: int
 
     def get(self, path: str, **parameters: str) -> Any:
         """What the API answers; an error is an AssertionError with its text."""
@@ -83,9 +85,9 @@ class Prometheus:
         return value
 
     def scrapes(self) -> int:
-        """How often the target that was scraped least often has been, since the start."""
-        counts = [value for _, value in self.query('count_over_time(up{job="headrace"}[1h])')]
-        return int(min(counts, default=0))
+        """How often the target that answered least often has been scraped with success, since the start."""
+        counts = [value for _, value in self.query('sum_over_time(up{job="headrace"}[1h])')]
+        return int(min(counts)) if len(counts) == self.targets else 0
 
 
 def selectors(expr: str) -> set[str]:
@@ -114,7 +116,7 @@ def prometheus(folder: Path, targets: Sequence[dict[str, Any]], *options: str) -
     words = [tool("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("wb") as stream:
         process = subprocess.Popen([*words, f"--web.listen-address={address}", *options], stdout=stream, stderr=stream)
-    running = Prometheus(f"http://{address}", folder / "log")
+    running = Prometheus(f"http://{address}", folder / "log", len(targets))
     try:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not _ready(running.url):

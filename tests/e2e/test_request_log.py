@@ -129,7 +129,7 @@ def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
     look_quick(server)
     log.wait(40)
     log.clear()
-    assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "20"})[0] == 504
+    assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "250"})[0] == 504
     with pytest.raises(TimeoutError):
         server.request("POST", "/v2/models/busy/infer", body.replace(b"late", b"gone"), timeout_s=0.1)
     tensors = [tensor("STEPS", np.array([STEPS_PER_S], np.int64), "INT64")]
@@ -139,7 +139,7 @@ def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
     assert (late["id"], late["status"], late["reason"], late["level"]) == ("late", "504", "deadline", "error")
     assert (gone["id"], gone["status"], gone["reason"], gone["level"]) == ("gone", "499", "cancelled", "warning")
     assert (rpc["id"], rpc["reason"] in ("deadline", "cancelled")) == ("rpc", True)
-    assert late["times"]["wait_us"] >= 15_000
+    assert late["times"]["wait_us"] >= 200_000
 
 
 def test_no_client_forges_lines_or_leaks_secrets(clean: tuple[Server, Log]) -> None:

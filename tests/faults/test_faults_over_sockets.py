@@ -169,10 +169,10 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
     stalled = raw(server, "busy", steps_body(3 * STEPS_PER_S))
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     started = time.monotonic()
-    status, answer = infer(server, "busy", steps_body(1, timeout=100_000))
+    status, answer = infer(server, "busy", steps_body(1, timeout=1_000_000))
     waited_s = time.monotonic() - started
     assert (status, "deadline" in str(answer["error"])) == (504, True)
-    assert 0.1 <= waited_s < 2
+    assert 1 <= waited_s < 3
     assert infer(server, "affine", affine_body())[0] == 200, "while the other one is stalled"
     assert gauge(server, "headrace_in_flight", "busy") == 1
     assert stalled.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -182,7 +182,7 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
 def test_a_deadline_covers_execution_too(server: Server) -> None:
     look_quick(server)
     started = time.monotonic()
-    status, _ = infer(server, "busy", steps_body(3 * STEPS_PER_S, timeout=150_000))
+    status, _ = infer(server, "busy", steps_body(3 * STEPS_PER_S, timeout=500_000))
     assert status == 504
     assert time.monotonic() - started < 2
     assert infer(server, "busy", steps_body(1))[0] == 200
