@@ -38,7 +38,7 @@ def check_json(text: bytes, door: Door) -> int:
         raise door.refused("max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are taken")
     if outside.count(b"[") + outside.count(b"{") > limits.max_json_depth:
         steps = _STEPS[np.frombuffer(outside, np.uint8)]
-        depth = int(np.cumsum(steps, dtype=np.int32).max())
+        depth = int(np.max(np.cumsum(steps, dtype=np.int32)))
         if depth > limits.max_json_depth:
             told = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} is taken"
             raise door.refused("max_json_depth", told)
