@@ -101,7 +101,8 @@ class ModelHandle:
             planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), overtaken=policy.sharing is None
         )
         self._scheduler.on_dropped = self._outlook.missed
-        self._answers = Answers(recorder, deliver, self._scheduler.report, self.profile, self._outlook)
+        self._scheduler.retry_after_s = self._outlook.retry_after_s
+        self._answers = Answers(recorder, deliver, planner.batch, self.profile, self._outlook)
         self._alarms = Alarms(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
         self._lock = threading.Lock()  # guards _leases, _closing and _wanted

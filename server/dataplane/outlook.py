@@ -146,10 +146,11 @@ class Outlook:
             last.promised_ns = done_ns
         elif last.deadline_ns == due_ns or plan.estimates_ns[last.rows] < self._policy.objective_ns:
             done_ms, due_ms = (done_ns + reserve_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
-            retry_s = max(self.drain_ns(now_ns), NS_PER_MS) / NS_PER_S
             if done_ns <= due_ns:
                 self._reserves.doubt(kind, plan.estimates_ns[self._usual(plan)])
-            raise WouldMiss("the request is refused at once: " + refusal.format(done_ms, due_ms), retry_s)
+            raise WouldMiss(
+                "the request is refused at once: " + refusal.format(done_ms, due_ms), self.retry_after_s(now_ns)
+            )
         # Else nobody's request could be in time, and it is no use refusing them all.
 
     def ran(self, rows: int, compute_ns: int, busy_ns: int) -> None:
@@ -205,6 +206,11 @@ class Outlook:
         usual = self._usual(plan)
         busy_ns = sum([max(time_ns - now_ns, 0) for time_ns in free_ns])
         return (busy_ns - (-self._line.waiting_rows // usual) * plan.estimates_ns[usual]) // len(free_ns)
+
+    def retry_after_s(self, now_ns: int) -> float:
+        """When who is refused should come back, in seconds: once what waits and runs is done, 1 s if nothing is known of it."""
+        drain_ns = self.drain_ns(now_ns)
+        return max(drain_ns, NS_PER_MS) / NS_PER_S if drain_ns else 1.0
 
     @property
     def rows_hz(self) -> float:

@@ -40,6 +40,7 @@ class Scheduler:
 
     Attributes:
         on_dropped: told of entries that were given up since they could not be in time any more; called without the lock.
+        retry_after_s: when who finds the queue full should come back, in seconds; given the time, and called under the lock.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Scheduler:
         order: Order | None = None,
     ) -> None:
         self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
-        self._policy = policy
+        self.retry_after_s: Callable[[int], float] = lambda _now_ns: 1.0
         self._clock = clock
         self._lock = threading.Lock()
-        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order(), self._drain_time_s)
+        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order(), self._retry_s)
         self._queue = self._selection.queue
         self._defer = defer
         self._waking = False  # `_wake` is about to be called
@@ -67,8 +68,6 @@ class Scheduler:
         self._closed = False
         self._paused = False
         self._failure: Exception | None = None
-        self._batch_ns = 0  # smoothed time an instance is busy with a batch
-        self._instances = 1
 
     # What the front of the house calls
 
@@ -175,7 +174,7 @@ class Scheduler:
                 return
             if not self._queue.discard(entry):
                 return
-            retry_after_s = self._drain_time_s()
+            retry_after_s = self._retry_s()
         entry.completion.settle(QueueTimeout("the request waited longer than the queue policy allows", retry_after_s))
 
     @property
@@ -291,17 +290,10 @@ class Scheduler:
         """Keep to what requests are due, by what is known of the times of batches."""
         self._selection.planner = planner
 
-    def report(self, busy_ns: int) -> None:
-        """An instance was busy for `busy_ns` with a batch; feeds the estimate for Retry-After."""
-        self._batch_ns += (busy_ns - self._batch_ns) >> 3 if self._batch_ns else busy_ns
-        if self._selection.planner is not None:
-            self._selection.planner.batch(busy_ns)
-
     def set_instances(self, count: int) -> None:
         """How many instances pull."""
-        self._instances = max(count, 1)
         if self._selection.planner is not None:
-            self._selection.planner.instances = self._instances
+            self._selection.planner.instances = max(count, 1)
 
     # What the owner calls
 
@@ -365,6 +357,5 @@ class Scheduler:
         settle_all([(entry.completion, error) for entry, error in dropped])
         self.on_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
 
-    def _drain_time_s(self) -> float:
-        batches = self._queue.total_rows / self._policy.max_rows
-        return max(batches * self._batch_ns / self._instances / NS_PER_S, 1.0)
+    def _retry_s(self) -> float:
+        return self.retry_after_s(self._clock())

@@ -63,7 +63,7 @@ class Selection:
         limits: what may wait at most.
         levels: number of priority levels.
         order: which goes first.
-        drain_s: how long what waits will take, in seconds.
+        retry_s: when it makes sense to come back, in seconds, if the queue is full.
 
     Attributes:
         planner: knows what batches take; None: nobody does, and it does not matter when anything is due.
@@ -71,12 +71,12 @@ class Selection:
     """
 
     def __init__(
-        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: Order, drain_s: Callable[[], float]
+        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: Order, retry_s: Callable[[], float]
     ) -> None:
         self.policy = policy
         self.limits = limits
         self.queue = Queue(levels, order)
-        self._drain_s = drain_s
+        self._retry_s = retry_s
         self.planner: Planner | None = None
         self.dropped: list[tuple[Entry, HeadraceError]] = []
 
@@ -97,7 +97,7 @@ class Selection:
             raise Overloaded(
                 f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
                 f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
-                self._drain_s(),
+                self._retry_s(),
             )
         if len(entries) == 1:
             queue.push(entries[0])
@@ -186,7 +186,7 @@ class Selection:
         if queue.size_bytes - rear.size_bytes + size_bytes > limits.max_size_bytes:
             return False
         queue.discard(rear)
-        self._drop(rear, Overloaded("the queue is full, and other clients have less in it", self._drain_s()))
+        self._drop(rear, Overloaded("the queue is full, and other clients have less in it", self._retry_s()))
         return True
 
     def _check_level(self, entries: list[Entry]) -> None:
@@ -195,7 +195,7 @@ class Selection:
         count = self.queue.level(level)[0]
         if most and count + len(entries) > most:
             raise Overloaded(
-                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} may", self._drain_s()
+                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} may", self._retry_s()
             )
 
     def _drop(self, entry: Entry, error: HeadraceError) -> None:

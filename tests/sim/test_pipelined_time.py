@@ -112,7 +112,7 @@ class World:
         pipeline._land()
 
     def _pipeline(self, device: VirtualPipeline) -> Pipeline:
-        answers = Answers(self.recorder, settle_all, self.scheduler.report)
+        answers = Answers(self.recorder, settle_all, lambda _busy_ns: None)
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock)
         pace = Pace(self.policy.max_rows) if self.paced else None
         return Pipeline("virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock)

@@ -181,6 +181,7 @@ def test_nobody_is_refused_while_nothing_is_known() -> None:
     parked.line.waiting_rows = 10_000
     assert parked.ask() == -NOW / MS
     assert (parked.outlook.wait_ns(0, NOW), parked.outlook.drain_ns(NOW)) == (0, 0)
+    assert [case.outlook.retry_after_s(NOW) for case in (unknown, parked)] == [1, 1], "for a queue may be full"
 
 
 def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:

@@ -17,6 +17,7 @@ from server.core.request import InferRequest
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import LevelPolicy, Quota, RateLimits
+from server.dataplane.selection import QueueLimits
 from tests.fakes import FakeModel, ask, handle
 
 Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
@@ -71,6 +72,25 @@ def test_what_would_miss_the_objective_is_refused_before_it_is_queued() -> None:
         assert served.close(5)
 
     assert 99 not in {value for batch in play(scenario).batches for value in batch}
+
+
+def test_who_finds_the_queue_full_comes_back_when_what_is_there_is_done() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, batch=BatchPolicy(8), limits=QueueLimits(max_count=16))
+        served.profile.seed(SLOW)
+        model.gate.clear()
+        first = served.infer(now(1))
+        await begun(model)
+        waiting = [served.infer(now(value)) for value in range(16)]
+        with pytest.raises(Overloaded, match="16 requests") as full:
+            served.infer(now(99))
+        assert 0.1 <= full.value.retry_after_s <= 0.15, "what runs, and two batches that wait"
+        model.gate.set()
+        for completion in (first, *waiting):
+            await completion
+        assert served.close(5)
+
+    play(scenario)
 
 
 def test_refusals_hold_nobody_up_whose_answers_come_in_order() -> None:
