@@ -119,7 +119,7 @@ OVERVIEW = Dashboard(
     ],
 )  # fmt: skip
 
-_PHASES = ("queue", "assembly", "compute", "split")
+_PHASES = ("decode", "queue", "assembly", "compute", "split", "encode")
 MODEL = Dashboard(
     "headrace-model",
     "Headrace / One model",
@@ -133,8 +133,8 @@ MODEL = Dashboard(
                     Query(f"max(headrace_objective_seconds{{{M}}})", "objective")], "s",
                     "The objective is the configuration's slo.", width=12, exemplars=True),
                 Panel("Where it goes, on average", [Query(_mean(f"headrace_{phase}_seconds"), phase) for phase in _PHASES], "s",
-                    "queue: waiting for an instance. assembly: putting a batch together. compute: the model. "
-                    "split: handing the rows out.", width=12, stacked=True),
+                    "decode, encode: reading the request, writing its answer. queue: waiting for an instance. assembly: putting "
+                    "a batch together. compute: the model. split: handing the rows out.", width=12, stacked=True),
                 Panel("All answers", [Query(f"sum by (le) (rate(headrace_total_seconds_bucket{{{M}}}{RATE}))", "{{le}}")], "s",
                       kind="heatmap", width=12),
                 Panel("p99 of each phase", [

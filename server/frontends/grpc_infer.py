@@ -37,7 +37,7 @@ class Pending:
         asked: what its metadata ask.
         timing: the answer is to tell where its time has gone.
         choice: what it was chosen for.
-        queued_ns: monotonic, 0 if nobody wants to know.
+        queued_ns: monotonic.
     """
 
     __slots__ = (
@@ -152,7 +152,7 @@ class InferService:
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
             if self._accounts.active:
                 choice = self._accounts.choose(handle.spec.name, asked.trace)
-                queued_ns = self._clock()
+            queued_ns = self._clock()
             pending = Pending(handle, codec, plan, asked, request, handle.infer(request))
             pending.choice, pending.queued_ns = choice, queued_ns
             return pending
@@ -190,8 +190,10 @@ class InferService:
             if failure is error:
                 raise
             raise failure from error
+        ended_ns = self._clock()
+        handle.recorder.coded(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
         if pending.choice is not None:
-            account = pending.story().answered(handle.spec, outcome, done_ns, self._clock(), "OK")
+            account = pending.story().answered(handle.spec, outcome, done_ns, ended_ns, "OK")
             self._accounts.answered(pending.choice, account, handle.recorder)
         handle.release()
         return message

@@ -156,7 +156,7 @@ class InferEndpoint:
             request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
             if self._accounts.active:
                 choice = self._accounts.choose(handle.spec.name, asked.trace)
-                queued_ns = self._clock()
+            queued_ns = self._clock()
             response = await _wait(handle.infer(request), connection, receive)
             now_ns = self._clock()
             more, told = version.load.at(now_ns, handle), None
@@ -167,7 +167,8 @@ class InferEndpoint:
                 if asked.load_format:
                     more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
-            ended_ns = self._clock() if choice else 0
+            ended_ns = self._clock()
+            handle.recorder.coded(queued_ns - received_ns, ended_ns - now_ns)
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
             if choice:

@@ -19,7 +19,7 @@ class Story:
         asked: what its headers ask.
         request_id: the caller's own, "" while it is not known.
         rows: of the request, 0 while they are not known.
-        queued_ns: monotonic; 0 if nobody wanted to know.
+        queued_ns: monotonic; 0 if it did not come to that.
     """
 
     __slots__ = ("asked", "id", "model", "protocol", "queued_ns", "received_ns", "rows", "version")

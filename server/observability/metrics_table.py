@@ -107,13 +107,16 @@ def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tup
 
 _AT = "Requests and their time"
 _ONCE = "once per request in it"
+_CODED = "once per request answered with success over HTTP or gRPC"
 PHASE_SECONDS = {
     phase: Family(_AT, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
     for phase, text in {
+        "decode": f"Time to read a request and hold it against the model, {_CODED}.",
         "queue": "Time a request waited for an instance.",
         "assembly": f"Time to put a batch together, {_ONCE}.",
         "compute": f"Time the backend ran a batch, {_ONCE}.",
         "split": f"Time to give every request of a batch its part of the answer, {_ONCE}.",
+        "encode": f"Time to write an answer, {_CODED}.",
         "total": "Time from the arrival of a request to its settled answer.",
     }.items()
 }

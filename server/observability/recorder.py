@@ -12,10 +12,9 @@ import time
 from server.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.observability.recent import Marks, Recent
-from server.observability.totals import PHASES, SizeTotals, Totals
+from server.observability.totals import SizeTotals, Totals
 
 _FOLD_AT = 2048  # few enough that nobody notices the pause
-_TOTAL = PHASES.index("total")
 
 
 class Recorder:
@@ -33,7 +32,10 @@ class Recorder:
         self._shape: object = None  # of the last batch
         self._histograms = histograms
         self._totals = Totals()
-        self._phases = tuple(self._totals.phases.values())  # in the order of PHASES
+        # The same histograms as in the totals, without a look-up: those of batches, and those of bytes.
+        phases = self._totals.phases
+        self._of_batches = tuple(phases[name] for name in ("queue", "assembly", "compute", "split", "total"))
+        self._decode, self._encode = phases["decode"], phases["encode"]
 
     def batch(
         self,
@@ -85,15 +87,29 @@ class Recorder:
                 size = totals.sizes[batch_rows] = SizeTotals()
             size.add(assembly_ns, compute_ns, split_ns)
             if self._histograms:
-                queue, assembly, compute, split, total = self._phases
+                queue, assembly, compute, split, total = self._of_batches
                 queue.observe_each(queue_ns)
                 total.observe_each(total_ns)
                 assembly.observe(assembly_ns, members)
                 compute.observe(compute_ns, members)
                 split.observe(split_ns, members)
                 if queue.pending >= _FOLD_AT or compute.pending >= _FOLD_AT:
-                    for histogram in self._phases:
+                    for histogram in self._totals.phases.values():
                         histogram.fold()
+
+    def coded(self, decode_ns: int, encode_ns: int) -> None:
+        """An answer was written to a request that came as bytes, and is counted with its batch besides.
+
+        On the event loop, once a request; what gathers is folded with the batches.
+
+        Args:
+            decode_ns: from the request's arrival until it was handed to the queue.
+            encode_ns: from its outcome to the bytes of its answer.
+        """
+        if self._histograms:
+            with self._lock:
+                self._decode.observe(decode_ns)
+                self._encode.observe(encode_ns)
 
     def failed_batch(self, reason: str) -> None:
         """A batch was run and raised."""
@@ -118,7 +134,7 @@ class Recorder:
             trace_id: 32 hexadecimal digits.
         """
         with self._lock:
-            self._phases[_TOTAL].exemplify(total_ns, trace_id)
+            self._totals.phases["total"].exemplify(total_ns, trace_id)
 
     def totals(self) -> Totals:
         """A consistent copy of everything counted so far."""

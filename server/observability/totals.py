@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from server.observability.histogram import Histogram
 
-PHASES = ("queue", "assembly", "compute", "split", "total")
+PHASES = ("decode", "queue", "assembly", "compute", "split", "encode", "total")
 
 
 @dataclass(slots=True)

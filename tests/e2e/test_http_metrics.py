@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
@@ -13,6 +15,7 @@ from tritonclient.utils import InferenceServerException
 from tests.serving import Server
 
 MODEL = "measured"
+PHASES = ("decode", "queue", "assembly", "compute", "split", "encode", "total")
 
 TRITON_NAMES = {
     "nv_inference_request_success",
@@ -74,7 +77,7 @@ def test_the_histogram_of_batch_sizes(counted: list[Sample]) -> None:
     assert value(counted, "headrace_batch_rows_sum") == 35
 
 
-@pytest.mark.parametrize("phase", ["queue", "assembly", "compute", "total"])
+@pytest.mark.parametrize("phase", PHASES)
 def test_histograms_of_every_phase(counted: list[Sample], phase: str) -> None:
     name = f"headrace_{phase}_seconds"
     buckets = [s.value for s in counted if s.name == f"{name}_bucket"]
@@ -83,9 +86,34 @@ def test_histograms_of_every_phase(counted: list[Sample], phase: str) -> None:
     assert 0 < value(counted, f"{name}_sum") < 60
 
 
-@pytest.mark.parametrize("phase", ["queue", "compute", "total"])
+@pytest.mark.parametrize("phase", ["decode", "queue", "compute", "encode", "total"])
 def test_histograms_count_requests(counted: list[Sample], phase: str) -> None:
     assert value(counted, f"headrace_{phase}_seconds_count") == 5
+
+
+def test_what_precedes_the_queue_and_follows_the_outcome_is_measured_over_grpc(
+    grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient
+) -> None:
+    """Calls and streams on either engine; a request that is refused has no answer to write, and counts for neither."""
+    given = triton_grpc.InferInput("X", [1, 16], "FP32").set_data_from_numpy(np.zeros((1, 16), np.float32))
+    wrong = triton_grpc.InferInput("X", [1, 15], "FP32").set_data_from_numpy(np.zeros((1, 15), np.float32))
+    before = samples(grpc_server)
+    for _ in range(3):
+        grpc_client.infer(MODEL, [given])
+    with pytest.raises(InferenceServerException):
+        grpc_client.infer(MODEL, [wrong])
+    answers: queue.Queue[InferenceServerException | None] = queue.Queue()
+    grpc_client.start_stream(lambda result, error: answers.put(error))
+    for inputs in (given, wrong, given):
+        grpc_client.async_stream_infer(MODEL, [inputs])
+    errors = [answers.get(timeout=30) for _ in range(3)]
+    grpc_client.stop_stream()
+    assert sum(error is None for error in errors) == 2
+    after = samples(grpc_server)
+    for phase in ("decode", "encode"):
+        name = f"headrace_{phase}_seconds"
+        assert value(after, f"{name}_count") - value(before, f"{name}_count") == 5
+        assert 0 < value(after, f"{name}_sum") - value(before, f"{name}_sum") < 60
 
 
 def test_gauges(counted: list[Sample]) -> None:

@@ -49,6 +49,7 @@ def test_totals_are_exact_from_many_threads() -> None:
     def work() -> None:
         for _ in range(5000):
             recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
+            recorder.coded(4, 6)
             recorder.failure("deadline", 7)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -64,14 +65,17 @@ def test_totals_are_exact_from_many_threads() -> None:
     assert totals.failures == {"deadline": 20_000}
     assert totals.failure_ns == 140_000
     assert int(totals.phases["queue"].counts.sum()) == 40_000
+    assert totals.phases["decode"].count == totals.phases["encode"].count == 20_000
+    assert (totals.phases["decode"].sum_ns, totals.phases["encode"].sum_ns) == (20_000 * 4, 20_000 * 6)
     assert totals.sizes[3].count == 20_000
 
 
 def test_without_histograms_the_counts_stay() -> None:
     recorder = Recorder(histograms=False)
     recorder.batch(1, 1, "idle", _times(), [10], [150])
+    recorder.coded(4, 6)
     assert recorder.totals().requests == 1
-    assert int(recorder.totals().phases["queue"].counts.sum()) == 0
+    assert not any(phase.count for phase in recorder.totals().phases.values())
 
 
 def test_statistics_have_triton_s_shape() -> None:
