@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
-from server.core.completion import LoopCompletion, Mailbox, ThreadCompletion, settle_all
+from server.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from server.core.errors import Cancelled, DeadlineExceeded, HeadraceError, Unavailable
 from server.core.load import LevelLoad, Load
 from server.core.request import InferRequest, InferResponse
@@ -29,6 +29,7 @@ from server.dataplane.pipeline import Pipeline
 from server.dataplane.plan import Planner
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.profile import Profile
+from server.dataplane.queue import Entry
 from server.dataplane.quotas import Quotas
 from server.dataplane.scheduler import Scheduler
 from server.dataplane.sequencer import Sequencer
@@ -164,20 +165,13 @@ class ModelHandle:
             Unavailable: the model is being unloaded or its instances have died.
         """
         now_ns = self._clock()
-        if request.deadline_ns and request.deadline_ns <= now_ns:
-            raise DeadlineExceeded(_LATE)
-        if self._quotas is not None:
-            self._quotas.charge(request.client, now_ns)
         completion = LoopCompletion(self._mailbox)
-        entries = self._admission.entries(request, completion, now_ns)
+        entries = self._admitted(request, completion, now_ns)
         try:
-            if entries[-1].due_ns != FAR_NS:
-                self._outlook.admit(entries, now_ns)
             self._scheduler.enqueue(entries)
         except Unavailable as error:
-            settle_all([(entry.completion, error) for entry in entries])  # so that a sequencer waits for none of them
+            _settle(entries, error)
             raise
-        self.used_ns = now_ns
         if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
             self._want()
         if request.deadline_ns or self._alarms.timeouts:
@@ -195,29 +189,37 @@ class ModelHandle:
             HeadraceError: as `infer` raises, or as the request was answered.
         """
         now_ns = self._clock()
-        if request.deadline_ns and request.deadline_ns <= now_ns:
-            raise DeadlineExceeded(_LATE)
-        if self._quotas is not None:
-            self._quotas.charge(request.client, now_ns)
         completion = ThreadCompletion()
-        entries = self._admission.entries(request, completion, now_ns)
-        self.used_ns = now_ns
+        entries = self._admitted(request, completion, now_ns)
         try:
-            if entries[-1].due_ns != FAR_NS:
-                self._outlook.admit(entries, now_ns)
             self._scheduler.run(entries, stays=not request.deadline_ns and len(entries) == 1)
             if self._crew.parked:  # after the queueing, as in `infer`
                 self._want()
             self._alarms.wait(request, completion, entries, now_ns)
         except BaseException as error:  # refused, or the caller is called off: nobody waits for an answer any more
-            refused = error if isinstance(error, Unavailable) else Cancelled("the caller has gone")
-            settle_all([(entry.completion, refused) for entry in entries])
+            _settle(entries, error if isinstance(error, Unavailable) else Cancelled("the caller has gone"))
             raise
         outcome = completion.outcome
         assert outcome is not None, "whoever is told has an outcome"
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def _admitted(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
+        """The entries of a request that is taken, for the queue; raises as `infer` does."""
+        if request.deadline_ns and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded(_LATE)
+        if self._quotas is not None:
+            self._quotas.charge(request.client, now_ns)
+        entries = self._admission.entries(request, completion, now_ns)
+        if entries[-1].due_ns != FAR_NS:
+            try:
+                self._outlook.admit(entries, now_ns)
+            except Unavailable as error:
+                _settle(entries, error)
+                raise
+        self.used_ns = now_ns
+        return entries
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         """Count a request that was answered with an error."""
@@ -356,7 +358,7 @@ class ModelHandle:
         """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
         with self._lock:
             self._wanted = False
-        settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
+        _settle(self._scheduler.drop(), error)
 
     def _want(self) -> None:
         with self._lock:
@@ -378,3 +380,8 @@ class ModelHandle:
         return Pipeline(
             name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
         )
+
+
+def _settle(entries: list[Entry], error: HeadraceError) -> None:
+    """Answer entries that are not (any more) in the queue with an error: a sequencer waits for none of them."""
+    settle_all([(entry.completion, error) for entry in entries])
