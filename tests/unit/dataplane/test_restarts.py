@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -88,13 +90,27 @@ class Served:
 
     async def close(self) -> None:
         assert await asyncio.to_thread(self.handle.close, 10)
-        assert not [
-            thread for thread in threading.enumerate() if thread.name.startswith("restart of") and _waits(thread)
-        ]
+        assert not waiting_timers()
 
 
-def _waits(thread: threading.Thread) -> bool:
-    return isinstance(thread, threading.Timer) and not thread.finished.is_set()
+def waiting_timers() -> list[threading.Timer]:
+    """Of instances that are to be started anew."""
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    return [timer for timer in timers if timer.name.startswith("restart of") and not timer.finished.is_set()]
+
+
+@contextmanager
+def hearing(words: str) -> Iterator[threading.Semaphore]:
+    """What is released each time that the log has these words."""
+    heard = threading.Semaphore(0)
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.release() if words in record.getMessage() else None  # type: ignore[method-assign]
+    logger = logging.getLogger("headrace.model")
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, pause_s: float = 0.01) -> None:
@@ -169,8 +185,10 @@ def test_nobody_comes_back_to_a_device_that_has_failed_for_good(monkeypatch: pyt
         served = Served(mailbox)
         if opening:
             served.model.refused = [ExecutionLost("the GPU is gone")]
-        await served.kill(DEATH if opening else LOST)
-        await asyncio.sleep(0.2)
+        with hearing("is not started again") as heard:
+            await served.kill(DEATH if opening else LOST)
+            assert await asyncio.to_thread(heard.acquire, timeout=10)
+        assert not waiting_timers()
         assert served.model.opened == (2 if opening else 1)
         assert not served.handle.ready
         with pytest.raises(Unavailable, match="died"):
@@ -192,11 +210,13 @@ def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.Monke
         served = Served(mailbox, model=Two())
         waiting = served.handle.infer(ask(1))
         await asyncio.to_thread(first.wait_for, "finishing 0")
-        await served.kill(DIES["launch"])
-        assert served.deaths == [0]
-        with pytest.raises(ModelFailed):
-            await waiting
-        await asyncio.sleep(0.2)
+        with hearing("is started again in") as heard:
+            await served.kill(DIES["launch"])
+            assert served.deaths == [0]
+            with pytest.raises(ModelFailed):
+                await waiting
+            for _ in range(3):  # when it died, and each time that its timer came too early
+                assert await asyncio.to_thread(heard.acquire, timeout=10)
         assert served.model.opened == 1, "the GPU still writes into its memory"
         first.let_go()
         assert await served.back.get() == 1
@@ -210,9 +230,12 @@ def test_nobody_starts_before_the_one_before_has_ended(monkeypatch: pytest.Monke
 def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, instances=2)
-        await served.kill()
+        with hearing("is started again in") as heard:
+            await served.kill()
+            assert await asyncio.to_thread(heard.acquire, timeout=10)
+        (timer,) = waiting_timers()
         assert await asyncio.to_thread(served.handle.park, 10)
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(timer.function, *timer.args)  # its time is up
         assert served.model.opened == 2
         assert await asyncio.to_thread(served.handle.unpark, served.model)
         assert served.handle.alive == 2
@@ -220,7 +243,7 @@ def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPa
         assert served.handle.restarts == 0
         await served.close()
 
-    play(monkeypatch, scenario, pause_s=0.2)
+    play(monkeypatch, scenario, pause_s=30)
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> None:
