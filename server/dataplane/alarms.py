@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.core.clock import NS_PER_S, NS_PER_US, Clock
-from server.core.completion import LoopCompletion, ThreadCompletion
+from server.core.completion import Completion, LoopCompletion, ThreadCompletion
 from server.core.errors import DeadlineExceeded
 from server.core.request import InferRequest
 from server.dataplane.policy import HandlePolicy, LevelPolicy
@@ -36,7 +36,10 @@ class Alarms:
         """Have timers end it."""
         deadline_ns = request.deadline_ns
         if deadline_ns:
-            completion.call_after(min(deadline_ns - now_ns, _MAX_DELAY_NS), completion.settle, _exceeded(request))
+            after_ns = deadline_ns - request.received_ns
+            completion.call_after(min(deadline_ns - now_ns, _MAX_DELAY_NS), _exceed, completion, after_ns)
+            if not self.timeouts:
+                return
         level = self._levels[entries[0].level]
         timeout_ns = _timeout_ns(level, deadline_ns, now_ns)
         if timeout_ns:
@@ -56,7 +59,7 @@ class Alarms:
         if deadline_ns and completion.wait(self._left_s(deadline_ns)):
             return
         if deadline_ns:
-            completion.settle(_exceeded(request))
+            _exceed(completion, deadline_ns - request.received_ns)
         completion.wait()
 
     def _left_s(self, time_ns: int) -> float:
@@ -81,6 +84,6 @@ def _timeout_ns(level: LevelPolicy, deadline_ns: int, now_ns: int) -> int:
     return timeout_ns
 
 
-def _exceeded(request: InferRequest) -> DeadlineExceeded:
-    after_us = (request.deadline_ns - request.received_ns) // NS_PER_US
-    return DeadlineExceeded(f"the request's deadline passed after {after_us} us")
+def _exceed(completion: Completion, after_ns: int) -> None:
+    """The request's deadline has passed, so long after the request arrived."""
+    completion.settle(DeadlineExceeded(f"the request's deadline passed after {after_ns // NS_PER_US} us"))

@@ -78,12 +78,11 @@ class LaneView(Protocol):
         """Rows waiting, over all requests."""
 
     @property
-    def due_from_ns(self) -> int:
-        """No request is due earlier; 0 if that is not known without looking at each, `FAR_NS` if none is due at all."""
-
-    @property
     def oldest_ns(self) -> int:
         """When the one that waits longest was queued."""
+
+    def due_from_ns(self, count: int) -> int:
+        """None of the first `count` requests is due earlier."""
 
     def row_counts(self) -> Iterable[int]:
         """Rows of each request, first to be served first."""
@@ -151,12 +150,12 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None =
         view: what waits.
         now_ns: monotonic, when a batch would begin to be computed.
         policy: how requests may be merged.
-        plan: what batches take; None: unknown, so that it does not matter when anything is due.
+        plan: what batches take; None: unknown, or nothing is due, so that it does not matter when anything is.
     """
     count = view.count
     if count == 0:
         return IDLE
-    if plan is not None and view.due_from_ns != FAR_NS:
+    if plan is not None:
         return _in_time(view, now_ns, policy, plan)
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
@@ -184,7 +183,7 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
     wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
     if view.total_rows > wanted > 0:  # as for most batches under load
         size = max(wanted, min(next(iter(view.row_counts())), most))  # a request is never cut
-        if now_ns + promises_ns[size] <= view.due_from_ns:
+        if now_ns + promises_ns[size] <= view.due_from_ns(wanted):
             return Take(_fitting(view, wanted), CloseReason.FULL)
     rows = count = 0
     due_ns = FAR_NS

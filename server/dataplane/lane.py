@@ -5,7 +5,6 @@ Nothing here locks or reads a clock: the scheduler owns the lock under which eve
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -13,6 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from server.dataplane.order import FAR_NS
+from server.dataplane.runs import Runs
 
 if TYPE_CHECKING:
     from server.dataplane.queue import Entry
@@ -45,7 +45,7 @@ class Lane:
 
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
-        self._entries: deque[Entry] = deque()
+        self._entries = Runs()
         self._last: deque[Entry] = deque()
         self._dead = 0
         self._mixed = False  # some entry came later than one behind it
@@ -54,18 +54,18 @@ class Lane:
         self.last_rows = 0
         self.dated = 0
 
-    @property
-    def due_from_ns(self) -> int:
-        """No entry is due earlier; 0 if that is not known without looking at each, `FAR_NS` if none is due at all."""
-        if not self.dated:
-            return FAR_NS
-        return self._entries[0].key if self._timed else 0
+    def due_from_ns(self, count: int) -> int:
+        """None of the first `count` entries is due earlier."""
+        entries = self._entries
+        if self._timed:
+            return entries.first.key if entries else FAR_NS
+        return min([entry.due_ns for entry in entries.head(count + self._dead)], default=FAR_NS)
 
     @property
     def oldest_ns(self) -> int:
         """When the entry that waits longest was queued; only for a lane that is not empty."""
         if not self._mixed and not self._last:
-            return self._entries[0].enqueued_ns
+            return self._entries.first.enqueued_ns
         return min(entry.enqueued_ns for entry in chain(self._entries, self._last) if entry.queued)
 
     @property
@@ -77,7 +77,7 @@ class Lane:
     @property
     def front(self) -> Entry:
         """The entry to be served first; only for a lane that is not empty."""
-        return (self._entries or self._last)[0]
+        return self._entries.first if self._entries else self._last[0]
 
     @property
     def rear(self) -> Entry | None:
@@ -109,10 +109,8 @@ class Lane:
 
     def rows_before(self, key: int) -> int:
         """About how many rows would be served before an entry of this key."""
-        entries, rows = self._entries, self.total_rows - self.last_rows
-        if not entries or key >= entries[-1].key:
-            return rows
-        return rows * bisect_right(entries, key, key=_KEY) // len(entries)
+        before, of = self._entries.before(key)
+        return (self.total_rows - self.last_rows) * before // of
 
     def push(self, entry: Entry) -> None:
         """Put an entry in its place."""
@@ -123,12 +121,8 @@ class Lane:
             self._last.append(entry)
             self.last_rows += entry.rows
             return
-        entries = self._entries
-        if entries and entry.key < entries[-1].key:
-            insort_right(entries, entry, key=_KEY)
+        if self._entries.add(entry):
             self._mixed = True
-        else:
-            entries.append(entry)
         if entry.due_ns != FAR_NS:
             self.dated += 1
 
@@ -136,13 +130,13 @@ class Lane:
         """Remove the first `count` live entries."""
         taken: list[Entry] = []
         entries = self._entries
-        while entries and len(taken) < count:
-            entry = entries.popleft()
-            if entry.queued:
-                entry.queued = False
-                taken.append(entry)
-            else:
-                self._dead -= 1
+        while len(taken) < count and (slots := entries.take(count - len(taken))):
+            for entry in slots:
+                if entry.queued:
+                    entry.queued = False
+                    taken.append(entry)
+                else:
+                    self._dead -= 1
         if self.dated:
             self.dated -= sum([entry.due_ns != FAR_NS for entry in taken])
         if self._last and len(taken) < count:
@@ -160,9 +154,9 @@ class Lane:
         picked = [front[place] for place in places]
         chosen = set(places)
         left = [entry for place, entry in enumerate(front) if place not in chosen]
-        for entry in reversed(left):
+        for entry in left:
             entry.queued = True
-            self._entries.appendleft(entry)
+        self._entries.put_back(left)
         self.count += len(left)
         self.total_rows += sum([entry.rows for entry in left])
         self.dated += sum([entry.due_ns != FAR_NS for entry in left])
@@ -186,11 +180,7 @@ class Lane:
         """Have a live entry served behind all others."""
         if entry.last:
             return
-        entries = self._entries
-        place = bisect_left(entries, entry.key, key=_KEY)
-        while entries[place] is not entry:  # equal keys are few, but where all requests came at once
-            place += 1
-        del entries[place]
+        self._entries.remove(entry)
         entry.last = True
         self._last.append(entry)
         self.last_rows += entry.rows
@@ -202,7 +192,7 @@ class Lane:
         """Lower the keys of clients' entries; as few are skipped, it may take its time."""
         for entry in self._entries:
             entry.key -= gained.get(entry.client, 0)
-        self._entries = deque(sorted(self._entries, key=_KEY))
+        self._entries.refill(sorted(self._entries, key=_KEY))
 
     def _take_last(self, count: int, taken: list[Entry]) -> None:
         last = self._last
@@ -220,11 +210,14 @@ class Lane:
         if not self._dead:
             return
         if self._dead > self.count + _DEAD_SLACK:
-            self._entries = deque([entry for entry in self._entries if entry.queued])
+            self._entries.refill([entry for entry in self._entries if entry.queued])
             self._last = deque([entry for entry in self._last if entry.queued])
             self._dead = 0
             return
-        for fifo in (self._entries, self._last):
-            while fifo and not fifo[0].queued:
-                fifo.popleft()
-                self._dead -= 1
+        entries, last = self._entries, self._last
+        while entries and not entries.first.queued:
+            entries.take(1)
+            self._dead -= 1
+        while last and not last[0].queued:
+            last.popleft()
+            self._dead -= 1

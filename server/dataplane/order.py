@@ -110,16 +110,17 @@ class Shares:
         """The tag of the client's next request."""
         if not self._ends:
             return self.now  # before nobody
-        return max(self.now - self._credit, self._ends.get(client, 0))
+        earliest, end = self.now - self._credit, self._ends.get(client, 0)
+        return end if end > earliest else earliest
 
     @property
     def several(self) -> bool:
         """More than one client has asked since something waits."""
         return len(self._ends) > 1
 
-    def rows_ahead(self, client: str) -> int:
-        """Rows that are served before the client's next request, if the others go on asking as they do."""
-        return int((self.start(client) - self.now) * self._rows / self._moved) if self._moved else 0
+    def rows_ahead(self, tag: int) -> int:
+        """Rows that are served before a request of this start tag, if the others go on asking as they do."""
+        return int((tag - self.now) * self._rows / self._moved) if self._moved else 0
 
     def queued(self, client: str, rows: int) -> None:
         """A request was queued."""

@@ -60,7 +60,8 @@ class Line(Protocol):
         """Rows that wait."""
 
     def place(self, entry: Entry) -> tuple[int, int]:
-        """Rows that would be served before an entry if it were queued now, and its lag: who comes soon with less goes first."""
+        """Give an entry its key; rows that would be served before it if it were queued now, and its lag: who comes soon with
+        less goes first."""
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Rows that would be served before a request like this, if it were queued now."""
@@ -128,11 +129,13 @@ class Outlook:
         ahead, lag_ns = self._line.place(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
+            last.key = 0  # it comes behind the others
         last.kind = kind = lag_ns.bit_length()
-        start_ns, done_ns = self._times(plan, free_ns, ahead, last, now_ns)
-        overtakers = self._overtakers(plan, len(free_ns), kind, now_ns, start_ns - now_ns) if self._overtaken else 0
+        start = self._start(plan, free_ns, ahead, last.rows, now_ns)
+        overtakers = self._overtakers(plan, len(free_ns), kind, now_ns, start[0] - now_ns) if self._overtaken else 0
         if overtakers:
-            start_ns, done_ns = self._times(plan, free_ns, ahead + overtakers, last, now_ns)
+            start = self._start(plan, free_ns, ahead + overtakers, last.rows, now_ns)
+        start_ns, done_ns = start[0], self._done(plan, start, last, now_ns)
         reserve_ns = self._reserves.ns(kind)
         if done_ns + reserve_ns > due_ns:
             refusal = "it would be answered in {0:.3g} ms, and is due in {1:.3g} ms"
@@ -235,9 +238,9 @@ class Outlook:
         """Rows of a batch under load."""
         return plan.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
 
-    def _times(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> tuple[int, int]:
-        """When the batch of a request will begin, and when it will be answered at the latest."""
-        start_ns, rounds, before = self._start(plan, free_ns, ahead, entry.rows, now_ns)
+    def _done(self, plan: Plan, start: tuple[int, int, int], entry: Entry, now_ns: int) -> int:
+        """When a request whose batch begins so (see `_start`) will be answered at the latest."""
+        start_ns, rounds, before = start
         rows = min(before + entry.rows, self._policy.max_rows)
         if start_ns > now_ns and self._policy.merge:  # others will come until then, and join it
             rows = max(rows, plan.best[bisect_right(plan.promises_ns, (entry.due_ns - now_ns) // 2, 2) - 1])
@@ -245,7 +248,7 @@ class Outlook:
         usual, runs = plan.best[-1], rounds + 1
         spread_ns = plan.promises_ns[usual] - plan.estimates_ns[usual]
         margin_ns = _SIGMAS * spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2)
-        return start_ns, start_ns + plan.estimates_ns[rows] + int(margin_ns)
+        return start_ns + plan.estimates_ns[rows] + int(margin_ns)
 
     def _start(self, plan: Plan, free_ns: Sequence[int], ahead: int, rows: int, now_ns: int) -> tuple[int, int, int]:
         """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what

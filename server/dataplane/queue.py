@@ -40,7 +40,7 @@ class Entry:
         client: who asks, "" for nobody in particular.
         promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
         kind: of urgency, for who predicts when it will be answered.
-        key: what orders it; see `server.dataplane.order`.
+        key: what orders it; see `server.dataplane.order`. 0: it has none yet.
         last: it is served behind all that are not.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
@@ -140,31 +140,30 @@ class Queue:
 
     def rows_ahead(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
         """About how many rows would be served before such an entry, if it were queued now."""
-        key = self.order.key(level, due_ns, enqueued_ns, client)
-        rows = sum([lane.rows_before(key) for lane in self._lanes.values()])
-        shares = self.order.shares
-        return rows if shares is None else max(rows, shares.rows_ahead(client))
+        return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client), level)
 
     def place(self, entry: Entry) -> tuple[int, int]:
-        """About how many rows would be served before an entry, if it were queued now, and its lag; see `Order.lag_ns`."""
-        key = self.order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-        rows = self.rows_ahead(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-        return rows, self.order.lag_ns(key, entry.received_ns)
+        """Give an entry its key; about how many rows would be served before it, if it were queued now, and its lag; see
+        `Order.lag_ns`."""
+        order = self.order
+        entry.key = key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+        return self._rows_before(key, entry.level), order.lag_ns(key, entry.received_ns)
 
     def push(self, entry: Entry) -> Lane:
-        """Put an entry into the lane of its shape; it keeps its key if it is to be among the last."""
+        """Put an entry into the lane of its shape; it keeps its key if it has one."""
         lane = self._lanes.get(entry.shape_key)
         if lane is None:
             lane = self._lanes[entry.shape_key] = Lane(timed=self.order.plain and not self._levels)
         if not entry.last:
             order = self.order
-            if order.plain and not entry.level:  # what `key` would say: this is on the way of every request
-                key, due_ns = entry.enqueued_ns + order.horizon_ns, entry.due_ns
-                entry.key = due_ns if due_ns < key else key
-            else:
-                entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-                if order.shares is not None:
-                    order.shares.queued(entry.client, entry.rows)
+            if not entry.key:
+                if order.plain and not entry.level:  # what `key` would say: this is on the way of every request
+                    key, due_ns = entry.enqueued_ns + order.horizon_ns, entry.due_ns
+                    entry.key = due_ns if due_ns < key else key
+                else:
+                    entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
+            if order.shares is not None:
+                order.shares.queued(entry.client, entry.rows)
         lane.push(entry)
         self.count += 1
         self.total_rows += entry.rows
@@ -224,6 +223,13 @@ class Queue:
         self._forget(taken)
         self._lanes.clear()
         return taken
+
+    def _rows_before(self, key: int, level: int) -> int:
+        rows, order = 0, self.order
+        for lane in self._lanes.values():
+            rows += lane.rows_before(key)
+        shares = order.shares
+        return rows if shares is None else max(rows, shares.rows_ahead(key - level * order.handicap_ns))
 
     def _unserved(self, entry: Entry) -> None:
         shares = self.order.shares

@@ -195,7 +195,7 @@ class Scheduler:
             return self._queue.level(level)
 
     def place(self, entry: Entry) -> tuple[int, int]:
-        """About how many rows would be served before an entry, if it were queued now, and its lag; see `Order.lag_ns`."""
+        """As `Queue.place`."""
         with self._lock:
             return self._queue.place(entry)
 

@@ -20,7 +20,6 @@ class View:
     rows: list[int]
     oldest_ns: int = 0
     dues: tuple[int, ...] = ()
-    ordered: bool = False
 
     @property
     def count(self) -> int:
@@ -33,10 +32,8 @@ class View:
     def row_counts(self) -> Iterable[int]:
         return iter(self.rows)
 
-    @property
-    def due_from_ns(self) -> int:
-        first = min(self.dues, default=FAR_NS)
-        return first if self.ordered or first == FAR_NS else 0
+    def due_from_ns(self, count: int) -> int:
+        return min(self.dues[:count], default=FAR_NS)
 
     def members(self) -> Iterable[tuple[int, int]]:
         return zip(self.rows, self.dues, strict=True)
@@ -126,8 +123,7 @@ IN_TIME = [
 def test_decides_by_what_is_due(
     name: str, rows: list[int], dues: list[int], policy: BatchPolicy, expected: object
 ) -> None:
-    for ordered in (False, sorted(dues) == dues):
-        assert decide(View(rows, 0, tuple(dues), ordered), 0, policy, PLAN) == expected
+    assert decide(View(rows, 0, tuple(dues)), 0, policy, PLAN) == expected
 
 
 def test_nothing_is_in_time_while_nothing_is_known_of_times() -> None:
@@ -152,7 +148,7 @@ def test_batches_by_due_times_are_as_promised(
     profile = Profile()
     profile.seed({size: [fixed + row * size] * 9 + [fixed + row * size + jitter] for size in range(1, 9)})
     plan = draw(profile, policy)
-    answer = decide(View(rows, 0, tuple(dues), ordered), 0, policy, plan)
+    answer = decide(View(rows, 0, tuple(dues)), 0, policy, plan)
     if isinstance(answer, Skip):
         assert answer.places
         assert all(dues[place] < plan.promises_ns[max(plan.best[8], *rows)] for place in answer.places)

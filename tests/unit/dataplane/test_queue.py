@@ -138,6 +138,8 @@ def test_a_lane_is_served_in_the_order_of_its_keys_and_loses_nothing(steps: list
             dues = [each.due_ns for each in line] + [FAR_NS] * len(last)
             assert list(lane.members()) == list(zip([each.rows for each in line + last], dues, strict=True))
             assert list(lane.row_counts()) == [each.rows for each in line + last]
+            for count in (1, 3, len(line)):
+                assert lane.due_from_ns(count) <= min([each.due_ns for each in line[:count]], default=FAR_NS)
             assert (lane.count, lane.total_rows) == (len(line + last), sum(each.rows for each in line + last))
             assert lane.last_rows == sum(each.rows for each in last)
             assert lane.dated == sum(each.due_ns != FAR_NS for each in line)
