@@ -17,6 +17,7 @@ from server.core.errors import HeadraceError, Unavailable, forget_frames
 from server.frontends.grpc_codec import scan, varint
 from server.frontends.grpc_infer import InferService, Pending, fault
 from server.frontends.grpc_methods import Message, StreamCall
+from server.frontends.status import retry_after_ms
 
 # Requests of one stream between their arrival and the sending of their answers.
 MAX_IN_FLIGHT = 256
@@ -25,6 +26,7 @@ MAX_IN_FLIGHT = 256
 # ModelInferResponse) that Triton's clients look for in every answer of a stream: {"triton_final_response": true}.
 _INFER_RESPONSE = b"\x12"
 _FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
+_RETRY = "headrace_retry_after_ms"
 
 
 class InferStreams:
@@ -170,4 +172,7 @@ class _Stream:
 def _error(error: HeadraceError, request_id: str) -> Message:
     response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
     response.infer_response.id = request_id
+    delay_ms = retry_after_ms(error)
+    if delay_ms is not None:  # as the trailers of a call that failed
+        response.infer_response.parameters[_RETRY].int64_param = delay_ms
     return [response.SerializeToString()]

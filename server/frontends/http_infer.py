@@ -10,7 +10,6 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
-from math import ceil
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -27,7 +26,7 @@ from server.frontends.http_body import BodyBytes
 from server.frontends.http_codec import Body, ModelCodec
 from server.frontends.load_report import Header, Headers, LoadHeaders, orca_headers
 from server.frontends.models import Handle, Services
-from server.frontends.status import http_status, retry_after_s, retry_delay_s
+from server.frontends.status import http_status, retry_after_ms, retry_after_s
 from server.frontends.story import Story
 from server.frontends.timing import timing, timing_headers
 from server.observability.accounts import Choice
@@ -324,11 +323,11 @@ def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], 
     ERRORS.count("http", error.reason)
     body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
     headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
-    delay_s = retry_delay_s(error)
-    if delay_s is not None:
+    delay_ms = retry_after_ms(error)
+    if delay_ms is not None:
         headers += [
             (b"retry-after", b"%d" % (retry_after_s(error) or 1)),
-            (b"retry-after-ms", b"%d" % ceil(delay_s * 1000)),
+            (b"retry-after-ms", b"%d" % delay_ms),
         ]
     return http_status(error), headers, body
 

@@ -50,3 +50,9 @@ def retry_after_s(error: errors.HeadraceError) -> int | None:
     """The same in whole seconds, at least 1: a Retry-After header cannot say less."""
     delay_s = retry_delay_s(error)
     return None if delay_s is None else max(math.ceil(delay_s), 1)
+
+
+def retry_after_ms(error: errors.HeadraceError) -> int | None:
+    """The same in whole milliseconds, which is fine enough for queues."""
+    delay_s = retry_delay_s(error)
+    return None if delay_s is None else math.ceil(delay_s * 1000)

@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import STEPS_PER_S, message, steps, tensor, until
+from tests.e2e.test_grpc_stream import STEPS_PER_S, STREAM, message, steps, tensor, until
 from tests.models import add_model, affine, busy
 from tests.rich_status import retry_delay_s, rich_status
 from tests.serving import Server, serving
@@ -152,6 +152,11 @@ def test_a_client_over_its_quota_is_refused_and_others_are_not(loaded: Server, c
     assert code == 8
     assert 90 < retry_delay_s(details) <= 100
     assert details["google.rpc.QuotaFailure"].violations[0].subject == "client:greedy"
+    metadata = (("x-headrace-client", "greedy"),)
+    (answer,) = channel.stream_stream(STREAM)(iter([message("limited", "", X)]), metadata=metadata)
+    told = pb.ModelStreamInferResponse.FromString(answer)
+    assert "greedy" in told.error_message
+    assert 90_000 < told.infer_response.parameters["headrace_retry_after_ms"].int64_param <= 100_000
 
 
 def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Channel) -> None:

@@ -247,6 +247,24 @@ def test_a_stream_answers_everything_and_ends() -> None:
     run(test)
 
 
+def test_an_error_in_a_stream_says_when_to_come_back() -> None:
+    async def test() -> None:
+        model = Model()
+        call, serving = stream(model)
+        for asked in (message("full"), message("broke"), message("unknown", "other"), None):
+            call.sent.put_nowait(asked)
+        await until(lambda: len(model.waiting) == 2)
+        model.answer(outcome=Overloaded("the queue is full", 0.0121))
+        model.answer(outcome=ModelFailed("broke"))
+        await serving
+        told = {each.infer_response.id: dict(each.infer_response.parameters) for each in call.got}
+        assert told.keys() == {"full", "broke", "unknown"}
+        assert told["full"]["headrace_retry_after_ms"].int64_param == 13
+        assert [told["broke"], told["unknown"]] == [{}, {}], "coming back makes no sense"
+
+    run(test)
+
+
 def test_requests_of_a_stream_that_failed_are_given_back_at_once() -> None:
     async def test() -> None:
         model = Model()
