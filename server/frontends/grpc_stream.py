@@ -18,6 +18,7 @@ from server.frontends.grpc_codec import scan, varint
 from server.frontends.grpc_infer import InferService, Pending, fault
 from server.frontends.grpc_methods import Message, StreamCall
 from server.frontends.status import retry_after_ms
+from server.observability.tally import ERRORS
 
 # Requests of one stream between their arrival and the sending of their answers.
 MAX_IN_FLIGHT = 256
@@ -170,6 +171,7 @@ class _Stream:
 
 
 def _error(error: HeadraceError, request_id: str) -> Message:
+    ERRORS.count("grpc", error.reason)
     response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
     response.infer_response.id = request_id
     delay_ms = retry_after_ms(error)

@@ -30,6 +30,7 @@ from server.frontends.grpc_status import failure
 from server.frontends.grpc_stream import InferStreams
 from server.frontends.models import Services
 from server.observability.recorder import Recorder
+from server.observability.tally import ERRORS
 from tests.kept_accounts import KeptAccounts
 from tests.rings import left_frames
 
@@ -247,9 +248,9 @@ def test_a_stream_answers_everything_and_ends() -> None:
     run(test)
 
 
-def test_an_error_in_a_stream_says_when_to_come_back() -> None:
+def test_an_error_in_a_stream_says_when_to_come_back_and_is_counted() -> None:
     async def test() -> None:
-        model = Model()
+        model, before = Model(), dict(ERRORS.items())
         call, serving = stream(model)
         for asked in (message("full"), message("broke"), message("unknown", "other"), None):
             call.sent.put_nowait(asked)
@@ -261,6 +262,9 @@ def test_an_error_in_a_stream_says_when_to_come_back() -> None:
         assert told.keys() == {"full", "broke", "unknown"}
         assert told["full"]["headrace_retry_after_ms"].int64_param == 13
         assert [told["broke"], told["unknown"]] == [{}, {}], "coming back makes no sense"
+        more = {values: count - before.get(values, 0) for values, count in ERRORS.items()}
+        counted = {reason for (protocol, reason), count in more.items() if protocol == "grpc" and count == 1}
+        assert counted == {"overloaded", "model_failed", "not_found"}
 
     run(test)
 
