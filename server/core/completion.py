@@ -93,6 +93,11 @@ class Completion:
         self.finish()
         return True
 
+    def withdraw(self) -> None:
+        """Nobody waits for it (yet, or any more): it is settled without an outcome, and nobody is told."""
+        if self._once.acquire(False):
+            self.finish()
+
     def finish(self) -> None:
         """Call `after`, once; letting go of it here keeps a served request from being a reference cycle."""
         after, self.after = self.after, None

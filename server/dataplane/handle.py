@@ -13,7 +13,7 @@ from collections.abc import Callable
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
-from server.core.errors import Cancelled, DeadlineExceeded, HeadraceError, Unavailable
+from server.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from server.core.load import LevelLoad, Load
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
@@ -169,8 +169,8 @@ class ModelHandle:
         entries = self._admitted(request, completion, now_ns)
         try:
             self._scheduler.enqueue(entries)
-        except Unavailable as error:
-            _settle(entries, error)
+        except Unavailable:
+            _withdraw(completion, entries)
             raise
         if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
             self._want()
@@ -196,8 +196,8 @@ class ModelHandle:
             if self._crew.parked:  # after the queueing, as in `infer`
                 self._want()
             self._alarms.wait(request, completion, entries, now_ns)
-        except BaseException as error:  # refused, or the caller is called off: nobody waits for an answer any more
-            _settle(entries, error if isinstance(error, Unavailable) else Cancelled("the caller has gone"))
+        except BaseException:  # refused, or the caller is called off: nobody waits for an answer any more
+            _withdraw(completion, entries)
             raise
         outcome = completion.outcome
         assert outcome is not None, "whoever is told has an outcome"
@@ -215,8 +215,8 @@ class ModelHandle:
         if entries[-1].due_ns != FAR_NS:
             try:
                 self._outlook.admit(entries, now_ns)
-            except Unavailable as error:
-                _settle(entries, error)
+            except Unavailable:
+                _withdraw(completion, entries)
                 raise
         self.used_ns = now_ns
         return entries
@@ -358,7 +358,7 @@ class ModelHandle:
         """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
         with self._lock:
             self._wanted = False
-        _settle(self._scheduler.drop(), error)
+        settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
 
     def _want(self) -> None:
         with self._lock:
@@ -382,6 +382,9 @@ class ModelHandle:
         )
 
 
-def _settle(entries: list[Entry], error: HeadraceError) -> None:
-    """Answer entries that are not (any more) in the queue with an error: a sequencer waits for none of them."""
-    settle_all([(entry.completion, error) for entry in entries])
+def _withdraw(completion: Completion, entries: list[Entry]) -> None:
+    """Nobody waits for a request: it leaves the queue if it is there, a sequencer waits for none of its entries, and nothing
+    keeps its inputs."""
+    completion.withdraw()
+    for entry in entries:
+        entry.completion.withdraw()
