@@ -45,9 +45,9 @@ def hold(server: Server, channel: grpc.Channel, count: int = 3 * STEPS_PER_S) ->
 
 
 def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc_channel: grpc.Channel) -> None:
-    look_quick(grpc_server)
+    steps_per_s = look_quick(grpc_server)
     before = executions(grpc_server, grpc_channel)
-    first = hold(grpc_server, grpc_channel)
+    first = hold(grpc_server, grpc_channel, 4 * steps_per_s)
     with pytest.raises(grpc.RpcError) as caught:
         grpc_channel.unary_unary(INFER)(steps("", 1), timeout=1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -58,9 +58,9 @@ def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc
 
 
 def test_the_timeout_of_the_request_itself(grpc_server: Server, grpc_client: triton.InferenceServerClient) -> None:
-    look_quick(grpc_server)
+    steps_per_s = look_quick(grpc_server)
     with pytest.raises(InferenceServerException, match="deadline") as caught:
-        grpc_client.infer("busy", [steps_tensor(STEPS_PER_S)], timeout=300_000)
+        grpc_client.infer("busy", [steps_tensor(2 * steps_per_s)], timeout=500_000)
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 

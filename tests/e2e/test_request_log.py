@@ -16,7 +16,7 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests import models
-from tests.e2e.test_grpc_stream import STEPS_PER_S, Collector, tensor
+from tests.e2e.test_grpc_stream import Collector, tensor
 from tests.processes import eventually
 from tests.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
 
@@ -50,6 +50,11 @@ class Log:
         found = [json.loads(line) for line in self._lines()[self._from :]]
         assert len(found) == count, found
         return found
+
+    def clear_behind(self, request_id: str) -> None:
+        """Forget everything up to this request, once it is there."""
+        eventually(lambda: any(json.loads(line)["id"] == request_id for line in self._lines()))
+        self.clear()
 
     def _lines(self) -> list[str]:
         return self._path.read_text(encoding="ascii").splitlines() if self._path.exists() else []
@@ -124,15 +129,15 @@ def test_errors_of_both_protocols(clean: tuple[Server, Log]) -> None:
 
 def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
     server, log = clean
-    steps = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [STEPS_PER_S]}
-    body = json.dumps({"id": "late", "inputs": [steps]}).encode()
-    look_quick(server)
-    log.wait(40)
-    log.clear()
+    steps = look_quick(server)
+    slow = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [steps]}
+    body = json.dumps({"id": "late", "inputs": [slow]}).encode()
+    assert server.request("POST", "/v2/models/affine/infer", BODY.replace(b"an id", b"behind them"))[0] == 200
+    log.clear_behind("behind them")
     assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "250"})[0] == 504
     with pytest.raises(TimeoutError):
         server.request("POST", "/v2/models/busy/infer", body.replace(b"late", b"gone"), timeout_s=0.1)
-    tensors = [tensor("STEPS", np.array([STEPS_PER_S], np.int64), "INT64")]
+    tensors = [tensor("STEPS", np.array([steps], np.int64), "INT64")]
     with triton_grpc.InferenceServerClient(server.grpc_address) as client, pytest.raises(InferenceServerException):
         client.infer("busy", tensors, request_id="rpc", client_timeout=0.1)
     late, gone, rpc = log.wait(3)

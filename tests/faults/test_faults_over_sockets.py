@@ -165,8 +165,7 @@ def test_a_model_that_refuses_one_row_serves_the_others_of_the_batch(server: Ser
 
 
 def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Server) -> None:
-    look_quick(server)
-    stalled = raw(server, "busy", steps_body(3 * STEPS_PER_S))
+    stalled = raw(server, "busy", steps_body(4 * look_quick(server)))
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     started = time.monotonic()
     status, answer = infer(server, "busy", steps_body(1, timeout=1_000_000))
@@ -180,9 +179,9 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
 
 
 def test_a_deadline_covers_execution_too(server: Server) -> None:
-    look_quick(server)
+    steps = 3 * look_quick(server)
     started = time.monotonic()
-    status, _ = infer(server, "busy", steps_body(3 * STEPS_PER_S, timeout=500_000))
+    status, _ = infer(server, "busy", steps_body(steps, timeout=500_000))
     assert status == 504
     assert time.monotonic() - started < 2
     assert infer(server, "busy", steps_body(1))[0] == 200

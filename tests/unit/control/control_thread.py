@@ -54,7 +54,7 @@ def run(
         desired = Desired([repository], names)
         reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control, builder)
         reconciler.start()
-        assert await asyncio.to_thread(loaded.wait, 20)
+        assert await asyncio.to_thread(loaded.wait, 50)
         try:
             await check(reconciler, registry)
         finally:
