@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +63,40 @@ def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
     assert "FAIL  digits" not in done.stdout
 
 
+def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any]]:
+    """Three seconds of the k6 example: its exit status and the summary of its metrics."""
+    program = shutil.which("k6")
+    if program is None:
+        pytest.skip("k6 is not installed, and Debian has no package of it (docs/loadtest.md says where it is)")
+    summary = folder / "summary.json"
+    asked = (f"URL={server.url}", "RATE=50", "SECONDS=3", "P99_MS=5000", *settings)
+    words = [word for setting in asked for word in ("-e", setting)]
+    done = subprocess.run(
+        [program, "run", "--quiet", "--summary-export", summary, *words, ROOT / "loadtest" / "k6" / "infer.js"],
+        env=os.environ | {"K6_NO_USAGE_REPORT": "true"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert summary.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(summary.read_text())["metrics"]
+
+
+def test_the_k6_example_runs(demo: Server, tmp_path: Path) -> None:
+    status, found = k6(demo, tmp_path, "MODEL=tiny")
+    assert status == 0, found
+    assert found["http_reqs"]["count"] > 100
+    assert found["checks"]["fails"] == 0
+
+
+def test_the_k6_example_notices_what_is_not_answered(demo: Server, tmp_path: Path) -> None:
+    status, found = k6(demo, tmp_path, "MODEL=nobody")
+    assert status == 99, "k6's status where a threshold is crossed"
+    assert found["checks"]["fails"] == found["http_reqs"]["count"] > 0
+
+
 def test_the_request_of_the_k6_example_is_answered(demo: Server) -> None:
+    """Where k6 is not at hand, at least what it sends is tried."""
     script = (ROOT / "loadtest" / "k6" / "infer.js").read_text()
     assert "open('./request.json')" in script
     status, _, answer = demo.request(
