@@ -161,7 +161,7 @@ class HeadraceServer:
             overview=Overview(self._registry, settings.model_repository),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
-            explain=Explainer(self._registry),
+            explain=Explainer(self._registry, self._accounts.client_name),
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:

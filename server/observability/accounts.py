@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 class Accounts:
     """The one place that the front ends know.
 
-    Everything is called on the event loop, `close` by who ends it.
+    Everything is called on the event loop unless it says otherwise, `close` by who ends it.
 
     Args:
         tracer: decides what is traced.
@@ -89,9 +89,13 @@ class Accounts:
         self._tracer.close()
         self._log.close()
 
+    def client_name(self, client: str) -> str:
+        """What a client is called to whoever reads of it; from any thread."""
+        return client if self._pseudonyms is None else self._pseudonyms.name(client)
+
     def _tell(self, choice: Choice, account: Account) -> None:
         if self._pseudonyms is not None:
-            account = account._replace(client=self._pseudonyms.name(account.client))
+            account = account._replace(client=self.client_name(account.client))
         trace_id = ""
         if choice.trace is not None:
             trace_id = choice.trace.trace_id

@@ -112,6 +112,8 @@ def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
     (line,) = kit.lines()
     assert str(line["client"]).startswith("secret-")
     assert "hunter2" not in str(line)
+    assert kit.accounts.client_name("hunter2") == line["client"], "as whoever else reads of it is told"
+    assert Kit("errors").accounts.client_name("shop") == "shop"
 
 
 def test_a_log_whose_disk_is_full_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,32 @@
+"""Who is told what limits a model is not told clients' secrets."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.control.explaining import Explainer
+from server.core.completion import Mailbox
+from server.core.errors import QuotaExceeded
+from server.dataplane.policy import Quota, RateLimits
+from tests.fakes import FakeModel, ask, handle
+
+
+def test_a_client_over_its_quota_goes_by_the_name_that_may_be_told() -> None:
+    async def scenario() -> None:
+        served = handle(Mailbox(asyncio.get_running_loop()), FakeModel(), rate_limits=RateLimits(default=Quota(0.01)))
+        await served.infer(ask(1, client="hunter2"))
+        with pytest.raises(QuotaExceeded) as refused:
+            served.infer(ask(2, client="hunter2"))
+        served.failed(refused.value, 1)
+        served.lease()
+        registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
+        told = Explainer(registry, lambda client: f"<{len(client)} letters>")("fake", "1")
+        assert (told["limit"], "client '<7 letters>' 100 %" in str(told["summary"])) == ("quota", True)
+        assert "hunter2" not in str(told)
+        assert served.close(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
