@@ -334,7 +334,10 @@ def test_closing_gives_up_on_a_backend_that_hangs() -> None:
 
 def test_many_callers_on_many_instances_all_get_their_own() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        before = set(threading.enumerate())
         served = handle(mailbox, model, instances=3, batch=BatchPolicy(8, (4,), 300_000))
+        instances = set(threading.enumerate()) - before
+        assert len(instances) >= 3
 
         async def caller(number: int) -> None:
             for turn in range(20):
@@ -348,7 +351,7 @@ def test_many_callers_on_many_instances_all_get_their_own() -> None:
         await asyncio.gather(*(caller(number) for number in range(30)))
         assert await asyncio.to_thread(served.close, 10)
         assert served.depth == 0
-        assert threading.active_count() < 20
+        assert not any(thread.is_alive() for thread in instances)
 
     play(scenario)
 
