@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from engines.errors import BuildError
-from server.core.errors import HeadraceError
+from server.core.errors import HeadraceError, Unsupported
+from server.cuda import tensorrt
 
 logger = logging.getLogger("headrace.tensorrt")
 
-_OLDEST = 10
 # The first version that is given convolutions in FP8: with 10.2 they are reported on Hopper, with 10.3 on Ada
 # (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Seen by us with 10.6 on an H200.
 FP8_CONVOLUTIONS = (10, 2)
@@ -41,6 +40,12 @@ class Log:
 
     def take(self, severity: int, text: str) -> None:
         """One message; `severity` is 0 (internal error) to 4 (verbose), as in `ILogger.Severity`."""
+        try:
+            self._take(severity, text)
+        except BaseException as error:
+            self.raised = error
+
+    def _take(self, severity: int, text: str) -> None:
         if severity >= 3:
             # Hundreds of thousands while an engine is built.
             if logger.isEnabledFor(logging.DEBUG):
@@ -80,9 +85,9 @@ class TensorRt:
 
     def __init__(self, trt: Any) -> None:
         self.trt = trt
-        self.version = ".".join(str(trt.__version__).split(".")[:3])
+        self.version = tensorrt.version(trt)
         self.log = Log()
-        self.logger = _make_logger(trt, self.log)
+        self.logger = tensorrt.make_logger(trt, self.log.take)
 
     @property
     def calibrates(self) -> bool:
@@ -164,9 +169,8 @@ class TensorRt:
         return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
 
     def load_plugins(self) -> None:
-        """Make TensorRT's own plug-ins known; without their library networks that use none still work."""
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self.trt.init_libnvinfer_plugins(self.logger, "")
+        """Make TensorRT's own plug-ins known."""
+        tensorrt.load_plugins(self.trt, self.logger)
 
 
 def load() -> TensorRt:
@@ -176,14 +180,9 @@ def load() -> TensorRt:
         BuildError: there is none, or it is too old.
     """
     try:
-        trt = importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:
-        cure = "install it by NVIDIA's instructions, or use NVIDIA's container"
-        raise BuildError(f"TensorRT cannot be imported ({error}): {cure}") from error
-    major = str(getattr(trt, "__version__", "0")).partition(".")[0]
-    if not major.isdecimal() or int(major) < _OLDEST:
-        raise BuildError(f"TensorRT {trt.__version__} is too old: install {_OLDEST}.x or newer")
-    return _loaded(trt)
+        return _loaded(tensorrt.found("install it by NVIDIA's instructions, or use NVIDIA's container"))
+    except Unsupported as error:
+        raise BuildError(str(error)) from error
 
 
 @functools.cache
@@ -204,17 +203,3 @@ def as_build_error(what: str) -> Iterator[None]:
         raise
     except HeadraceError as error:
         raise BuildError(f"{what}: {error}") from error
-
-
-def _make_logger(trt: Any, log: Log) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, msg: str) -> None:
-            try:
-                log.take(int(severity), msg)
-            except BaseException as error:
-                log.raised = error
-
-    return Logger()

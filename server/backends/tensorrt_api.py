@@ -1,13 +1,12 @@
-"""TensorRT as it is installed on a server's machine: found, started, and its complaints turned into sentences.
+"""TensorRT on a server's machine: started, and its complaints turned into sentences.
 
-Nothing is imported before `load`. A server loads plans and runs them; building them is the engines' part.
+A server loads plans and runs them; building them is the engines' part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import re
 import threading
@@ -18,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from server.backends.tensorrt_tuning import Choice
-from server.core.errors import Unsupported
 from server.cuda import device as gpus
+from server.cuda import tensorrt
 
 logger = logging.getLogger("headrace.tensorrt")
 
-_OLDEST = 10
 _ERRORS_KEPT = 20
 _OTHER_MACHINE = re.compile(
     r"incompatible device|not compatible with this version|expecting (?:compute|library version)"
@@ -68,13 +66,11 @@ class TensorRt:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.choices: dict[Hashable, Choice] = {}
-        self.version = ".".join(str(trt.__version__).split(".")[:3])
+        self.version = tensorrt.version(trt)
         self._errors = threading.local()
         # TensorRT keeps the first logger of a process, so there is one for all models.
-        self._logger = _make_logger(trt, self._take)
-        with contextlib.suppress(AttributeError, RuntimeError):
-            # Networks that use no plug-in work without their library.
-            trt.init_libnvinfer_plugins(self._logger, "")
+        self._logger = tensorrt.make_logger(trt, self._take)
+        tensorrt.load_plugins(trt, self._logger)
 
     def runtime(self) -> Any:
         """An IRuntime, None if TensorRT gives none; the device is current (without a GPU this ends the process)."""
@@ -94,15 +90,13 @@ class TensorRt:
             self._errors.found = outer
 
     def _take(self, severity: int, text: str) -> None:
-        """One message; `severity` is 0 (internal error) to 4 (verbose), as in `ILogger.Severity`."""
         found = getattr(self._errors, "found", None)
         if severity <= 1 and found is not None:
             found.append(text)
             severity = 2
-        if severity <= 1:
-            logger.error("%s", text)
-        else:
-            logger.debug("%s", text)
+        # What writes the log may find a full disk or a closed file.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            logger.log(logging.ERROR if severity <= 1 else logging.DEBUG, "%s", text)
 
 
 def load() -> TensorRt:
@@ -111,16 +105,7 @@ def load() -> TensorRt:
     Raises:
         Unsupported: there is none, or it is too old.
     """
-    try:
-        trt = importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:
-        cure = "install Headrace's extra 'gpu', or use NVIDIA's container"
-        raise Unsupported(f"TensorRT cannot be imported ({error}): {cure}") from error
-    version = str(getattr(trt, "__version__", "0"))
-    major = version.partition(".")[0]
-    if not major.isdecimal() or int(major) < _OLDEST:
-        raise Unsupported(f"TensorRT {version} is too old: install {_OLDEST}.x or newer")
-    return _started(trt)
+    return _started(tensorrt.found("install Headrace's extra 'gpu', or use NVIDIA's container"))
 
 
 @functools.cache
@@ -168,16 +153,3 @@ def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
         cure = "close what else uses the GPU, or serve fewer models or instances"
         return f"does not fit into the memory of {here.gpu.name} ({last})", cure
     return f"is no plan that TensorRT {here.version} can load ({last})", rebuild
-
-
-def _make_logger(trt: Any, take: Any) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, msg: str) -> None:
-            # No exception can pass through TensorRT; what writes the log may find a full disk or a closed file.
-            with contextlib.suppress(OSError, ValueError, RuntimeError):
-                take(int(severity), msg)
-
-    return Logger()
