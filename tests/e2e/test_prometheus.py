@@ -6,9 +6,11 @@ One server has a GPU (a fake, in its process) and every kind of model; the other
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,18 @@ PANELS = [
     for panel in dashboard.to_json()["panels"]
     for target in panel.get("targets", [])
 ]
+# (data source's series, label) of each variable that Grafana fills by label_values().
+VARIABLES = {
+    re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"]["query"]).groups()  # type: ignore[union-attr]
+    for dashboard in DASHBOARDS
+    for variable in dashboard.to_json()["templating"]["list"]
+    if variable["type"] == "query"
+}
+ANNOTATIONS = {
+    annotation["name"]: annotation["target"]["expr"]
+    for dashboard in DASHBOARDS
+    for annotation in dashboard.to_json()["annotations"]["list"]
+}
 
 
 def build(folder: Path) -> Path:
@@ -179,6 +193,22 @@ def test_every_panel_has_data(watched: Watched, expr: str) -> None:
     found = watched.classic.query(filled(expr))
     assert found, expr
     assert any(is_number(value) for _, value in found), f"{expr} is {found[:3]}"
+
+
+@pytest.mark.parametrize(("series", "label"), sorted(VARIABLES))
+def test_every_variable_has_values(watched: Watched, series: str, label: str) -> None:
+    """As Grafana asks for what its menus offer."""
+    query = urllib.parse.urlencode({"match[]": filled(series)})
+    found = set(watched.classic.get(f"label/{label}/values?{query}"))
+    assert found == {"headrace"} if label == "job" else found >= set(MODELS), found
+
+
+def test_annotations_mark_what_happens(watched: Watched) -> None:
+    marks = {labels["alertname"] for labels, _ in watched.classic.query(filled(ANNOTATIONS["Alerts"]))}
+    assert "HeadraceAccuracyGateFailed" in marks
+    loads = filled(ANNOTATIONS["Loads"])
+    assert loads.endswith(" > 0"), "nothing has been loaded since the first scrape"
+    assert watched.classic.query(loads.removesuffix(" > 0"))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("record") or rule["alert"])

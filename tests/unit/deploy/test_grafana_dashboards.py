@@ -53,6 +53,17 @@ def test_every_variable_of_a_query_is_declared(dashboard: dict[str, Any]) -> Non
         assert panel["type"] == "row" or panel["targets"]
 
 
+@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_annotations_have_their_queries_where_every_grafana_looks(dashboard: dict[str, Any]) -> None:
+    declared = {variable["name"] for variable in dashboard["templating"]["list"]} | {"__rate_interval"}
+    annotations = dashboard["annotations"]["list"]
+    assert [annotation["name"] for annotation in annotations] == ["Alerts", "Loads"]
+    for annotation in annotations:
+        assert annotation["target"]["expr"]
+        assert not {"expr", "step"} & set(annotation), "an older form, which some versions ignore"
+        assert set(re.findall(r"\$\{?(\w+)", annotation["target"]["expr"])) <= declared
+
+
 def test_every_metric_is_on_some_panel() -> None:
     shown = " ".join(files().values())
     shown += " ".join(r["expr"] for g in _recorded() for r in g["rules"])
