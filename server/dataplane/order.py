@@ -99,7 +99,7 @@ class Shares:
     """
 
     def __init__(self, sharing: Sharing, credit_rows: int = 0) -> None:
-        self._sharing = sharing
+        self._weights, self._default_weight = sharing.weights, sharing.default_weight
         self._credit = credit_rows * ROW_NS
         self.now = 0
         self._moved = self._rows = 0.0  # smoothed: how far a batch moves that time, and its rows
@@ -157,7 +157,4 @@ class Shares:
         self._busy = False
 
     def _virtual(self, client: str, rows: int) -> int:
-        return int(rows * ROW_NS / self._weight(client))
-
-    def _weight(self, client: str) -> float:
-        return self._sharing.weights.get(client, self._sharing.default_weight)
+        return int(rows * ROW_NS / self._weights.get(client, self._default_weight))

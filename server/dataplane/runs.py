@@ -1,6 +1,6 @@
 """Entries in the order of their keys, of which tens of thousands may wait: neither the ends nor the middle cost much.
 
-They lie in runs of some hundreds, each a list. To find a place is a search among the runs and one within a run, and to make room
+They lie in runs of some thousands, each a list. To find a place is a search among the runs and one within a run, and to make room
 there moves no more than the rest of that run; in one list or deque either would cost as much as what waits is long.
 
 Nothing here locks: the scheduler owns the lock under which every method is called.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from server.dataplane.queue import Entry
 
-LONGEST = 512
+LONGEST = 2048
 """Entries that a run has when another one is begun."""
 
 _KEY = attrgetter("key")
