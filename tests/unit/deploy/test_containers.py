@@ -113,6 +113,16 @@ def test_everything_python_is_installed_by_hash(path: Path) -> None:
         assert "--require-hashes" in line or "--no-build-isolation --no-deps ." in line
 
 
+def test_other_peoples_images_are_those_of_one_release() -> None:
+    bases = [rest.removeprefix("BASE=") for path in DOCKERFILES for word, rest in instructions(path) if word == "ARG"]
+    composed = [one["image"] for one in services(COMPOSE_PROFILES="cpu,traces").values() if "build" not in one]
+    assert len(bases) == 2
+    assert len(composed) == 3
+    for image in bases + composed:
+        _, _, tag = image.partition(":")
+        assert re.match(r"v?\d+\.\d+(\.\d+|-py3$)", tag), f"{image} is another one tomorrow"
+
+
 def test_both_images_are_set_up_alike() -> None:
     cpu, gpu = map(environment, DOCKERFILES)
     assert cpu == gpu
