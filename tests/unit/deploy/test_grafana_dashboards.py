@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import yaml
 from deploy.grafana.dashboards import FOLDER, files
 from server.observability.metrics_table import families
 
+# The data source's own, of which the schema of dashboards knows nothing.
+OF_PROMETHEUS = re.compile(r"annotations\.list\.\d+\.(titleFormat|textFormat|target\.(refId|expr))$")
 DASHBOARDS = {name: json.loads(content) for name, content in files().items()}
 # Named in no panel: Triton's names, and what a panel shows under another one.
 UNSHOWN = re.compile(r"nv_|process_(virtual|start)|headrace_(batches|model_process_up)")
@@ -62,6 +65,38 @@ def test_annotations_have_their_queries_where_every_grafana_looks(dashboard: dic
         assert annotation["target"]["expr"]
         assert not {"expr", "step"} & set(annotation), "an older form, which some versions ignore"
         assert set(re.findall(r"\$\{?(\w+)", annotation["target"]["expr"])) <= declared
+
+
+def lost(written: Any, read: Any, path: str = "") -> Iterator[str]:
+    """Where the second lacks something that the first has."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        for name, value in written.items():
+            yield from lost(value, read[name], f"{path}.{name}") if name in read else [f"{path}.{name}"]
+    elif isinstance(written, list) and isinstance(read, list) and len(written) == len(read):
+        for place, pair in enumerate(zip(written, read, strict=True)):
+            yield from lost(*pair, path=f"{path}.{place}")
+    elif written != read:
+        yield f"{path}: {written!r} became {read!r}"
+
+
+def through_grafana(dashboard: dict[str, Any]) -> Any:
+    """What is left of a dashboard once Grafana's own classes have read and written it."""
+    needed = "`make test` installs it"
+    schema = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason=needed)
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder", reason=needed)
+    pytest.importorskip("grafana_foundation_sdk.cog.plugins", reason=needed).register_default_plugins()
+    return json.loads(json.dumps(schema.Dashboard.from_json(dashboard), cls=encoder.JSONEncoder))
+
+
+@pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
+def test_grafana_knows_every_field(dashboard: dict[str, Any]) -> None:
+    missing = [path.lstrip(".") for path in lost(dashboard, through_grafana(dashboard))]
+    assert [path for path in missing if not OF_PROMETHEUS.match(path)] == []
+
+
+def test_a_field_that_grafana_does_not_know_is_noticed() -> None:
+    wrong = json.loads(json.dumps(DASHBOARDS["headrace-overview.json"]).replace('"stacking"', '"stacked"'))
+    assert [path for path in lost(wrong, through_grafana(wrong)) if path.endswith(".custom.stacked")]
 
 
 def test_every_metric_is_on_some_panel() -> None:
