@@ -81,15 +81,27 @@ class _Pinned:
         self._cuda.live.remove(self.address)
 
 
+class DriverError(Exception):
+    """`pycuda.driver.Error`."""
+
+
+class OutOfMemory(DriverError):
+    """`pycuda.driver.MemoryError`."""
+
+
 def _driver_module(cuda: FakeCuda) -> ModuleType:
     module: Any = ModuleType("pycuda.driver")
+    module.Error, module.MemoryError = DriverError, OutOfMemory
+    module.init = lambda: None
+    module.get_driver_version = lambda: 13000
+    _add_devices(module, cuda)
+    _add_streams(module, cuda)
+    _add_memory(module, cuda)
+    _add_shared_memory(module, cuda)
+    return module
 
-    class Error(Exception):
-        pass
 
-    class OutOfMemory(Error):
-        pass
-
+def _add_devices(module: Any, cuda: FakeCuda) -> None:
     class Context:
         def push(self) -> None:
             cuda.depth += 1
@@ -119,6 +131,10 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
         def retain_primary_context(self) -> Context:
             return Context()
 
+    module.Context, module.Device = Context, Device
+
+
+def _add_streams(module: Any, cuda: FakeCuda) -> None:
     class Stream:
         handle = 77
 
@@ -140,6 +156,21 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
         def time_since(self, earlier: Event) -> float:
             return (self.at_us - earlier.at_us) / 1000
 
+    def htod(target: int, source: Any, stream: Stream) -> None:
+        assert cuda.captured is None
+        assert source.flags.c_contiguous
+        cuda.busy = True
+        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+
+    def dtoh(target: Any, source: int, stream: Stream) -> None:
+        assert cuda.captured is None
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    module.Stream, module.Event = Stream, Event
+    module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
+
+
+def _add_memory(module: Any, cuda: FakeCuda) -> None:
     class Allocation:
         def __init__(self, size: int) -> None:
             assert cuda.depth > 0
@@ -160,23 +191,17 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
         assert np.dtype(dtype) == np.uint8
         return np.asarray(_Pinned(cuda, size))
 
-    def htod(target: int, source: Any, stream: Stream) -> None:
-        assert cuda.captured is None
-        assert source.flags.c_contiguous
-        cuda.busy = True
-        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+    module.mem_alloc, module.pagelocked_empty = Allocation, pagelocked_empty
 
-    def dtoh(target: Any, source: int, stream: Stream) -> None:
-        assert cuda.captured is None
-        ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
+def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
     class IPCMemoryHandle:
         """Opens what `FakeCuda.exported` has under the handle."""
 
         def __init__(self, handle: bytearray) -> None:
             assert cuda.depth > 0
             if bytes(handle) not in cuda.exported:
-                raise Error("cuIpcOpenMemHandle failed: invalid resource handle")
+                raise DriverError("cuIpcOpenMemHandle failed: invalid resource handle")
             self._array = cuda.exported[bytes(handle)]
             cuda.live.add(int(self))
 
@@ -194,17 +219,10 @@ def _driver_module(cuda: FakeCuda) -> ModuleType:
     def dtoh_now(target: Any, source: int) -> None:
         assert cuda.depth > 0
         if cuda.broken_ipc:
-            raise Error("cuMemcpyDtoH failed: invalid argument")
+            raise DriverError("cuMemcpyDtoH failed: invalid argument")
         ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
     module.IPCMemoryHandle, module.mem_get_address_range, module.memcpy_dtoh = IPCMemoryHandle, address_range, dtoh_now
-    module.Error, module.MemoryError = Error, OutOfMemory
-    module.Context, module.Device, module.Stream, module.Event = Context, Device, Stream, Event
-    module.mem_alloc, module.pagelocked_empty = Allocation, pagelocked_empty
-    module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
-    module.init = lambda: None
-    module.get_driver_version = lambda: 13000
-    return module
 
 
 class _Library:

@@ -16,7 +16,7 @@ import pytest
 
 from server.backends import tensorrt_tuning
 from tests import fake_cuda
-from tests.fake_cuda import FakeCuda
+from tests.fake_cuda import DriverError, FakeCuda
 
 _Step = Callable[[], bool]
 
@@ -74,6 +74,11 @@ class LateCuda(FakeCuda):
 
         self.queue(stream, step)
 
+    def check(self) -> None:
+        """Ask the GPU for something."""
+        if self.broken:
+            raise DriverError("an illegal memory access was encountered")
+
     def queue(self, stream: int, step: _Step) -> None:
         """Queue a step; it returns False as long as it cannot be done."""
         with self.lock:
@@ -98,13 +103,15 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     monkeypatch.setattr(tensorrt_tuning, "_AT_ONCE", 1)
     monkeypatch.setattr(tensorrt_tuning, "_ROUNDS", 1)
     monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(cuda.now_us * 1000))
-    import pycuda.driver as module
+    import pycuda.driver as module  # the fake
 
+    module.Stream, module.Event = _stream_and_event(cuda)
+    module.mem_get_info = cuda.check
+    _add_copies(module, cuda)
+
+
+def _stream_and_event(cuda: LateCuda) -> tuple[type, type]:
     handles = itertools.count(77)
-
-    def check() -> None:
-        if cuda.broken:
-            raise module.Error("an illegal memory access was encountered")
 
     class Stream:
         def __init__(self, flags: int) -> None:
@@ -115,7 +122,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
 
         def synchronize(self) -> None:
             assert cuda.captured is None, "waiting spoils a capture"
-            check()
+            cuda.check()
             cuda.advance(lambda: not cuda.queues[self.handle])
 
         def wait_for_event(self, event: Event) -> None:
@@ -139,22 +146,19 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
             return True
 
         def synchronize(self) -> None:
-            check()
+            cuda.check()
             cuda.waits += 1
             version = self.recorded
             cuda.advance(lambda: self.done >= version)
-            check()
+            cuda.check()
 
-    def copy(target: int, source: int, size: int, stream: Stream) -> None:
+    return Stream, Event
+
+
+def _add_copies(module: Any, cuda: LateCuda) -> None:
+    def copy(target: int, source: int, size: int, stream: Any) -> None:
         assert cuda.depth > 0
         cuda.submit(lambda: ctypes.memmove(target, source, size), stream.handle)
 
-    monkeypatch.setattr(module, "Stream", Stream)
-    monkeypatch.setattr(module, "Event", Event)
-    monkeypatch.setattr(module, "mem_get_info", check, raising=False)
-    monkeypatch.setattr(
-        module, "memcpy_htod_async", lambda to, values, stream: copy(to, values.ctypes.data, values.nbytes, stream)
-    )
-    monkeypatch.setattr(
-        module, "memcpy_dtoh_async", lambda values, at, stream: copy(values.ctypes.data, at, values.nbytes, stream)
-    )
+    module.memcpy_htod_async = lambda to, values, stream: copy(to, values.ctypes.data, values.nbytes, stream)
+    module.memcpy_dtoh_async = lambda values, at, stream: copy(values.ctypes.data, at, values.nbytes, stream)
