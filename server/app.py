@@ -25,7 +25,7 @@ from server.control.residency import Residency
 from server.control.shared_memory import SharedMemoryRegions
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError
-from server.core.limits import Door
+from server.core.limits import Bodies, Door
 from server.cuda.nvml import Nvml
 from server.cuda.shared_memory import find_client_memory
 from server.frontends.asked import AskedHeaders
@@ -68,8 +68,9 @@ class HeadraceServer:
         self._grpc: GrpcListener | None = None
         self._asked_headers = AskedHeaders(settings.client_header)
         self._lag = LoopLag()
-        self._http_door = Door(settings.limits, "http")
-        self._grpc_door = Door(settings.limits, "grpc")
+        bodies = Bodies(settings.limits)
+        self._http_door = Door(settings.limits, "http", bodies)
+        self._grpc_door = Door(settings.limits, "grpc", bodies)
         self._exit_status = 0
 
     def run(self) -> int:

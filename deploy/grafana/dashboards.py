@@ -91,7 +91,9 @@ OVERVIEW = Dashboard(
             [
                 Panel("Event loop lag, p99", [Query(_quantile(0.99, "headrace_event_loop_lag_seconds", J, "instance, le"),
                       "{{instance}}")], "s", "Every request waits as long for the front end."),
-                Panel("Memory", [Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}")], "bytes"),
+                Panel("Memory", [
+                    Query(f"process_resident_memory_bytes{{{J}}}", "{{instance}}"),
+                    Query(f"headrace_body_bytes{{{J}}}", "{{instance}} bodies of requests")], "bytes"),
                 Panel("CPU", [Query(f"rate(process_cpu_seconds_total{{{J}}}{RATE})", "{{instance}}")], "short", "Cores in use."),
                 Panel("Connections", [Query(f"headrace_connections{{{J}}}", "{{instance}} {{protocol}}")]),
                 Panel("File descriptors", [Query(f"process_open_fds{{{J}}} / process_max_fds{{{J}}}", "{{instance}}")],

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from server.core.errors import BadRequest, TooLarge
+from server.core.errors import BadRequest, Overloaded, TooLarge
 
 
 def _limit(default: Any, text: str) -> Any:
@@ -24,6 +24,7 @@ class Limits:
     """
 
     max_body_bytes: int = _limit(128 << 20, "of one request, as it comes and unpacked")
+    max_total_body_bytes: int = _limit(1 << 30, "of all requests that are in the server at once")
     max_header_bytes: int = _limit(16 << 10, "of the headers of one request, or gRPC's metadata")
     max_chunks: int = _limit(65_536, "chunks of one HTTP body (Transfer-Encoding: chunked)")
     max_json_depth: int = _limit(64, "arrays and objects inside of each other in a JSON body")
@@ -43,6 +44,79 @@ class Limits:
 LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits)}
 
 
+class Bodies:
+    """The bytes of all requests' bodies that are in the server at once, whatever protocol they came by.
+
+    Ownership: the event loop; whoever asks for metrics reads.
+
+    Args:
+        limits: in force. A single body is never too much for all: `max_total_body_bytes` counts as no less than `max_body_bytes`.
+
+    Attributes:
+        held_bytes: now.
+        most_bytes: at any time.
+    """
+
+    __slots__ = ("held_bytes", "most_bytes")
+
+    def __init__(self, limits: Limits) -> None:
+        self.held_bytes = 0
+        self.most_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
+
+
+class HeldBody:
+    """What one request, or one stream of requests, has of the server's `Bodies`.
+
+    Ownership: the event loop. Who has asked a `Door` for one must see to its `end`.
+
+    Args:
+        door: where it is counted that the limit was reached.
+    """
+
+    __slots__ = ("_bodies", "_door", "_ended", "_held_bytes")
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._bodies = door.bodies
+        self._held_bytes = 0
+        self._ended = False
+
+    def check(self, size_bytes: int) -> None:
+        """Raise Overloaded, counted, if there is no room for so many bytes more."""
+        bodies = self._bodies
+        if bodies.held_bytes + size_bytes > bodies.most_bytes:
+            self._door.hit("max_total_body_bytes")
+            raise Overloaded(
+                f"the requests in the server have {bodies.most_bytes} bytes together, and no more are taken"
+            )
+
+    def grow(self, size_bytes: int) -> None:
+        """So many bytes have come; after the end they count for nothing.
+
+        Raises:
+            Overloaded: there is no room for them, and they are not held; counted.
+        """
+        bodies = self._bodies
+        if self._ended:
+            return
+        if bodies.held_bytes + size_bytes > bodies.most_bytes:
+            self.check(size_bytes)
+        bodies.held_bytes += size_bytes
+        self._held_bytes += size_bytes
+
+    def shrink(self, size_bytes: int) -> None:
+        """So many of the bytes that it holds are done with."""
+        if not self._ended:
+            self._bodies.held_bytes -= size_bytes
+            self._held_bytes -= size_bytes
+
+    def end(self) -> None:
+        """The request is over: everything is given back. May be called again."""
+        self._ended = True
+        self._bodies.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+
 class Door:
     """The limits on one protocol's clients, and how often each was reached.
 
@@ -51,16 +125,19 @@ class Door:
     Args:
         limits: in force.
         protocol: "http" or "grpc".
+        bodies: of all protocols; None: this one has them to itself.
 
     Attributes:
+        bodies: those.
         hits: by limit, how often it was reached.
         connections: open now; None where it cannot be told.
     """
 
-    __slots__ = ("connections", "hits", "limits", "protocol")
+    __slots__ = ("bodies", "connections", "hits", "limits", "protocol")
 
-    def __init__(self, limits: Limits | None = None, protocol: str = "http") -> None:
+    def __init__(self, limits: Limits | None = None, protocol: str = "http", bodies: Bodies | None = None) -> None:
         self.limits = limits or Limits()
+        self.bodies = bodies or Bodies(self.limits)
         self.protocol = protocol
         self.hits = dict.fromkeys(self.limits.table(), 0)
         self.connections: int | None = None
@@ -78,6 +155,10 @@ class Door:
         """Count it, and make the error that tells the client (400, INVALID_ARGUMENT)."""
         self.hit(limit)
         return BadRequest(text)
+
+    def hold(self) -> HeldBody:
+        """Room for the body of a request that begins; nothing so far."""
+        return HeldBody(self)
 
     def enter(self) -> bool:
         """A connection was made; False, and counted, if it is one too many. Each needs its `leave` either way."""

@@ -41,6 +41,7 @@ class FastCall(Stream):
     Attributes:
         deadline_ns: see `grpc_methods.Call`.
         caller: see `grpc_methods.Call`.
+        held: what the call has of the room for bodies, from the first byte of a message on.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class FastCall(Stream):
         "_task",
         "caller",
         "deadline_ns",
+        "held",
     )
 
     def __init__(
@@ -61,6 +63,7 @@ class FastCall(Stream):
         super().__init__(connection, stream_id)
         self._head = head
         self._door = door
+        self.held = door.hold()
         self._body_bytes = 0
         self._opened = self._lingers = False
         self._task: asyncio.Task[None] | None = None
@@ -103,7 +106,9 @@ class FastCall(Stream):
     def _abandon(self, error: HeadraceError) -> None:
         """The stream is gone; if its method still runs, it counts against the connection until it has ended."""
         task = self._task
-        if task is not None and not task.done() and not self._lingers:
+        if task is None:
+            self.held.end()
+        elif not task.done() and not self._lingers:
             self._lingers = True
             self.connection.lingering += 1
             task.add_done_callback(self._ended)
@@ -113,6 +118,7 @@ class FastCall(Stream):
                 task.cancel()
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
+        self.held.end()  # of a task that was cancelled before it had begun
         self.connection.lingering -= 1
 
     def _wrong_length(self, size_bytes: int, end: bool) -> bool:
@@ -125,7 +131,8 @@ class FastCall(Stream):
         return False
 
     def _feed(self, reader: MessageReader, data: bytes, start: int, stop: int) -> None:
-        """Read a part of the body; crumbs use up the allowance, messages and large parts earn it."""
+        """Read a part of the body, if there is room; crumbs use up the allowance, messages and large parts earn it."""
+        self.held.grow(stop - start)
         before = reader.waiting
         reader.feed(data, start, stop)
         work = ((stop - start) >> _CRUMB_SHIFT) + _MESSAGE_WORK * (reader.waiting - before)
@@ -147,22 +154,24 @@ class UnaryCall(FastCall):
     def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """A part of the message; mostly all of it."""
         size_bytes = stop - start
-        if end and self._reader is None and size_bytes >= PREFIX_BYTES:
-            flag, length = unpack_prefix(data, start)
-            if (
-                not flag
-                and length == size_bytes - PREFIX_BYTES
-                and length <= self._door.limits.max_body_bytes
-                and self._head.content_length in (-1, size_bytes)
-            ):
-                self._begin(data[start + PREFIX_BYTES : stop])
-                return
-        if self._wrong_length(size_bytes, end):
-            return
         try:
+            if end and self._reader is None and size_bytes >= PREFIX_BYTES:
+                flag, length = unpack_prefix(data, start)
+                if (
+                    not flag
+                    and length == size_bytes - PREFIX_BYTES
+                    and length <= self._door.limits.max_body_bytes
+                    and self._head.content_length in (-1, size_bytes)
+                ):
+                    self.held.grow(size_bytes)
+                    self._begin(data[start + PREFIX_BYTES : stop])
+                    return
+            if self._wrong_length(size_bytes, end):
+                return
             message = self._gather(data, start, stop, end)
         except HeadraceError as error:
             self._end(Status.of(error))
+            self.held.end()
             return
         if message is not None:
             self._begin(message)
@@ -185,7 +194,10 @@ class UnaryCall(FastCall):
             raise BadRequest("the client closed the stream in the middle of a message")
         if not whole:
             raise BadRequest("no message for a unary method")
-        return reader.take()
+        message, came_bytes = reader.take()
+        self.held.shrink(came_bytes)
+        self.held.grow(len(message))
+        return message
 
     def _begin(self, message: bytes) -> None:
         self.receiving = False
@@ -207,6 +219,8 @@ class UnaryCall(FastCall):
         except Exception as error:
             self._end(Status.of(error))
             forget_frames(error)
+        finally:
+            self.held.end()
 
     def _answer(self, message: Message) -> None:
         if self.gone:
@@ -276,7 +290,8 @@ class StreamingCall(FastCall):
             if self.stopping:
                 raise Unavailable("the server is shutting down")
             if self._reader.waiting:
-                message = self._reader.take()
+                message, came_bytes = self._reader.take()
+                self.held.shrink(came_bytes)
                 if not self._reader.waiting:
                     self._open_again()
                 return message
@@ -347,6 +362,8 @@ class StreamingCall(FastCall):
         except Exception as error:
             self._end(Status.of(error))
             forget_frames(error)
+        finally:
+            self.held.end()
 
     def _finish(self) -> None:
         if not self.gone:

@@ -315,7 +315,13 @@ class MessageReader:
         parts, self._parts = self._parts, []
         self._whole.append((b"".join(parts), self._compressed))
 
-    def take(self) -> bytes:
-        """The oldest whole message, unpacked only now, when there is a taker; raises TooLarge and BadRequest."""
+    def take(self) -> tuple[bytes, int]:
+        """The oldest whole message, unpacked only now, when there is a taker, and how many bytes had come for it.
+
+        Raises:
+            TooLarge: it unpacks to more than is taken.
+            BadRequest: it cannot be unpacked.
+        """
         message, compressed = self._whole.popleft()
-        return decompress(message, self._encoding, self._door) if compressed else message
+        came_bytes = PREFIX_BYTES + len(message)
+        return decompress(message, self._encoding, self._door) if compressed else message, came_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.core.completion import LoopCompletion
+from server.core.limits import HeldBody
 from server.frontends.asked import Asked, AskedHeaders
 
 # The parts of one serialized message, in order.
@@ -43,11 +44,14 @@ class StreamCall(Protocol):
     Attributes:
         deadline_ns: as in `Call`.
         asked: as in `Call`; of each message of the stream.
+        held: what the stream has of the room for bodies. A message that was read counts no more unless the method takes it there,
+            and gives it back; whatever is left at its end, the engine does.
         stopping: True once the server stops; the method then takes on nothing new and ends when it can.
     """
 
     deadline_ns: int
     stopping: bool
+    held: HeldBody
 
     @property
     def asked(self) -> Asked:

@@ -17,7 +17,7 @@ import grpc
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import Cancelled, Unavailable, forget_frames
-from server.core.limits import Door
+from server.core.limits import Door, HeldBody
 from server.frontends.asked import Asked, AskedHeaders
 from server.frontends.grpc_methods import Message, Methods, Stream, Unary
 from server.frontends.grpc_status import failure
@@ -45,12 +45,14 @@ class GrpcioServer:
     Args:
         methods: what is served.
         door: the limits on clients, which grpcio keeps in its own way: it counts none, knows no time-outs but its own, and
-            stops unpacking at the largest message, whatever the ratio.
+            stops unpacking at the largest message, whatever the ratio. The bound on all bodies is ours, and counts messages
+            from when they are whole: grpcio does not show them before.
         tls: the operator's files, None for plain text.
     """
 
     def __init__(self, methods: Methods, door: Door, tls: TlsFiles | None) -> None:
         self._methods = methods
+        self._door = door
         self._limits = door.limits
         self._tls = tls
         self._calls: set[_UnaryCall] = set()
@@ -121,26 +123,28 @@ class GrpcioServer:
         return _Handlers(handlers)
 
     def _unary(self, method: Unary) -> Callable[[bytes, Any], Any]:
-        calls, asked_headers = self._calls, self._methods.asked_headers
+        calls, asked_headers, door = self._calls, self._methods.asked_headers, self._door
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call = _UnaryCall(context, asked_headers)
+            call, held = _UnaryCall(context, asked_headers), door.hold()
             calls.add(call)
             try:
+                held.grow(len(message))
                 return _joined(await method(message, call))
             except Exception as error:
                 await _abort(context, error)
                 raise
             finally:
+                held.end()
                 calls.discard(call)
 
         return serve
 
     def _stream(self, method: Stream) -> Callable[[Any, Any], Any]:
-        streams, asked_headers = self._streams, self._methods.asked_headers
+        streams, asked_headers, door = self._streams, self._methods.asked_headers, self._door
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, asked_headers, self._stopping)
+            call = _StreamCall(context, asked_headers, door.hold(), self._stopping)
             streams.add(call)
             try:
                 await method(call)
@@ -152,6 +156,7 @@ class GrpcioServer:
                 call.task.uncancel()
                 await _abort(context, call.ended)
             finally:
+                call.held.end()
                 streams.discard(call)
 
         return serve
@@ -190,9 +195,10 @@ class _StreamCall:
         ended: why `end` has cancelled it.
     """
 
-    def __init__(self, context: Any, asked_headers: AskedHeaders, stopping: bool) -> None:
+    def __init__(self, context: Any, asked_headers: AskedHeaders, held: HeldBody, stopping: bool) -> None:
         self.deadline_ns = _deadline_ns(context, monotonic_ns())
         self.stopping = stopping
+        self.held = held
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.ended: Unavailable | None = None
         self._context = context

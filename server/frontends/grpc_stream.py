@@ -120,7 +120,11 @@ class _Stream:
             self._anything_done.clear()
             while done:
                 next_done, request_bytes = done.popleft()
-                await self._call.write(self._finish(next_done) if isinstance(next_done, Pending) else next_done)
+                if isinstance(next_done, Pending):
+                    await self._call.write(self._finish(next_done))
+                    self._call.held.shrink(request_bytes)
+                else:
+                    await self._call.write(next_done)
                 self._in_flight -= 1
                 self._in_flight_bytes -= request_bytes
                 self._room.set()
@@ -134,17 +138,22 @@ class _Stream:
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:
-        received_ns = self._clock()
+        received_ns, held = self._clock(), self._call.held
         request_id = ""
         try:
             try:
                 envelope = scan(message)
+                request_id = envelope.id
+                held.grow(len(message))
             except HeadraceError as error:
                 self._infer.refused(error, received_ns)
                 raise
-            request_id = envelope.id
-            # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
-            pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
+            try:
+                # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
+                pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
+            except BaseException:
+                held.shrink(len(message))
+                raise
         except HeadraceError as error:
             forget_frames(error)
             self._settled(_error(error, request_id), len(message))

@@ -27,11 +27,10 @@ _SCRATCH = memoryview(bytearray(READ_BYTES))
 
 @dataclass(slots=True)
 class _Body:
-    array: BodyBytes
-    room: memoryview
-    filled: int
+    array: BodyBytes | None
+    missing_bytes: int
     whole: asyncio.Future[BodyBytes | None]
-    on_complete: Callable[[BodyBytes], None]
+    on_complete: Callable[[BodyBytes | None], None]
 
 
 class SocketReader(asyncio.BufferedProtocol):
@@ -39,16 +38,16 @@ class SocketReader(asyncio.BufferedProtocol):
 
     Args:
         http: the HTTP protocol of the connection; everything but data is its business.
-        on_body_data: called whenever data of a direct body arrive.
+        on_body_data: called with their size whenever data of a direct body have arrived; it may forget or drop the body.
     """
 
-    def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[], None]) -> None:
+    def __init__(self, http: asyncio.Protocol, on_body_data: Callable[[int], None]) -> None:
         self._http = http
         self._on_body_data = on_body_data
         self._body: _Body | None = None
 
     def expect(
-        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes], None]
+        self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
     ) -> asyncio.Future[BodyBytes | None]:
         """Receive a body directly from here on.
 
@@ -57,20 +56,24 @@ class SocketReader(asyncio.BufferedProtocol):
         Args:
             size_bytes: of the whole body, more than `start`.
             start: what has arrived of it already.
-            on_complete: called with the whole body, before the next byte is read.
+            on_complete: called with the whole body, or None if it was dropped, before the next byte is read.
 
         Returns:
-            The whole body, or None if the client leaves before it is complete.
+            The whole body, or None if the client leaves before it is complete, or it was dropped.
         """
         array: BodyBytes = np.empty(size_bytes, np.uint8)
-        room = array.data
-        room[: len(start)] = start
+        array.data[: len(start)] = start
         whole: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
-        self._body = _Body(array, room, len(start), whole, on_complete)
+        self._body = _Body(array, size_bytes - len(start), whole, on_complete)
         return whole
 
+    def drop_body(self) -> None:
+        """Keep nothing of the body, and read the rest of it away."""
+        if self._body is not None:
+            self._body.array = None
+
     def forget_body(self) -> None:
-        """What comes of a body is not wanted any more."""
+        """What comes from here on is no body any more."""
         body, self._body = self._body, None
         if body is not None and not body.whole.done():
             body.whole.set_result(None)
@@ -78,7 +81,9 @@ class SocketReader(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: never more room than the body has, so that the next request is not swallowed."""
         body = self._body
-        return _SCRATCH if body is None else body.room[body.filled :]
+        if body is None:
+            return _SCRATCH
+        return _SCRATCH[: body.missing_bytes] if body.array is None else body.array.data[-body.missing_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
         """`nbytes` have arrived."""
@@ -86,9 +91,9 @@ class SocketReader(asyncio.BufferedProtocol):
         if body is None:
             self._http.data_received(bytes(_SCRATCH[:nbytes]))
             return
-        body.filled += nbytes
-        self._on_body_data()
-        if body.filled == len(body.array):
+        body.missing_bytes -= nbytes
+        self._on_body_data(nbytes)
+        if self._body is body and not body.missing_bytes:
             self._body = None
             body.on_complete(body.array)
             if not body.whole.done():

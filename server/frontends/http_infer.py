@@ -18,7 +18,7 @@ import orjson
 from server.core.clock import Clock, monotonic_ns
 from server.core.completion import LoopCompletion
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable, forget_frames
-from server.core.limits import Door
+from server.core.limits import Door, HeldBody
 from server.core.request import InferRequest, InferResponse
 from server.frontends import compression
 from server.frontends.asked import NOTHING, AskedHeaders
@@ -149,7 +149,7 @@ class InferEndpoint:
             # From its first bytes on: a caller that waits so long counts the sending of its body, too.
             deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
-            body = await self._read(send, receive, connection, headers)
+            body = await self._read(send, receive, connection, headers, scope.get("headrace.held"))
             received_ns = self._clock()
             version = self._version(handle)
             request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
@@ -226,7 +226,12 @@ class InferEndpoint:
         return version
 
     async def _read(
-        self, send: Send, receive: Receive, connection: Connection | None, headers: InferHeaders
+        self,
+        send: Send,
+        receive: Receive,
+        connection: Connection | None,
+        headers: InferHeaders,
+        held: HeldBody | None,
     ) -> bytes | BodyBytes:
         limit = self._door.limits.max_body_bytes
         if headers.content_length > limit:
@@ -238,7 +243,9 @@ class InferEndpoint:
         elif len(body) > limit:
             raise self._door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            return compression.decompress(bytes(body), headers.content_encoding, self._door)
+            body = compression.decompress(bytes(body), headers.content_encoding, self._door)
+            if held is not None:
+                held.grow(len(body))
         return body
 
 

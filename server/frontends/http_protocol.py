@@ -21,6 +21,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from server.core.completion import LoopCompletion
+from server.core.errors import Overloaded
 from server.core.limits import Door
 from server.frontends.http_body import MIN_DIRECT_BYTES, READ_BYTES, BodyBytes, SocketReader
 from server.frontends.http_lifetime import Lifetimes, Stage
@@ -53,13 +54,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.stage, self.since = Stage.HEADERS, lifetimes.epoch
         self._door = door
         self._lifetimes = lifetimes
-        self._reader = SocketReader(self, self._unset_keepalive_if_required)
+        self._reader = SocketReader(self, self._direct_data)
         self._large: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
         self._seen: RequestResponseCycle | None = None
         # With requests in a row it is not the last one, which is all that uvicorn knows of.
         self._answering: RequestResponseCycle | None = None
         self._refusal = (0, "")
         self._heard = False
+        self._held = door.hold()  # of the message that is being read; its scope has it too
         # Of the message that is being read: its headers, less the read that they began in; chunks; and bytes of the body as they
         # came, with all that frames them, and as they are.
         self._header_bytes = self._chunks = self._wire_bytes = self._body_bytes = 0
@@ -70,8 +72,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         transport.set_protocol(self._reader)
         self._lifetimes.add(self)
         if not self._door.enter():
-            text = f"the server has {self._door.limits.max_connections} connections and takes no more"
-            self._refuse(503, text, b"retry-after: 1\r\n")
+            self._refuse(503, f"the server has {self._door.limits.max_connections} connections and takes no more")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone: nobody waits for the answer any more."""
@@ -82,12 +83,22 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self.caller is not None:
             self.caller.abandon()
+        for cycle, _ in self.pipeline:  # nobody will serve them
+            cycle.scope["headrace.held"].end()  # type: ignore[typeddict-item]
+        self.pipeline.clear()
         # The garbage collector comes by rarely: what leads back here must not keep a body until it does.
         self.cycle = self.scope = self._reader = self._large = self._seen = None  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, self._serve)
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run the application, behind which nobody needs the body of its request."""
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            scope["headrace.held"].end()
 
     def _client_left(self) -> None:
         """Nothing can be written any more: an answer that waits until it can would find that out by an exception."""
@@ -104,6 +115,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.stage, self.since, self._header_bytes = Stage.HEADERS, self._lifetimes.epoch, 0
         self.scope["headrace.connection"] = self  # type: ignore[typeddict-unknown-key]
+        self._held = self.scope["headrace.held"] = self._door.hold()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         """The headers are in."""
@@ -111,7 +123,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if self._header_bytes + 2 * READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > limit:
-                self._refuse_from_parser(431, _HEADERS, f"the headers are larger than {limit} bytes")
+                self._door.hit(_HEADERS)
+                self._refuse_from_parser(431, f"the headers are larger than {limit} bytes")
         self.stage, self.since = Stage.BODY, self._lifetimes.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()
@@ -122,11 +135,16 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._chunks += 1
         if self._chunks > self._door.limits.max_chunks:
             text = f"the body comes in more than {self._door.limits.max_chunks} chunks: send larger ones, or a Content-Length"
-            self._refuse_from_parser(413, _CHUNKS, text)
+            self._door.hit(_CHUNKS)
+            self._refuse_from_parser(413, text)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body, without what frames it."""
         self._body_bytes += len(body)
+        try:
+            self._held.grow(len(body))
+        except Overloaded as error:
+            self._refuse_from_parser(503, str(error))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -134,8 +152,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self.stage = Stage.BETWEEN
         super().on_message_complete()
 
-    def _refuse_from_parser(self, status: int, limit: str, text: str) -> NoReturn:
-        self._door.hit(limit)
+    def _refuse_from_parser(self, status: int, text: str) -> NoReturn:
         self._refusal = (status, text)
         raise _RefusedError(text)
 
@@ -254,8 +271,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if not MIN_DIRECT_BYTES <= size_bytes <= self._door.limits.max_body_bytes:
             return
 
-        def complete(body: BodyBytes) -> None:
-            if cycle.response_complete:
+        try:
+            self._held.check(size_bytes - len(cycle.body))
+        except Overloaded as error:  # told before it is read
+            self._refuse(503, str(error))
+            return
+
+        def complete(body: BodyBytes | None) -> None:
+            if cycle.response_complete or body is None:
                 self._large = None  # nobody wants it
             else:
                 cycle.body = body  # type: ignore[assignment]
@@ -268,7 +291,18 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
         self._large = cycle, self._reader.expect(size_bytes, cycle.body, complete)
 
-    def _refuse(self, status: int, text: str, headers: bytes = b"") -> None:
+    def _direct_data(self, size_bytes: int) -> None:
+        """A part of a large body has come the short way."""
+        self._unset_keepalive_if_required()
+        if self.cycle.response_complete:
+            self._reader.drop_body()
+            return
+        try:
+            self._held.grow(size_bytes)
+        except Overloaded as error:
+            self._refuse(503, str(error))
+
+    def _refuse(self, status: int, text: str) -> None:
         """The last words on a connection: answer, read nothing more, and give the client time to hear it.
 
         Closing at once would make the system send a reset, on which clients drop an answer that they have not read yet.
@@ -294,7 +328,8 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             return
         body = orjson.dumps({"error": text})
         head = b"%scontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
-        transport.write(head % (STATUS_LINE[status], headers, len(body)) + body)
+        later = b"retry-after: 1\r\n" if status == 503 else b""
+        transport.write(head % (STATUS_LINE[status], later, len(body)) + body)
         if transport.can_write_eof():
             transport.write_eof()
         else:

@@ -122,14 +122,17 @@ class ServerCollector(Collector):
 
 def _doors(doors: Sequence[Door]) -> Iterator[Metric]:
     hits, connections, limits = table.LIMIT_HITS.counter(), table.CONNECTIONS.gauge(), table.LIMIT.gauge()
+    bodies = table.BODIES.gauge()
     for door in doors:
         for limit, count in door.hits.items():
             hits.add_metric([door.protocol, limit], count)
         if door.connections is not None:
             connections.add_metric([door.protocol], door.connections)
-    for limit, value in doors[0].limits.table().items() if doors else ():
-        limits.add_metric([limit], value)
-    yield from (hits, connections, limits)
+    for door in doors[:1]:  # the others have the same
+        bodies.add_metric([], door.bodies.held_bytes)
+        for limit, value in door.limits.table().items():
+            limits.add_metric([limit], value)
+    yield from (hits, connections, bodies, limits)
 
 
 def _states(states: States) -> Metric:

@@ -140,7 +140,7 @@ LIMIT_HITS = Family(
     _AT,
     "headrace_limit_hits_total",
     "counter",
-    "Requests, connections or streams that met a limit, by its option. grpcio keeps the limits of gRPC without counting.",
+    "Requests, connections or streams that met a limit, by its option. Of gRPC's, grpcio has none counted but all bodies'.",
     ("protocol", "limit"),
 )
 
@@ -313,6 +313,12 @@ LOOP_LAG = Family(
 )
 CONNECTIONS = Family(
     _SERVER, "headrace_connections", "gauge", "Connections that are open; grpcio does not tell.", ("protocol",)
+)
+BODIES = Family(
+    _SERVER,
+    "headrace_body_bytes",
+    "gauge",
+    "Bytes of the bodies of all requests that are in the server; --max-total-body-bytes is the most.",
 )
 LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by their options.", ("limit",))
 THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")

@@ -21,6 +21,7 @@ from server.core.errors import (
     TooLarge,
     Unavailable,
 )
+from server.core.limits import Door
 from server.core.load import Load
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import FP32, ModelSpec, TensorSpec
@@ -110,7 +111,8 @@ class Streaming:
     asked: Asked = NOTHING
     stopping = False
 
-    def __init__(self) -> None:
+    def __init__(self, door: Door | None = None) -> None:
+        self.held = (door or Door()).hold()
         self.sent: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.got: list[Any] = []
         self.reads = 0
