@@ -19,9 +19,9 @@ from server.__main__ import main
 from server.backends import tensorrt_backend
 from server.core.tensor import Array
 from server.cuda import nvml
+from tests.fake_gpu import install_gpu
 from tests.fake_nvml import FakeNvml
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 
 HANDLE_BYTES = 64
 SHARED = "/dev/shm"
@@ -76,12 +76,11 @@ class FakeGather:
 
 
 if __name__ == "__main__":
-    cuda, patch = LateCuda(), pytest.MonkeyPatch()
-    install(patch, cuda)
+    patch = pytest.MonkeyPatch()
+    cuda = install_gpu(patch)
     cuda.exported = Exported()
     memory = Memory()
     patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
-    patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
     patch.setattr(nvml, "open_library", FakeNvml)
     patch.setattr(nvml, "pci_addresses", lambda: ["0000:01:00.0"])
     sys.exit(main())

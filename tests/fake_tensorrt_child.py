@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from server.backends.tensorrt_backend import TensorRtBackend, TensorRtModel
 from server.core.ledger import Account
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_gpu import install_gpu
 
 FACTORY = "tests.fake_tensorrt_child:Backend"
 
@@ -20,9 +18,7 @@ class Backend:
     """See `server.backends.base.Backend`."""
 
     def __init__(self) -> None:
-        patch, cuda = pytest.MonkeyPatch(), LateCuda()
-        install(patch, cuda)
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+        install_gpu(pytest.MonkeyPatch())
         self._inner = TensorRtBackend()
 
     def load(

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_gpu import install_gpu
 from tests.models import add_model, affine
 from tests.serving import Server, start
 from tests.unit.control.control_thread import X, expected
@@ -27,9 +26,7 @@ MEMORY = re.compile(r'^headrace_gpu_memory_bytes\{gpu="0",kind="\w+",model="(\w+
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cuda = LateCuda()
-    install(monkeypatch, cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+    install_gpu(monkeypatch)
     for seed, name in enumerate("abc", 1):
         folder = add_model(tmp_path / "repository", name, affine(seed=seed))
         (folder / "config.yaml").write_text(TENSORRT)

@@ -17,9 +17,8 @@ import pytest
 
 from server.core.tensor import Array
 from tests import shared_memory_cases as cases
+from tests.fake_gpu import install_gpu
 from tests.fake_gpu_server import HANDLE_BYTES, SHARED
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
 from tests.serving import Server, start
 
 COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
@@ -45,9 +44,7 @@ def right() -> tuple[Array, Array]:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        cuda = LateCuda()
-        install(patch, cuda)
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+        install_gpu(patch)
         return cases.make_repository(tmp_path_factory.mktemp("shared"))
 
 

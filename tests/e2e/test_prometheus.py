@@ -23,8 +23,7 @@ import yaml
 from deploy.grafana.dashboards import DASHBOARDS
 from tests.certificates import Certificates
 from tests.fake_builder import publish
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_gpu import install_gpu
 from tests.models import add_model, affine
 from tests.prometheus import FOLDER, Prometheus, free_port, is_number, prometheus, selectors
 from tests.serving import HOST, Server, serving, start
@@ -69,9 +68,7 @@ ANNOTATIONS = {
 def build(folder: Path) -> Path:
     repository = folder / "repository"
     with pytest.MonkeyPatch.context() as patch:
-        cuda = LateCuda()
-        install(patch, cuda)
-        patch.setitem(sys.modules, "tensorrt", fake_tensorrt(cuda))
+        install_gpu(patch)
         model = add_model(repository, "gpu", affine(seed=1))
         (model / "config.yaml").write_text("backend: tensorrt\nmax_batch_size: 8\n")
         (model / "1" / "model.plan").write_bytes(plan_of(folder, 1))

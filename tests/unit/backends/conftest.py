@@ -1,4 +1,4 @@
-"""The fragile model in a process of its own."""
+"""The fragile model in a process of its own; and a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import pytest
 
 from server.backends.isolated_backend import IsolatedBackend, IsolatedModel
 from tests import fragile_backend as fragile
+from tests.fake_gpu import cuda as cuda
+from tests.fake_gpu import trt as trt
+from tests.fake_gpu import trt_version as trt_version
 from tests.processes import own_children
 
 Load = Callable[..., IsolatedModel]

@@ -7,7 +7,6 @@ import logging
 import shutil
 import sys
 import weakref
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from server.cuda.driver import DeviceError
 from server.cuda.kernels import launching, loading, reference, scaling
 from server.cuda.kernels.stages import ClassStage, PictureStage
 from server.pipelines.recipe import ImageRecipe
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 from tests.kernels_on_host import HostKernels
 from tests.residents import HostOwner, resident
 from tests.tensorrt_case import build
@@ -39,25 +37,6 @@ NO_OWNER = "an owner was asked for a host copy"
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    fake = LateCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture
-def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    gc.collect()
-    assert cuda.depth == 0, "a context was left current"
-    assert not cuda.live, "memory was not given back"
-    assert not cuda.graphs, "a graph was not given back"
-    assert not cuda.queues, "a stream was not given back"
 
 
 @pytest.fixture

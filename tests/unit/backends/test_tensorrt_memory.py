@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,24 +14,10 @@ from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBacke
 from server.backends.tensorrt_lanes import Lane
 from server.core.ledger import HOST, Kind, Ledger, NoRoom
 from server.cuda.driver import DeviceError
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_streams import LateCuda
 from tests.tensorrt_case import build
 
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> LateCuda:
-    fake = LateCuda()
-    install(monkeypatch, fake)
-    return fake
-
-
-@pytest.fixture(autouse=True)
-def trt(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> Iterator[Any]:
-    module = fake_tensorrt(cuda, "10.6.0")
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
-    yield module
-    assert not cuda.live, "memory was not given back"
+pytestmark = pytest.mark.usefixtures("trt")
 
 
 def test_weights_scratch_and_buffers_are_booked_on_each_gpu(cuda: LateCuda, tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +17,7 @@ from server.control import isolation
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry
 from tests import fake_tensorrt_child
-from tests.fake_streams import LateCuda, install
-from tests.fake_tensorrt import fake_tensorrt
+from tests.fake_gpu import install_gpu
 from tests.models import affine
 from tests.processes import own_children
 from tests.unit.control.control_thread import ask, index, put, run, same
@@ -30,14 +27,11 @@ ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One here too, which the control plane asks for its name and size; no model of these tests may use it."""
-    cuda = LateCuda()
-    install(monkeypatch, cuda)
-    module = fake_tensorrt(cuda)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    cuda = install_gpu(monkeypatch)
     monkeypatch.setitem(isolation.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
-    yield module
+    yield
     assert not cuda.live
     assert own_children() == []
 

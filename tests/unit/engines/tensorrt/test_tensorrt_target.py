@@ -24,8 +24,8 @@ from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import affine, fake_tensorrt
 from tests.tensorrt_case import ORDER, X, Y, batches, build
 
-ten = pytest.mark.parametrize("trt", ["10.6.0"], indirect=True)
-eleven = pytest.mark.parametrize("trt", ["11.4.0.106"], indirect=True)
+ten = pytest.mark.parametrize("trt_version", ["10.6.0"])
+eleven = pytest.mark.parametrize("trt_version", ["11.4.0.106"])
 
 
 def test_what_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda, tmp_path: Path) -> None:
