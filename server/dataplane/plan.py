@@ -14,9 +14,10 @@ _REDRAW_NS = (
 )  # or so much time of instances: a hundred times what drawing takes, and soon for slow models
 _WORSE = 0.97  # a smaller batch is better only if the larger has less than this share of its rows a second: times are measured
 # The smallest batch with this share of the most rows a second is the largest that is made: what is larger makes everybody wait
-# longer, and gains next to nothing. Where several clients ask, each waits for the others' batches, and may have more of that.
+# longer, and gains next to nothing. Where several clients ask, each waits for the others' batches, and more is given for that;
+# but not where the promise has made batches that much smaller already.
 _NEARLY = 0.98
-_NEARLY_SHARED = 0.9
+_NEARLY_SHARED = 0.92
 _ROOM = 0.9  # of the time that a batch may take, for what varies
 _LEAST = 0.8  # share of the most rows a second that is not given up to leave time for others
 
@@ -55,7 +56,7 @@ class Planner:
             self._batches = self._busy_ns = 0
             if self._profile.estimate_ns(1):
                 plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
-                self._plans = plan, _limited(plan, _NEARLY_SHARED)
+                self._plans = plan, _limited(plan, _NEARLY_SHARED, range(1, len(plan.best)))
         return self._plans
 
     def batch(self, busy_ns: int = 0) -> None:
@@ -85,7 +86,7 @@ def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns:
     if policy.objective_ns:
         most = _most_rows(plan, policy.objective_ns)
         plan = plan._replace(best=[min(rows, most) for rows in best])
-    return _limited(plan, _NEARLY)
+    return _limited(plan, _NEARLY, plan.best[1:])
 
 
 def _most_rows(plan: Plan, objective_ns: int) -> int:
@@ -102,9 +103,9 @@ def _most_rows(plan: Plan, objective_ns: int) -> int:
     return max(most, _smallest(plan, possible, _LEAST))
 
 
-def _limited(plan: Plan, share: float) -> Plan:
-    """The same without batches larger than the smallest that has this share of the most rows a second."""
-    most = _smallest(plan, plan.best[1:], share)
+def _limited(plan: Plan, share: float, sizes: Sequence[int]) -> Plan:
+    """The same without batches larger than the smallest of these sizes that has this share of the most rows a second."""
+    most = _smallest(plan, sizes, share)
     return plan._replace(best=[min(rows, most) for rows in plan.best])
 
 
