@@ -9,7 +9,8 @@ be moved when requests age.
 Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time Fair
 Queuing, SIGCOMM 1996): each client's requests follow each other in a virtual time, in which a row takes the longer the less its
 weight. A client with little to ask begins at the present of that time, or a batch before it, and is served at once; one that
-floods waits behind itself.
+floods waits behind itself. An empty queue changes nothing of who has had how much: where the time that is promised is that of two
+batches, each batch is all that waits, and whoever came first after it would otherwise go before everybody.
 There a handicap is counted in rows, `ROW_NS` of it for each, since that time has no seconds.
 """
 
@@ -96,6 +97,7 @@ class Shares:
 
     Attributes:
         now: start tag of what was served last.
+        several: more than one client has asked since something waits.
     """
 
     def __init__(self, sharing: Sharing, credit_rows: int = 0) -> None:
@@ -104,19 +106,14 @@ class Shares:
         self.now = 0
         self._moved = self._rows = 0.0  # smoothed: how far a batch moves that time, and its rows
         self._busy = False  # something was served, and something waits
-        self._ends: dict[str, int] = {}  # of clients with something in the queue, or who were served before their time
+        self._first: str | None = None  # who was the first to ask since something waits
+        self.several = False
+        self._ends: dict[str, int] = {}  # who is not in it has not asked of late
 
     def start(self, client: str) -> int:
         """The tag of the client's next request."""
-        if not self._ends:
-            return self.now  # before nobody
         earliest, end = self.now - self._credit, self._ends.get(client, 0)
         return end if end > earliest else earliest
-
-    @property
-    def several(self) -> bool:
-        """More than one client has asked since something waits."""
-        return len(self._ends) > 1
 
     def rows_ahead(self, tag: int) -> int:
         """Rows that are served before a request of this start tag, if the others go on asking as they do."""
@@ -124,6 +121,10 @@ class Shares:
 
     def queued(self, client: str, rows: int) -> None:
         """A request was queued."""
+        if self._first is None:
+            self._first = client
+        elif client != self._first:
+            self.several = True
         ends = self._ends
         ends[client] = self.start(client) + self._virtual(client, rows)
         if len(ends) > _MOST_CLIENTS:  # names cost their sender nothing
@@ -152,9 +153,9 @@ class Shares:
         self.now, self._busy = tag, True
 
     def rest(self) -> None:
-        """Nothing waits: nobody has to make up for anything, and no name need be remembered."""
-        self._ends.clear()
-        self._busy = False
+        """Nothing waits."""
+        self._first = None
+        self._busy = self.several = False
 
     def _virtual(self, client: str, rows: int) -> int:
         return int(rows * ROW_NS / self._weights.get(client, self._default_weight))

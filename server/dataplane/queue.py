@@ -220,6 +220,8 @@ class Queue:
     def clear(self) -> list[Entry]:
         """Remove everything."""
         taken = [entry for lane in self._lanes.values() for entry in lane.take(lane.count)]
+        for entry in taken:
+            self._unserved(entry)
         self._forget(taken)
         self._lanes.clear()
         return taken

@@ -150,6 +150,34 @@ def test_who_was_idle_has_not_saved_anything() -> None:
     assert abs(got["busy"] - got["late"]) <= 2, "but for the credit of a batch, which is none here"
 
 
+@pytest.mark.parametrize("first", ["flood", "calm"])
+def test_who_comes_first_to_an_empty_queue_has_gained_nothing(first: str) -> None:
+    queue = Queue(1, Order(0, Sharing(), credit_rows=8))
+    for _ in range(10):  # each batch is all that waits
+        for number in range(16):
+            queue.push(entry(number, client="calm" if number % 8 == 0 else "flood"))
+        assert len(served(queue)) == queue.total_rows + 16
+    calm = [entry(client="calm") for _ in range(4)]
+    flood = [entry(client="flood") for _ in range(12)]
+    for each in [*flood, *calm] if first == "flood" else [calm[0], *flood, *calm[1:]]:
+        queue.push(each)
+    assert served(queue) == [*calm, *flood]
+
+
+def test_it_is_known_whether_more_than_one_asks() -> None:
+    order = Order(0, Sharing())
+    queue = Queue(1, order)
+    queue.push(entry(client=""))
+    queue.push(entry(client=""))
+    assert not order.crowded
+    queue.push(entry(client="a"))
+    assert order.crowded
+    served(queue, 2)
+    assert order.crowded, "it was so since something waits"
+    served(queue)
+    assert not order.crowded
+
+
 def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
     queue = Queue(1, Order(0, Sharing()))
     mine = [entry(number, client="mine") for number in range(50)]
@@ -162,6 +190,16 @@ def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
     queue.push(again)
     assert served(queue)[-1] is again
     assert again.key <= 2 * NS_PER_MS
+
+
+def test_what_is_cleared_is_not_counted_against_its_client() -> None:
+    queue = Queue(1, Order(0, Sharing()))
+    for number in range(100):
+        queue.push(entry(number, client="mine"))
+    queue.clear()
+    for client in ("mine", "other"):
+        queue.push(entry(200, client=client))
+    assert max(each.key for each in served(queue)) <= 2 * NS_PER_MS
 
 
 def test_names_without_end_are_not_remembered() -> None:
