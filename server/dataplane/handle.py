@@ -99,7 +99,7 @@ class ModelHandle:
         planner = Planner(self.profile, policy.batch)
         self._scheduler.plan_by(planner)
         self._outlook = Outlook(
-            planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), overtaken=policy.sharing is None
+            planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), shared=policy.sharing is not None
         )
         self._scheduler.on_dropped = self._outlook.missed
         self._scheduler.retry_after_s = self._outlook.retry_after_s

@@ -28,7 +28,7 @@ from server.dataplane.experience import LATELY_NS, Arrivals, Reserves
 from server.dataplane.order import FAR_NS
 from server.dataplane.plan import Planner
 from server.dataplane.profile import WINDOW
-from server.dataplane.queue import Entry
+from server.dataplane.queue import Entry, Place
 
 _SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
@@ -59,9 +59,8 @@ class Line(Protocol):
     def waiting_rows(self) -> int:
         """Rows that wait."""
 
-    def place(self, entry: Entry) -> tuple[int, int]:
-        """Give an entry its key; rows that would be served before it if it were queued now, and its lag: who comes soon with
-        less goes first."""
+    def place(self, entry: Entry) -> Place:
+        """Give an entry its key, and say where it would be if it were queued now."""
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Rows that would be served before a request like this, if it were queued now."""
@@ -77,7 +76,7 @@ class Outlook:
         policy: how they are formed.
         line: what waits.
         under_way: what each living instance runs.
-        overtaken: `line` does not reckon with those who come later and go first.
+        shared: of those who come later, only clients that ask for less than their share go first.
 
     Attributes:
         late: answers that came after they were due.
@@ -91,14 +90,14 @@ class Outlook:
         policy: BatchPolicy,
         line: Line,
         under_way: Callable[[], Sequence[UnderWay]],
-        overtaken: bool = True,
+        shared: bool = False,
     ) -> None:
         self.under_way = under_way
         self.late = 0
         self.promises = policy.objective_ns > 0
         self.changed = True
         self._planner = planner
-        self._overtaken = overtaken
+        self._shared = shared
         self._policy = policy
         self._line = line
         self._lock = threading.Lock()
@@ -126,13 +125,14 @@ class Outlook:
         free_ns = self._free_ns(plan, now_ns) if plan is not None else ()
         if plan is None or not free_ns:
             return
-        ahead, lag_ns = self._line.place(last)
+        ahead, most, lag_ns = self._line.place(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
             last.key = 0  # it comes behind the others
         last.kind = kind = lag_ns.bit_length()
+        rank = min(kind, 1) if self._shared else kind
         start = self._start(plan, free_ns, ahead, last.rows, now_ns)
-        overtakers = self._overtakers(plan, len(free_ns), kind, now_ns, start[0] - now_ns) if self._overtaken else 0
+        overtakers = min(self._overtakers(plan, len(free_ns), rank, now_ns, start[0] - now_ns), most)
         if overtakers:
             start = self._start(plan, free_ns, ahead + overtakers, last.rows, now_ns)
         start_ns, done_ns = start[0], self._done(plan, start, last, now_ns)
@@ -143,7 +143,7 @@ class Outlook:
             refusal = "requests come faster than they can be served; it would be answered in {0:.3g} ms"
         else:
             last.promised_ns = done_ns
-            self._arrivals.came(kind, last.rows, now_ns)
+            self._arrivals.came(rank, last.rows, now_ns)
             return
         if self._tries(plan, free_ns, ahead, last, now_ns):
             last.promised_ns = done_ns

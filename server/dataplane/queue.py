@@ -6,7 +6,7 @@ Nothing here locks or reads a clock: the scheduler owns the lock under which eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from server.core.completion import Completion
 from server.core.tensor import Array
@@ -96,6 +96,20 @@ class Entry:
             self.leave(self)
 
 
+class Place(NamedTuple):
+    """Where an entry would be in the queue.
+
+    Attributes:
+        rows: about how many would be served before it, if nothing more came.
+        overtakers: rows at the most that come later and go before it.
+        lag_ns: see `Order.lag_ns`.
+    """
+
+    rows: int
+    overtakers: int
+    lag_ns: int
+
+
 class Queue:
     """All lanes of one model version.
 
@@ -140,14 +154,16 @@ class Queue:
 
     def rows_ahead(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
         """About how many rows would be served before such an entry, if it were queued now."""
-        return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client), level)
+        return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client))
 
-    def place(self, entry: Entry) -> tuple[int, int]:
-        """Give an entry its key; about how many rows would be served before it, if it were queued now, and its lag; see
-        `Order.lag_ns`."""
-        order = self.order
-        entry.key = key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-        return self._rows_before(key, entry.level), order.lag_ns(key, entry.received_ns)
+    def place(self, entry: Entry) -> Place:
+        """Give an entry its key, and say where it would be if it were queued now."""
+        order, level = self.order, entry.level
+        entry.key = key = order.key(level, entry.due_ns, entry.enqueued_ns, entry.client)
+        rows, overtakers, shares = self._rows_before(key), FAR_NS, order.shares
+        if shares is not None:
+            overtakers = max(shares.rows_ahead(key - level * order.handicap_ns) - rows, 0)
+        return Place(rows, overtakers, order.lag_ns(key, entry.received_ns))
 
     def push(self, entry: Entry) -> Lane:
         """Put an entry into the lane of its shape; it keeps its key if it has one."""
@@ -226,12 +242,11 @@ class Queue:
         self._lanes.clear()
         return taken
 
-    def _rows_before(self, key: int, level: int) -> int:
-        rows, order = 0, self.order
+    def _rows_before(self, key: int) -> int:
+        rows = 0
         for lane in self._lanes.values():
             rows += lane.rows_before(key)
-        shares = order.shares
-        return rows if shares is None else max(rows, shares.rows_ahead(key - level * order.handicap_ns))
+        return rows
 
     def _unserved(self, entry: Entry) -> None:
         shares = self.order.shares

@@ -23,7 +23,7 @@ from server.dataplane.scheduler import Scheduler
 from server.dataplane.selection import Batch, QueueLimits
 from server.simulation.profiles import Latency
 from server.simulation.profiles import Profile as Simulated
-from server.simulation.replay import SimulatedModel, replay
+from server.simulation.replay import ANSWERED, SimulatedModel, replay
 from server.simulation.report import Figures, report
 from server.simulation.traces import Load, Shape, make_trace
 from tests.slots import Slot, request
@@ -185,6 +185,27 @@ def test_of_two_that_flood_each_gets_what_its_weight_says() -> None:
 
 
 # With admission, by the simulator
+
+
+@pytest.mark.parametrize("calm", [0.1, 0.3])
+@pytest.mark.parametrize(("batch_us", "row_us", "slo_ms"), [(4000, 250, 25), (8000, 500, 50), (5900, 159, 25)])
+@pytest.mark.parametrize("variation", [0.0, 0.08])
+def test_a_promise_of_two_batches_is_kept_to_a_quiet_client_beside_a_flood(
+    batch_us: float, row_us: float, slo_ms: int, calm: float, variation: float
+) -> None:
+    capacity_hz, seconds = ROWS / (batch_us + ROWS * row_us) * 1e6, 4.0
+    policy = HandlePolicy(BatchPolicy(ROWS, objective_ns=slo_ms * MS), QueueLimits(1 << 20), sharing=Sharing())
+    model = SimulatedModel(policy, Simulated(Latency.line(batch_us, row_us), variation=variation))
+    load = Load((calm + 2.0) * capacity_hz, seconds, clients=(("calm", calm), ("flood", 2.0)))
+    trace = make_trace(load, ["m"], np.random.default_rng(0))
+    assert trace.clients is not None
+    quiet = trace.clients == 0
+    alone, beside = replay(trace.of(quiet), [model]), replay(trace, [model])
+    answered = np.array(beside.outcomes) == ANSWERED
+    assert Counter(alone.outcomes) == {ANSWERED: int(quiet.sum())}
+    assert answered[quiet].mean() > 0.98
+    assert np.percentile(np.array(beside.latency_ns)[quiet & answered], 99) < slo_ms * MS
+    assert answered.sum() / seconds > (0.8 if variation else 0.9) * capacity_hz
 
 
 def figures(

@@ -17,7 +17,7 @@ from server.dataplane.batching import BatchPolicy
 from server.dataplane.outlook import Outlook, UnderWay, _nth_start
 from server.dataplane.plan import Planner
 from server.dataplane.profile import Profile
-from server.dataplane.queue import Entry
+from server.dataplane.queue import Entry, Place
 
 NOW = 1000 * MS
 IDLE = UnderWay(NOW - 1, ())
@@ -29,9 +29,10 @@ class Line:
     def __init__(self) -> None:
         self.waiting_rows = 0
         self.urgent = False  # who asks goes before all others
+        self.lag_ns, self.overtakers = 1000, 1000  # of who does not
 
-    def place(self, entry: Entry) -> tuple[int, int]:
-        return (0, 1) if self.urgent else (self.waiting_rows, 1000)
+    def place(self, entry: Entry) -> Place:
+        return Place(0, 0, 0) if self.urgent else Place(self.waiting_rows, self.overtakers, self.lag_ns)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         return self.waiting_rows
@@ -46,7 +47,7 @@ class Case:
         objective_ms: int = 50,
         merge: bool = True,
         known: bool = True,
-        overtaken: bool = True,
+        shared: bool = False,
     ) -> None:
         self.line = Line()
         self.works = [IDLE] * instances
@@ -56,7 +57,7 @@ class Case:
             self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
         self.planner = Planner(self.profile, policy)
-        self.outlook = Outlook(self.planner, policy, self.line, lambda: self.works, overtaken)
+        self.outlook = Outlook(self.planner, policy, self.line, lambda: self.works, shared)
         self.outlook.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
     def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
@@ -326,13 +327,26 @@ def test_who_is_overtaken_waits_longer() -> None:
     later.due_ns += 2 * NS_PER_S
     case.outlook.admit([later], NOW + 2 * NS_PER_S)
     assert later.promised_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
-    fair = Case(overtaken=False)
-    fair.busy((0, 8))
-    fair.line.waiting_rows, fair.line.urgent = 7, True
+
+
+def test_where_clients_share_only_those_below_their_share_go_first() -> None:
+    case = Case(objective_ms=100, shared=True)
+    case.busy((0, 8))
+    case.line.waiting_rows, case.line.lag_ns = 7, 10
     for _ in range(300):
-        fair.ask()
-    fair.line.urgent = False
-    assert fair.ask() == 20, "the queue has reckoned with them"
+        assert case.ask() == 20, "nobody has come who would overtake it"
+    case.line.lag_ns = 1000
+    assert case.ask() == 20, "nor have those: they were of a client that is above its share"
+    case.line.urgent = True
+    for _ in range(300):
+        assert case.ask() == 20, "nobody overtakes those"
+    case.line.urgent = False
+    assert case.ask() == 40, "nine or fewer come meanwhile"
+    case.line.overtakers = 8
+    assert case.ask() == 30, "more than so many would be above their share themselves"
+    case.line.overtakers = 1000
+    case.busy((-9, 8))
+    assert case.ask() == 21, "in a millisecond there come fewer"
 
 
 def test_what_is_known_of_slow_batches_counts_soon() -> None:
