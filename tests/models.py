@@ -12,11 +12,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from loadtest.onnx_models import Dim, onnx_model
+from loadtest.onnx_models import busy as busy
 from server.core.tensor import BY_NAME
-
-Dim = int | str | None
-_OPSET = 21
-_IR_VERSION = 10
 
 
 def identity(
@@ -24,7 +22,7 @@ def identity(
 ) -> onnx.ModelProto:
     """Y = X, for any datatype of the protocol; `shape` with the batch dimension."""
     kind = BY_NAME[datatype].onnx_number
-    return _model(
+    return onnx_model(
         [helper.make_node("Identity", [names[0]], [names[1]])], {names[0]: (kind, shape)}, {names[1]: (kind, shape)}
     )
 
@@ -42,7 +40,7 @@ def affine(features: int = 16, classes: int = 4, seed: int = 0) -> onnx.ModelPro
         helper.make_node("Relu", ["XWB"], ["Y"]),
     ]
     fp32 = TensorProto.FLOAT
-    return _model(nodes, {"X": (fp32, ("batch", features))}, {"Y": (fp32, ("batch", classes))}, weights)
+    return onnx_model(nodes, {"X": (fp32, ("batch", features))}, {"Y": (fp32, ("batch", classes))}, weights)
 
 
 def sum_difference(width: int = 4) -> onnx.ModelProto:
@@ -53,7 +51,7 @@ def sum_difference(width: int = 4) -> onnx.ModelProto:
         helper.make_node("Sub", ["A_FP32", "B"], ["DIFFERENCE"]),
     ]
     shape = ("batch", width)
-    return _model(
+    return onnx_model(
         nodes,
         {"A": (TensorProto.INT32, shape), "B": (TensorProto.FLOAT, shape)},
         {"SUM": (TensorProto.FLOAT, shape), "DIFFERENCE": (TensorProto.FLOAT, shape)},
@@ -68,7 +66,7 @@ def row_sums() -> onnx.ModelProto:
         helper.make_node("ReduceSum", ["X", "axes"], ["SUM"], keepdims=1),
     ]
     fp32 = TensorProto.FLOAT
-    return _model(
+    return onnx_model(
         nodes,
         {"X": (fp32, ("batch", "n"))},
         {"DOUBLE": (fp32, ("batch", "n")), "SUM": (fp32, ("batch", 1))},
@@ -79,14 +77,14 @@ def row_sums() -> onnx.ModelProto:
 def unbatched() -> onnx.ModelProto:
     """Y = -X, FP32 (2, 3): no batch dimension at all."""
     fp32 = TensorProto.FLOAT
-    return _model([helper.make_node("Neg", ["X"], ["Y"])], {"X": (fp32, (2, 3))}, {"Y": (fp32, (2, 3))})
+    return onnx_model([helper.make_node("Neg", ["X"], ["Y"])], {"X": (fp32, (2, 3))}, {"Y": (fp32, (2, 3))})
 
 
 def transposed() -> onnx.ModelProto:
     """Y (batch, 3, 2) is each row of X (batch, 2, 3) transposed; for `reshape`, which callers see as 6 numbers."""
     fp32 = TensorProto.FLOAT
     node = helper.make_node("Transpose", ["X"], ["Y"], perm=[0, 2, 1])
-    return _model([node], {"X": (fp32, ("batch", 2, 3))}, {"Y": (fp32, ("batch", 3, 2))})
+    return onnx_model([node], {"X": (fp32, ("batch", 2, 3))}, {"Y": (fp32, ("batch", 3, 2))})
 
 
 def scores(classes: int = 5) -> onnx.ModelProto:
@@ -96,7 +94,7 @@ def scores(classes: int = 5) -> onnx.ModelProto:
         helper.make_node("ArgMax", ["X"], ["BEST"], axis=1, keepdims=1),
     ]
     shape = ("batch", classes)
-    return _model(
+    return onnx_model(
         nodes,
         {"X": (TensorProto.FLOAT, shape)},
         {"SCORES": (TensorProto.FLOAT, shape), "BEST": (TensorProto.INT64, ("batch", 1))},
@@ -106,7 +104,7 @@ def scores(classes: int = 5) -> onnx.ModelProto:
 def optional_bias(width: int = 3) -> onnx.ModelProto:
     """Y = X + BIAS, FP32 (batch, width); BIAS (1, width) has a default of 100, so a request may leave it out."""
     fp32 = TensorProto.FLOAT
-    model = _model(
+    model = onnx_model(
         [helper.make_node("Add", ["X", "BIAS"], ["Y"])],
         {"X": (fp32, ("batch", width)), "BIAS": (fp32, ("bias_batch", width))},
         {"Y": (fp32, ("batch", width))},
@@ -120,7 +118,7 @@ def table_lookup(size: int = 4) -> onnx.ModelProto:
     table = {"table": np.arange(size, dtype=np.int64) * 10}
     int64 = TensorProto.INT64
     node = helper.make_node("Gather", ["table", "X"], ["Y"], axis=0)
-    return _model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
+    return onnx_model([node], {"X": (int64, ("batch", 1))}, {"Y": (int64, ("batch", 1))}, table)
 
 
 def pictures(height: int = 224, width: int = 224, classes: int = 10, seed: int = 0) -> onnx.ModelProto:
@@ -139,45 +137,7 @@ def pictures(height: int = 224, width: int = 224, classes: int = 10, seed: int =
     ]
     fp32 = TensorProto.FLOAT
     shape = ("batch", 3, height, width)
-    return _model(nodes, {"IMAGE": (fp32, shape)}, {"LOGITS": (fp32, ("batch", classes))}, weights)
-
-
-def busy(width: int = 128) -> onnx.ModelProto:
-    """STEPS (1,) INT64 -> Y (1,) FP32: computes for as long as the caller says, some 30 us a step on one core.
-
-    No batch dimension. Y is 1 whatever STEPS is: each step multiplies a matrix by the identity matrix.
-    """
-    fp32 = TensorProto.FLOAT
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["keep_on"], ["keep_on_out"]),
-            helper.make_node("MatMul", ["carried", "eye"], ["carried_out"]),
-        ],
-        "body",
-        [
-            helper.make_tensor_value_info("step", TensorProto.INT64, ()),
-            helper.make_tensor_value_info("keep_on", TensorProto.BOOL, ()),
-            helper.make_tensor_value_info("carried", fp32, (width, width)),
-        ],
-        [
-            helper.make_tensor_value_info("keep_on_out", TensorProto.BOOL, ()),
-            helper.make_tensor_value_info("carried_out", fp32, (width, width)),
-        ],
-    )
-    constants = {
-        "eye": np.eye(width, dtype=np.float32),
-        "true": np.array(True),
-        "scalar": np.array([], np.int64),
-        "axes": np.array([0, 1], np.int64),
-        "flat": np.array([1], np.int64),
-    }
-    nodes = [
-        helper.make_node("Reshape", ["STEPS", "scalar"], ["trips"]),
-        helper.make_node("Loop", ["trips", "true", "eye"], ["last"], body=body),
-        helper.make_node("ReduceMax", ["last", "axes"], ["highest"], keepdims=0),
-        helper.make_node("Reshape", ["highest", "flat"], ["Y"]),
-    ]
-    return _model(nodes, {"STEPS": (TensorProto.INT64, (1,))}, {"Y": (fp32, (1,))}, constants)
+    return onnx_model(nodes, {"IMAGE": (fp32, shape)}, {"LOGITS": (fp32, ("batch", classes))}, weights)
 
 
 def add_model(
@@ -211,21 +171,3 @@ def add_model(
     for file, text in (files or {}).items():
         (folder / file).write_text(text)
     return folder
-
-
-def _model(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Mapping[str, tuple[int, Sequence[Dim]]],
-    outputs: Mapping[str, tuple[int, Sequence[Dim]]],
-    constants: Mapping[str, np.ndarray] | None = None,
-) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        list(nodes),
-        "graph",
-        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
-        [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in outputs.items()],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in (constants or {}).items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
-    onnx.checker.check_model(model)
-    return model

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
+from loadtest.onnx_models import busy, onnx_model
 from loadtest.protocol import Array
 
 STEADY, SWAPPED, APART, GUEST, PICTURES, SLOW = "steady", "swapped", "apart", "guest", "pictures", "slow"
@@ -33,8 +34,8 @@ _FEATURES = {STEADY: (16, 16), SWAPPED: (2048, 64), APART: (16, 8), GUEST: (16, 
 _SIDE, _CLASSES = 224, 10
 # A step of `slow` takes some 30 us.
 _STEPS = (50, 150, 300)
-_SLOW_WIDTH = 128
 _REQUESTS = 40
+_FP32 = TensorProto.FLOAT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +86,7 @@ class Repository:
         models = {name: [_affine(*_FEATURES[name], 1).SerializeToString()] for name in (STEADY, APART, GUEST)}
         models[SWAPPED] = [self._swaps[seed] for seed in SEEDS]
         models[PICTURES] = [_pictures().SerializeToString()]
-        models[SLOW] = [_slow().SerializeToString()]
+        models[SLOW] = [busy().SerializeToString()]
         for name, config in _CONFIG.items():
             (folder / name / "1").mkdir(parents=True)
             (folder / name / "config.yaml").write_text(config)
@@ -136,7 +137,7 @@ def _affine(features: int, classes: int, seed: int) -> onnx.ModelProto:
         "B": random.standard_normal(classes, dtype=np.float32),
     }
     nodes = [helper.make_node("MatMul", ["X", "W"], ["XW"]), helper.make_node("Add", ["XW", "B"], ["Y"])]
-    return _model(nodes, ("X", TensorProto.FLOAT, ("batch", features)), ("batch", classes), constants)
+    return onnx_model(nodes, {"X": (_FP32, ("batch", features))}, {"Y": (_FP32, ("batch", classes))}, constants)
 
 
 def _pictures() -> onnx.ModelProto:
@@ -153,59 +154,5 @@ def _pictures() -> onnx.ModelProto:
         helper.make_node("Flatten", ["means"], ["flat"]),
         helper.make_node("MatMul", ["flat", "W"], ["Y"]),
     ]
-    return _model(nodes, ("X", TensorProto.FLOAT, ("batch", 3, _SIDE, _SIDE)), ("batch", _CLASSES), constants)
-
-
-def _slow() -> onnx.ModelProto:
-    """Y (1,) = STEPS (1,), computed for as long as STEPS says; no batch dimension."""
-    shape = (_SLOW_WIDTH, _SLOW_WIDTH)
-    body = helper.make_graph(
-        [
-            helper.make_node("Identity", ["on"], ["on_out"]),
-            helper.make_node("MatMul", ["carried", "eye"], ["carried_out"]),
-        ],
-        "body",
-        [
-            helper.make_tensor_value_info("step", TensorProto.INT64, ()),
-            helper.make_tensor_value_info("on", TensorProto.BOOL, ()),
-            helper.make_tensor_value_info("carried", TensorProto.FLOAT, shape),
-        ],
-        [
-            helper.make_tensor_value_info("on_out", TensorProto.BOOL, ()),
-            helper.make_tensor_value_info("carried_out", TensorProto.FLOAT, shape),
-        ],
-    )
-    constants = {
-        "eye": np.eye(_SLOW_WIDTH, dtype=np.float32),
-        "true": np.array(True),
-        "scalar": np.array([], np.int64),
-        "axes": np.array([0, 1], np.int64),
-        "flat": np.array([1], np.int64),
-    }
-    nodes = [
-        helper.make_node("Reshape", ["STEPS", "scalar"], ["trips"]),
-        helper.make_node("Loop", ["trips", "true", "eye"], ["last"], body=body),
-        helper.make_node("ReduceMax", ["last", "axes"], ["one"], keepdims=0),
-        helper.make_node("Reshape", ["one", "flat"], ["ones"]),
-        helper.make_node("Cast", ["STEPS"], ["steps"], to=TensorProto.FLOAT),
-        helper.make_node("Mul", ["ones", "steps"], ["Y"]),
-    ]
-    return _model(nodes, ("STEPS", TensorProto.INT64, (1,)), (1,), constants)
-
-
-def _model(
-    nodes: Sequence[onnx.NodeProto],
-    taken: tuple[str, int, Sequence[int | str]],
-    given: Sequence[int | str],
-    constants: Mapping[str, Array],
-) -> onnx.ModelProto:
-    graph = helper.make_graph(
-        list(nodes),
-        "soak",
-        [helper.make_tensor_value_info(*taken)],
-        [helper.make_tensor_value_info("Y", TensorProto.FLOAT, given)],
-        [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    onnx.checker.check_model(model)
-    return model
+    shape = ("batch", 3, _SIDE, _SIDE)
+    return onnx_model(nodes, {"X": (_FP32, shape)}, {"Y": (_FP32, ("batch", _CLASSES))}, constants)

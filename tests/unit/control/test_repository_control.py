@@ -279,7 +279,7 @@ def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Pat
             registry.lease("busy", "")
         await reconciler.load("busy", None, {})
         assert index(registry)["busy", "1"][0] == "READY", "wanted again while the old one drains"
-        assert (await waiting).outputs["Y"].tolist() == [1]
+        assert (await waiting).outputs["Y"].tolist() == [20_000]
         handle.release()
         await until(lambda: not any(thread.name.startswith("drain") for thread in threading.enumerate()))
         assert index(registry)["busy", "1"] == ("READY", "")
