@@ -56,9 +56,12 @@ class Arrivals:
 
     def below(self, kind: int, now_ns: int) -> float:
         """Of kinds more urgent than this one, in about the last `LATELY_NS`."""
-        came = list(self._came.items())
-        return sum([_left(rows, now_ns - last_ns) for each, (rows, last_ns) in came if each < kind])
+        rows = 0.0
+        for each, (came, last_ns) in list(self._came.items()):
+            if each < kind:
+                rows += _left(came, now_ns - last_ns)
+        return rows
 
 
 def _left(rows: float, age_ns: int) -> float:
-    return max(rows * (1 - age_ns / LATELY_NS), 0.0)
+    return rows * (1 - age_ns / LATELY_NS) if age_ns < LATELY_NS else 0.0

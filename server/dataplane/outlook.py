@@ -28,7 +28,7 @@ from server.dataplane.experience import LATELY_NS, Arrivals, Reserves
 from server.dataplane.order import FAR_NS
 from server.dataplane.plan import Planner
 from server.dataplane.profile import WINDOW
-from server.dataplane.queue import Entry, Place
+from server.dataplane.queue import Entry
 
 _SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
 _MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
@@ -59,8 +59,9 @@ class Line(Protocol):
     def waiting_rows(self) -> int:
         """Rows that wait."""
 
-    def place(self, entry: Entry) -> Place:
-        """Give an entry its key, and say where it would be if it were queued now."""
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        """Give an entry its key; rows before it if it were queued now, rows at the most that come later and go before it, and its
+        lag: who comes with less goes first."""
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         """Rows that would be served before a request like this, if it were queued now."""
@@ -130,11 +131,12 @@ class Outlook:
             ahead += sum([entry.rows for entry in entries[:-1]])
             last.key = 0  # it comes behind the others
         last.kind = kind = lag_ns.bit_length()
-        rank = min(kind, 1) if self._shared else kind
+        rank = kind > 0 if self._shared else kind
         start = self._start(plan, free_ns, ahead, last.rows, now_ns)
-        overtakers = min(self._overtakers(plan, len(free_ns), rank, now_ns, start[0] - now_ns), most)
-        if overtakers:
-            start = self._start(plan, free_ns, ahead + overtakers, last.rows, now_ns)
+        if rank and most:
+            overtakers = self._overtakers(plan, len(free_ns), rank, now_ns, start[0] - now_ns)
+            if overtakers:
+                start = self._start(plan, free_ns, ahead + min(overtakers, most), last.rows, now_ns)
         start_ns, done_ns = start[0], self._done(plan, start, last, now_ns)
         reserve_ns = self._reserves.ns(kind)
         if done_ns + reserve_ns > due_ns:

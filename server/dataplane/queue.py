@@ -6,7 +6,7 @@ Nothing here locks or reads a clock: the scheduler owns the lock under which eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from server.core.completion import Completion
 from server.core.tensor import Array
@@ -96,20 +96,6 @@ class Entry:
             self.leave(self)
 
 
-class Place(NamedTuple):
-    """Where an entry would be in the queue.
-
-    Attributes:
-        rows: about how many would be served before it, if nothing more came.
-        overtakers: rows at the most that come later and go before it.
-        lag_ns: see `Order.lag_ns`.
-    """
-
-    rows: int
-    overtakers: int
-    lag_ns: int
-
-
 class Queue:
     """All lanes of one model version.
 
@@ -156,14 +142,20 @@ class Queue:
         """About how many rows would be served before such an entry, if it were queued now."""
         return self._rows_before(self.order.key(level, due_ns, enqueued_ns, client))
 
-    def place(self, entry: Entry) -> Place:
-        """Give an entry its key, and say where it would be if it were queued now."""
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        """Give an entry its key, and say where it would be if it were queued now.
+
+        Returns:
+            About how many rows would be served before it, if nothing more came; how many at the most come later and go before
+            it; its lag, see `Order.lag_ns`.
+        """
         order, level = self.order, entry.level
         entry.key = key = order.key(level, entry.due_ns, entry.enqueued_ns, entry.client)
-        rows, overtakers, shares = self._rows_before(key), FAR_NS, order.shares
-        if shares is not None:
-            overtakers = max(shares.rows_ahead(key - level * order.handicap_ns) - rows, 0)
-        return Place(rows, overtakers, order.lag_ns(key, entry.received_ns))
+        rows, shares = self._rows_before(key), order.shares
+        if shares is None:
+            return rows, FAR_NS, order.lag_ns(key, entry.received_ns)
+        overtakers = shares.rows_ahead(key - level * order.handicap_ns) - rows
+        return rows, overtakers if overtakers > 0 else 0, order.lag_ns(key, entry.received_ns)
 
     def push(self, entry: Entry) -> Lane:
         """Put an entry into the lane of its shape; it keeps its key if it has one."""

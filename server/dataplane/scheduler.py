@@ -19,7 +19,7 @@ from server.core.errors import QueueTimeout, Unavailable
 from server.dataplane.batching import IDLE, BatchPolicy, Idle, WaitUntil
 from server.dataplane.order import FAR_NS, Order
 from server.dataplane.plan import Planner
-from server.dataplane.queue import Entry, Place
+from server.dataplane.queue import Entry
 from server.dataplane.selection import Batch, QueueLimits, Selection
 from server.dataplane.shortcut import Claim, Shortcut
 
@@ -194,7 +194,7 @@ class Scheduler:
         with self._lock:
             return self._queue.level(level)
 
-    def place(self, entry: Entry) -> Place:
+    def place(self, entry: Entry) -> tuple[int, int, int]:
         """As `Queue.place`."""
         with self._lock:
             return self._queue.place(entry)

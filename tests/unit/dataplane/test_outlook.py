@@ -17,7 +17,7 @@ from server.dataplane.batching import BatchPolicy
 from server.dataplane.outlook import Outlook, UnderWay, _nth_start
 from server.dataplane.plan import Planner
 from server.dataplane.profile import Profile
-from server.dataplane.queue import Entry, Place
+from server.dataplane.queue import Entry
 
 NOW = 1000 * MS
 IDLE = UnderWay(NOW - 1, ())
@@ -31,8 +31,8 @@ class Line:
         self.urgent = False  # who asks goes before all others
         self.lag_ns, self.overtakers = 1000, 1000  # of who does not
 
-    def place(self, entry: Entry) -> Place:
-        return Place(0, 0, 0) if self.urgent else Place(self.waiting_rows, self.overtakers, self.lag_ns)
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        return (0, 0, 0) if self.urgent else (self.waiting_rows, self.overtakers, self.lag_ns)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
         return self.waiting_rows
