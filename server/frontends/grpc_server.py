@@ -35,8 +35,12 @@ _LAST_WORDS_S = 1.0
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:
-    """False for what grpcio logs with a traceback when a client leaves before its answer: any client could fill the log so."""
-    return record.exc_info is None or type(record.exc_info[1]).__name__ != "ExecuteBatchError"
+    """False for what grpcio logs with a traceback when a client leaves before its answer, or before its call has been looked at:
+    any client could fill the log so."""
+    if record.exc_info is None:
+        return True
+    error = record.exc_info[1]
+    return not isinstance(error, asyncio.CancelledError) and type(error).__name__ != "ExecuteBatchError"
 
 
 class GrpcioServer:

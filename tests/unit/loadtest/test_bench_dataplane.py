@@ -15,7 +15,7 @@ def test_the_device_sets_the_pace_of_one_caller(capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["single-500"]
     figures = found["single-500"]
-    assert figures["rows"]["median"] == 1
+    assert figures["rows"]["median"] == pytest.approx(1, rel=0.05), "one may be answered or run across either end"
     assert figures["p50_us"]["median"] >= 500
     assert figures["p99_us"]["median"] >= figures["p50_us"]["median"]
     assert 0 < figures["rate_per_s"]["median"] <= 2000

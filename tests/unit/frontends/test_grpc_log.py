@@ -1,0 +1,32 @@
+"""What grpcio logs of clients that leave is no error of the server; what else it logs is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+import pytest
+
+from server.frontends.grpc_server import _worth_a_line
+
+
+class ExecuteBatchError(Exception):
+    """As grpcio names its own."""
+
+
+def logged(error: BaseException) -> logging.LogRecord:
+    try:
+        raise error
+    except BaseException:
+        return logging.LogRecord("grpc", logging.ERROR, "file", 1, "it went wrong", (), sys.exc_info())
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), ExecuteBatchError()])
+def test_a_client_that_leaves_is_not_told(error: BaseException) -> None:
+    assert not _worth_a_line(logged(error))
+
+
+def test_faults_are_told() -> None:
+    assert _worth_a_line(logged(RuntimeError("a fault")))
+    assert _worth_a_line(logging.LogRecord("grpc", logging.ERROR, "file", 1, "it went wrong", (), None))
