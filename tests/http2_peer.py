@@ -129,6 +129,7 @@ class PlainApplication:
         self.streams: dict[int, PlainStream] = {}
         self.lost: list[int] = []
         self.connections = 0
+        self.most_connections = 1 << 20
 
     def understand(self, fields: Any) -> Any:
         if fields is not None and not any(name == b":path" for name, _ in fields):
@@ -140,8 +141,9 @@ class PlainApplication:
         stream = self.streams[stream_id] = PlainStream(connection, stream_id, self)
         return stream
 
-    def connected(self, connection: Http2Connection) -> None:
+    def connected(self, connection: Http2Connection) -> bool:
         self.connections += 1
+        return self.connections <= self.most_connections
 
     def disconnected(self, connection: Http2Connection) -> None:
         self.connections -= 1

@@ -124,11 +124,10 @@ class FastGrpcServer:
         connection.outbox.control(answer)
         return None
 
-    def connected(self, connection: Http2Connection) -> None:
+    def connected(self, connection: Http2Connection) -> bool:
         """See `Application`."""
         self._connections.add(connection)
-        if not self._door.enter() or self._stopping:
-            connection.loop.call_soon(connection.shut)
+        return self._door.enter() and not self._stopping
 
     def disconnected(self, connection: Http2Connection) -> None:
         """See `Application`."""

@@ -10,7 +10,7 @@ from server.core.clock import monotonic_ns
 from server.frontends.http2 import frames
 from server.frontends.http2.flow import Allowance, Limits
 from server.frontends.http2.frames import ConnectionFault, ErrorCode, Setting
-from tests.http2_peer import HELLO, Frame, Wire, data, on_a_loop, request
+from tests.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
 
 QUICK = Limits(
     handshake_s=0.1,
@@ -259,6 +259,35 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
         assert frames.DATA in [frame.kind for frame in await wire.frames()]
     assert wire.transport.closed
     assert wire.application.connections == 0
+
+
+@on_a_loop
+async def test_a_shutdown_before_the_preface_serves_what_is_under_way() -> None:
+    """A client that has read the server's SETTINGS may have begun its calls, although nothing of it has come yet."""
+    wire = Wire(hello=b"")
+    wire.connection.lifetime.drain()
+    assert [frame.kind for frame in await wire.frames()] == [
+        frames.SETTINGS,
+        frames.WINDOW_UPDATE,
+        frames.GOAWAY,
+        frames.PING,
+    ]
+    found = await wire.send(HELLO + request(1))
+    assert (frames.HEADERS, 1) in [(frame.kind, frame.stream_id) for frame in found]
+    assert not wire.transport.closed
+    (last,) = await wire.send(frames.ping(b"draining", ack=True))
+    assert (last.payload[:4], last.code) == (b"\0\0\0\1", ErrorCode.NO_ERROR)
+    assert wire.transport.closed
+
+
+@on_a_loop
+async def test_who_is_turned_away_is_not_greeted() -> None:
+    application = PlainApplication()
+    application.most_connections = 0
+    wire = Wire(application, hello=b"")
+    assert await wire.frames() == []
+    assert wire.transport.closed
+    await wire.drop()
 
 
 @on_a_loop

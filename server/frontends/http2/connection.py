@@ -52,8 +52,8 @@ class Application(Protocol):
     def open(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Stream | None:
         """A request begins (and has no body if `end`); None if it was answered, with END_STREAM, right here."""
 
-    def connected(self, connection: Http2Connection) -> None:
-        """A peer has connected."""
+    def connected(self, connection: Http2Connection) -> bool:
+        """A peer has connected; False: it is to be turned away."""
 
     def disconnected(self, connection: Http2Connection) -> None:
         """It is gone, with all its streams."""
@@ -104,10 +104,10 @@ class Http2Connection(asyncio.Protocol):
         """Greet: the server's preface is its SETTINGS frame."""
         self.transport = cast(asyncio.Transport, transport)
         self.outbox = Outbox(self.loop, self.transport, self.limits)
-        self._application.connected(self)
-        tls = transport.get_extra_info("ssl_object")
-        if tls is not None and tls.selected_alpn_protocol() != "h2":
-            self.shut()  # RFC 9113, section 3.2: HTTP/2 over TLS is agreed on by ALPN
+        welcome, tls = self._application.connected(self), transport.get_extra_info("ssl_object")
+        # RFC 9113, section 3.2: HTTP/2 over TLS is agreed on by ALPN.
+        if not welcome or (tls is not None and tls.selected_alpn_protocol() != "h2"):
+            self.shut()  # without SETTINGS, at which a client believes that it is served, and begins its calls
             return
         self.lifetime.begin()
         self.outbox.control(self._control.own_settings())

@@ -54,12 +54,12 @@ class Lifetime:
         self._timer = connection.loop.call_later(connection.limits.linger_s, connection.transport.abort)
 
     def drain(self) -> None:
-        """Shut down gracefully (RFC 9113, section 6.8): a warning, one round trip, the last stream that is served, its end."""
+        """Shut down gracefully (RFC 9113, section 6.8): a warning, one round trip, the last stream that is served, its end.
+
+        So, too, where the peer's preface has not come: its first calls may be under way already, since it has our SETTINGS.
+        """
         connection = self._connection
         if self._drain_timer is not None or connection.closing:
-            return
-        if not connection.greeted:
-            connection.shut()
             return
         connection.outbox.control(frames.goaway(LARGEST_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_DRAIN, ack=False))
         self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._refuse)
