@@ -182,7 +182,8 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
     most, promises_ns = policy.max_rows, plan.promises_ns
     wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
     if view.total_rows > wanted > 0:  # as for most batches under load
-        size = max(wanted, min(next(iter(view.row_counts())), most))  # a request is never cut
+        first_rows = 1 if view.count == view.total_rows else next(iter(view.row_counts()))
+        size = max(wanted, min(first_rows, most))  # a request is never cut
         if now_ns + promises_ns[size] <= view.due_from_ns(wanted):
             return Take(_fitting(view, wanted), CloseReason.FULL)
     rows = count = 0

@@ -109,8 +109,10 @@ class Lane:
 
     def rows_before(self, key: int) -> int:
         """About how many rows would be served before an entry of this key."""
-        before, of = self._entries.before(key)
-        return (self.total_rows - self.last_rows) * before // of
+        entries, rows = self._entries, self.total_rows - self.last_rows
+        if entries.would_end(key):
+            return rows
+        return rows * entries.before(key) // (self.count + self._dead - len(self._last))
 
     def push(self, entry: Entry) -> None:
         """Put an entry in its place."""

@@ -81,17 +81,18 @@ class Runs:
             del run[LONGEST:]
         return True
 
-    def before(self, key: int) -> tuple[int, int]:
-        """How many come before an entry of this key, if it were added now, of how many; 1 of 1 if all do."""
-        runs = self._runs
-        run = runs[-1]
-        if not run or key >= run[-1].key:
-            return 1, 1
-        if len(runs) == 1:
-            return bisect_right(run, key, key=_KEY), len(run)
-        place = bisect_right(runs, key, key=_last_key)
-        lengths = list(map(len, runs))
-        return sum(lengths[:place]) + bisect_right(runs[place], key, key=_KEY), sum(lengths)
+    def would_end(self, key: int) -> bool:
+        """True if all come before an entry of this key, if it were added now."""
+        run = self._runs[-1]
+        return not run or key >= run[-1].key
+
+    def before(self, key: int) -> int:
+        """How many come before an entry of this key, if it were added now; only if not all do."""
+        runs, count = self._runs, 0
+        place = bisect_right(runs, key, key=_last_key) if len(runs) > 1 else 0
+        for run in runs[:place]:
+            count += len(run)
+        return count + bisect_right(runs[place], key, key=_KEY)
 
     def take(self, count: int) -> list[Entry]:
         """Remove the first `count`, or all if there are less."""

@@ -72,4 +72,6 @@ def test_how_many_come_before(keys: list[int], key: int) -> None:
     for each in keys:
         found.add(keyed(each))
     count = sum(each <= key for each in keys)
-    assert found.before(key) == ((count, len(keys)) if count < len(keys) else (1, 1))
+    assert found.would_end(key) == (count == len(keys))
+    if count < len(keys):
+        assert found.before(key) == count
