@@ -118,6 +118,9 @@ class FastCall(Stream):
                 task.cancel()
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
+        self._task = (
+            None  # it keeps its CancelledError, whose traceback keeps this call: a cycle until the collector comes
+        )
         self.held.end()  # of a task that was cancelled before it had begun
         self.connection.lingering -= 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from server.frontends.grpc_fast_calls import UnaryCall
 from server.frontends.http2 import frames
 from server.frontends.http2.flow import Limits
 from server.frontends.http2.frames import ErrorCode
@@ -117,3 +119,27 @@ def test_a_client_may_ping_often(server: EchoServer) -> None:
             assert echo(b"x", timeout=5) == b"x"
             time.sleep(0.3)
         assert len(server.engine._connections) == 1
+
+
+def test_calls_that_end_before_they_begin_leave_nothing_to_the_collector() -> None:
+    """It comes seldom, so as not to hold requests up; a call that waited for it would keep its body until then."""
+
+    def left() -> int:
+        return sum(type(each) is UnaryCall for each in gc.get_objects())
+
+    with echo_server() as server, RawPeer(server.port) as peer:
+        gc.collect()
+        gc.disable()
+        try:
+            before = left()
+            for stream_id in range(1, 21, 2):
+                asked = request(stream_id, end=False, fields=grpc_head("/test.Echo/Wait"))
+                leaves = frames.rst_stream(stream_id, ErrorCode.CANCEL)
+                peer.send(asked, data(stream_id, message(b"x"), end=True), leaves)
+            peer.send(request(21, end=False, fields=grpc_head()), data(21, message(b"behind them"), end=True))
+            while (frame := peer.frame()) is not None and frame.kind != frames.DATA:
+                pass
+            assert frame is not None
+            wait_for(lambda: left() <= before + 1)  # that of the last one
+        finally:
+            gc.enable()
