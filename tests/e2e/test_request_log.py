@@ -129,17 +129,17 @@ def test_errors_of_both_protocols(clean: tuple[Server, Log]) -> None:
 
 def test_who_is_late_and_who_leaves(clean: tuple[Server, Log]) -> None:
     server, log = clean
-    steps = look_quick(server)
+    steps = 3 * look_quick(server)
     slow = {"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [steps]}
     body = json.dumps({"id": "late", "inputs": [slow]}).encode()
     assert server.request("POST", "/v2/models/affine/infer", BODY.replace(b"an id", b"behind them"))[0] == 200
     log.clear_behind("behind them")
-    assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "250"})[0] == 504
+    assert server.request("POST", "/v2/models/busy/infer", body, {"X-Request-Timeout-Ms": "500"})[0] == 504
     with pytest.raises(TimeoutError):
         server.request("POST", "/v2/models/busy/infer", body.replace(b"late", b"gone"), timeout_s=0.1)
     tensors = [tensor("STEPS", np.array([steps], np.int64), "INT64")]
     with triton_grpc.InferenceServerClient(server.grpc_address) as client, pytest.raises(InferenceServerException):
-        client.infer("busy", tensors, request_id="rpc", client_timeout=0.1)
+        client.infer("busy", tensors, request_id="rpc", client_timeout=0.6)
     late, gone, rpc = log.wait(3)
     assert (late["id"], late["status"], late["reason"], late["level"]) == ("late", "504", "deadline", "error")
     assert (gone["id"], gone["status"], gone["reason"], gone["level"]) == ("gone", "499", "cancelled", "warning")
