@@ -100,7 +100,7 @@ NEVER = (
     Never("pickle.load pickle.loads pickle.Unpickler " + UNPICKLERS, "engines", "",
           "pickle.Unpickler may only be subclassed: it runs what the file says", "subclass it and define find_class"),
 )  # fmt: skip
-FILE_LINES = 400
+FILE_LINES = 800
 FUNCTION_LINES = 60
 PROTOCOL_METHODS = 6
 VAGUE = re.compile(r"(?:^|_)(?:utils?|managers?|helpers?)(?:$|_)")
@@ -312,7 +312,7 @@ BROKEN: list[tuple[str, str, str]] = [
     ("engines/demo/x.py", "import pickle\npickle.load(f)", "uses pickle.load"),
     ("engines/demo/x.py", "import pickle\npickle.Unpickler(f).load()", "may only be subclassed"),
     ("engines/demo/x.py", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
-    ("tests/unit/test_x.py", "x = 1\n" * FILE_LINES, "has 400 lines"),
+    ("tests/unit/test_x.py", "x = 1\n" * FILE_LINES, "has 800 lines"),
     ("loadtest/x.py", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1), "f has 60 lines"),
     ("engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES, ":2: g has 61 lines"),
     ("server/core/x.py", "try:\n    f()\nexcept:\n    raise", ":3: bare except"),
