@@ -35,15 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
 
-    from rich.console import Console
+    from server.core.console import open_console
 
     run: Any = command.run
     try:
-        status: int = run(options, Console())
+        status: int = run(options, open_console())
     except BuildError as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"{parser.prog}: {error}", style="red", highlight=False, markup=False
-        )
+        errors = open_console(stderr=True, highlight=False)
+        errors.print(f"{parser.prog}: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, CallError) or options.words[0] == "models" else 1
     return status
 

@@ -16,6 +16,7 @@ from engines.progress import Report
 from engines.report.narrow_table import Heading, narrow_table
 from engines.report.style import plain, rate, size
 from server.config.machine import Machine
+from server.core.console import is_pipe
 
 if TYPE_CHECKING:
     from engines.building import Outcome
@@ -53,7 +54,7 @@ class BuildDisplay:
             # Takes the room that the others leave: a phase may be cut short, a model's name and the time may not.
             TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, ratio=1)),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or is_pipe(console),
             expand=True,
         )
         self._names = list(names)

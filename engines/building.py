@@ -18,6 +18,7 @@ from engines.spec import BuildSpec, spec_of
 from engines.store import Store
 from engines.targets.base import Target
 from engines.targets.choice import choose_target
+from server.core.console import open_console
 from server.core.errors import HeadraceError
 from server.core.optimization_config import PRECISIONS
 
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             outcome = build_one(project, options, target, store, display.report(project.name))
             outcomes.append(outcome)
             display.finish(outcome)
-    show_outcomes(console, Console(stderr=True), outcomes, target.describe())
+    show_outcomes(console, open_console(stderr=True), outcomes, target.describe())
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 

@@ -28,6 +28,7 @@ from engines.targets.choice import choose_target
 from server.config.durable import write_durably
 from server.config.layer_report import LAYERS_FILE
 from server.config.stamps import choose_in, config_digest, onnx_digest
+from server.core.console import is_pipe
 from server.core.errors import ConfigError
 
 # A CPU needs seconds for the largest batches of a large model; the picture is the same from a few rows on.
@@ -182,7 +183,7 @@ def show(console: Console, inspection: Inspection, top: int | None) -> None:
     if inspection.reason:
         cure = f"`headrace build {inspection.model}` builds an engine"
         console.print(Text(plain(f"This is the model itself: {inspection.reason}; {cure}."), "yellow"), soft_wrap=True)
-    bar_width = _BAR_WIDTH if console.width >= _WIDE else 0
+    bar_width = _BAR_WIDTH if console.width >= _WIDE and not is_pipe(console) else 0
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("ONNX nodes", overflow="fold")

@@ -19,6 +19,7 @@ from engines.report.style import plain, size
 from engines.store import Store
 from engines.store_errors import disk_error
 from engines.store_survey import DAMAGED, FOREIGN, STALE, USED, Published, Stored, survey_repositories, survey_store
+from server.core.console import fit_title
 
 _DEFAULT_REPOSITORY = Path("model_repository")
 _DAY_S = 86_400
@@ -131,7 +132,7 @@ def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
     table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
     total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
     table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
-    return table
+    return fit_title(table, width)
 
 
 def _published_table(published: Sequence[Published], width: int) -> Table:

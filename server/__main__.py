@@ -15,6 +15,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from server import settings
+from server.core.console import open_console
 from server.observability.logs import JsonFormatter, TextFormatter
 
 # Answered by `python -m engines`.
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _health(given[1:])
         args = _parser().parse_args(given)
     except ValueError as error:
-        Console(stderr=True).print(f"headrace: {error}", style="red", highlight=False)
+        open_console(stderr=True, highlight=False).print(f"headrace: {error}", style="red", markup=False)
         return 2
     run = args.run
     status: int = run(args)
@@ -110,7 +111,7 @@ def _health(arguments: Sequence[str]) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from server.control import validate
 
-    return validate.main(args.path, Console())
+    return validate.main(args.path, open_console())
 
 
 def _simulate(args: argparse.Namespace) -> int:

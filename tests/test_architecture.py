@@ -64,6 +64,7 @@ ROOMS: dict[str, dict[str, str]] = {
 EXTRA: dict[str, str] = {
     "server/core/*_config.py": "pydantic",
     "server/core/config_*.py": "pydantic",
+    "server/core/console.py": "rich",
     "server/backends/onnxruntime_backend.py": "onnxruntime",
     "server/cuda/tensorrt.py": "tensorrt",
     "server/control/shared_memory.py": "numpy",

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from engines.demo.build import Outcome, State
+from server.core.console import fit_title, is_pipe
 
 
 class BuildDisplay:
@@ -29,7 +30,7 @@ class BuildDisplay:
             TimeElapsedColumn(),
             TextColumn("[dim]{task.fields[note]}"),
             console=console,
-            disable=not console.is_terminal,
+            disable=not console.is_terminal or is_pipe(console),
         )
         self._done = dict.fromkeys(names, 0.0)
         self._overall = self._progress.add_task("[bold]demo models", total=len(names), note="")
@@ -78,7 +79,7 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -
             "" if outcome.accuracy is None else f"{outcome.accuracy:.3f}",
             f"{outcome.seconds:.1f} s" if outcome.seconds else "",
         )
-    console.print(table)
+    console.print(fit_title(table, console.width))
     for outcome in outcomes:
         if outcome.error:
             console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)

@@ -10,6 +10,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from server.core.console import PIPE_WIDTH, fit_title
+
 _GAP = 3
 
 
@@ -40,8 +42,10 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
         title: above it.
         headings: the columns; the first one names the row.
         rows: as many cells as there are columns; a cell may have several lines.
-        width: of the terminal.
+        width: of the console; in a pipe's a cell has one line.
     """
+    if width >= PIPE_WIDTH:
+        rows = [[Text(", ").join(cell.split("\n")) for cell in row] for row in rows]
     shown = [column for column in range(len(headings)) if any(row[column].plain for row in rows)]
     least = [_widest(heading, [row[i] for row in rows], heading.wraps) for i, heading in enumerate(headings)]
     most = [_widest(heading, [row[i] for row in rows], False) for i, heading in enumerate(headings)]
@@ -66,7 +70,7 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
         table.add_column(headings[column].text, justify=justify, overflow="fold", max_width=least[column] + more)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(row[column] for column in shown))
-    return table
+    return fit_title(table, width)
 
 
 def _widest(heading: Heading, cells: Sequence[Text], words: bool) -> int:

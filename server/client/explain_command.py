@@ -13,6 +13,7 @@ from rich.text import Text
 
 from server.client.http_client import DEFAULT_URL, Client
 from server.client.show import printable
+from server.core.console import open_console
 from server.core.errors import HeadraceError
 
 # What is shown of the numbers, as people read them: name -> unit, and what it is divided by.
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command with what `add_arguments` declared; the exit status."""
-    return run(args.model, args.url, args.model_version, args.json, Console(highlight=False))
+    return run(args.model, args.url, args.model_version, args.json, open_console(highlight=False))
 
 
 def run(model: str, url: str, version: str, as_json: bool, console: Console, errors: Console | None = None) -> int:
@@ -58,7 +59,7 @@ def run(model: str, url: str, version: str, as_json: bool, console: Console, err
     try:
         told = Client(url).explain(model, version)
     except HeadraceError as error:
-        errors = errors or Console(stderr=True, highlight=False)
+        errors = errors or open_console(stderr=True, highlight=False)
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
         return 1
     if as_json:
@@ -78,7 +79,9 @@ def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
         setting = f" [{finding['setting']}]" if finding.get("setting") else ""
         for label, text in (("cure", f"{finding.get('cure', '')}{setting}"), ("expected", finding.get("expected", ""))):
             if text:
-                console.print(Padding(Text.assemble((f"{label}: ", "green"), printable(text)), (0, 0, 0, 2)))
+                console.print(
+                    Padding(Text.assemble((f"{label}: ", "green"), printable(text)), (0, 0, 0, 2), expand=False)
+                )
 
 
 def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from rich.text import Text
 from server.client import pictures, show, tensor_files
 from server.client.http_client import DEFAULT_URL, Client
 from server.core.clock import NS_PER_MS
+from server.core.console import open_console
 from server.core.errors import HeadraceError
 
 
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         args.files,
         args.url,
         args.top,
-        Console(highlight=False),
+        open_console(highlight=False),
         version=args.model_version,
         raw=args.raw,
         json_input=args.json_input,
@@ -81,7 +82,7 @@ def run(
     Returns:
         0; 1 if the server or a file failed; 2 if the arguments do not fit together.
     """
-    errors = errors or Console(stderr=True, highlight=False)
+    errors = errors or open_console(stderr=True, highlight=False)
     if (bool(files), raw is not None, json_input is not None).count(True) != 1:
         _complain(errors, "give pictures, or --raw FILE.npz, or --json-input FILE.json: exactly one of them")
         return 2

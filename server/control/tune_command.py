@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from server.core.clock import NS_PER_MS
+from server.core.console import fit_title, open_console
 from server.core.errors import ConfigError, HeadraceError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     from server.control.profile_store import cores
     from server.control.tuning import default_counts, sweep
 
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     path = args.folder.absolute()
     try:
         folder = read_model_folder(path, path.parent)
@@ -74,7 +75,7 @@ def _print(console: Console, name: str, found: Sweep, slo_ms: float) -> None:
             style = "bold green" if point == found.best else ""
             cells.append(Text(f"{point.rows_hz:,.0f}/s  {point.p95_ns / NS_PER_MS:.3g} ms", style))
         table.add_row(str(rows), *cells)
-    console.print(table)
+    console.print(fit_title(table, console.width))
     console.print("Rows a second of all instances together, and what 95 of 100 batches keep to.", style="dim")
     best, now = found.best, found.now
     if best is None:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.text import Text
 
 from server.config.config_reader import read_model_folder
 from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
+from server.core.console import open_console
 from server.core.errors import ConfigError
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
@@ -28,8 +28,6 @@ from server.simulation.show import print_reports
 from server.simulation.traces import Load, Shape, Trace, make_trace, read_trace
 
 _PROFILE = "1000+100n"
-# Columns, where there is no terminal.
-_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +49,7 @@ class _Setting:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command with what `options.add_arguments` declared; the exit status."""
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH
+    console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
         configured = _configured(args.folders)
         names = tuple(configured) or tuple(f"model{number}" for number in range(args.models))
