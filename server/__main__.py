@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from server import settings
 from server.core.console import open_console
-from server.observability.logs import JsonFormatter, TextFormatter
+from server.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 
 # Answered by `python -m engines`.
 ENGINES_COMMANDS = {
@@ -39,17 +40,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["health"]:
             return _health(given[1:])
+        _Parser.words = given
         args = _parser().parse_args(given)
     except ValueError as error:
-        open_console(stderr=True, highlight=False).print(f"headrace: {error}", style="red", markup=False)
+        _print_usage_error(str(error), given)
         return 2
     run = args.run
     status: int = run(args)
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are JSON where the log is to be JSON."""
+
+    # The words of the command line, for subparsers too, which argparse makes of the same class.
+    words: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message; exit status 2."""
+        if settings.wants_json_log(_Parser.words):
+            _print_usage_error(message, _Parser.words)
+            self.exit(2)
+        super().error(message)
+
+
+def _print_usage_error(message: str, arguments: Sequence[str]) -> None:
+    if settings.wants_json_log(arguments):
+        configure_logging("json")
+        logging.getLogger("headrace").error("%s", message)
+        return
+    open_console(stderr=True, highlight=False).print(f"headrace: {message}", style="red", markup=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="headrace", description="An inference server for folders of models.")
+    parser = _Parser(prog="headrace", description="An inference server for folders of models.")
     parser.add_argument("--version", action="version", version=version("headrace"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -93,9 +117,9 @@ def _serve(args: argparse.Namespace) -> int:
     chosen = settings.from_arguments(args)
     configure_logging(chosen.log_format)
     from server.app import HeadraceServer
-    from server.banner import announce
+    from server.banner import announce, log_announcement
 
-    return HeadraceServer(chosen, announce).run()
+    return HeadraceServer(chosen, log_announcement if chosen.log_format == "json" else announce).run()
 
 
 def _health(arguments: Sequence[str]) -> int:
@@ -121,21 +145,27 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def configure_logging(log_format: str) -> None:
-    """Warnings and news to standard error, for people or as JSON lines."""
-    if log_format == "json":
-        handler: logging.Handler = logging.StreamHandler()
-        handler.setFormatter(JsonFormatter())
-    else:
-        formatter = TextFormatter()
-        handler = RichHandler(
+    """Log to standard error, one line an event: JSON, or text, which only a terminal shows coloured and folded.
+
+    Args:
+        log_format: "json" or "text".
+    """
+    formatter: logging.Formatter
+    if log_format == "text" and sys.stderr.isatty():
+        formatter = text_formatter = TextFormatter()
+        handler: logging.Handler = RichHandler(
             console=Console(stderr=True),
             show_path=False,
             markup=False,
-            log_time_format=lambda moment: Text(formatter.time_text(moment)),
+            log_time_format=lambda moment: Text(text_formatter.time_text(moment)),
         )
-        handler.setFormatter(formatter)
+    else:
+        formatter = JsonFormatter() if log_format == "json" else LineFormatter()
+        handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_uncaught()
 
 
 if __name__ == "__main__":

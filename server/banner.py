@@ -1,15 +1,21 @@
-"""What `headrace serve` prints when it is ready: where it listens, what it serves, what to type next."""
+"""Start-up message of `headrace serve`: addresses, models, a command to try; as text or as JSON log lines."""
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import orjson
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from server.core.console import open_console
+from server.observability.logs import FIELDS
+
+logger = logging.getLogger("headrace")
 
 
 class Index(Protocol):
@@ -33,29 +39,50 @@ class Addresses(NamedTuple):
     metrics: str
 
 
+def startup_rows(registry: Index) -> list[dict[str, str]]:
+    """The start-up table: one row a version, by column title, in the order of the columns."""
+    return [
+        {"model": str(row["name"]), "version": str(row["version"]), "state": str(row["state"])}
+        for row in registry.index()
+    ]
+
+
 def announce(addresses: Addresses, registry: Index) -> None:
-    """Print the models, the addresses and a line to try."""
+    """Print the models, the addresses and a line to try; folded on terminals only."""
     url = addresses.url
-    console = Console(highlight=False)
-    rows = registry.index()
+    console = open_console(highlight=False)
+    rows = startup_rows(registry)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("model", "version", "state"):
+    for title in rows[0] if rows else ("model", "version", "state"):
         table.add_column(title)
     for row in rows:
-        state = str(row["state"])
-        table.add_row(str(row["name"]), str(row["version"]), f"[{'green' if state == 'READY' else 'red'}]{state}[/]")
+        cells = {title: Text(cell) for title, cell in row.items()}
+        cells["state"].stylize("green" if row["state"] == "READY" else "red")
+        table.add_row(*cells.values())
     console.print(table)
-    console.print(
-        f"\nHeadrace listens on [bold]{url}[/]   metrics: {addresses.metrics}   API: {url}/docs", soft_wrap=True
-    )
+    console.print()
+    console.print(_listens(addresses), soft_wrap=True, markup=False)
     if addresses.grpc:
-        console.print(f"gRPC: [bold]{addresses.grpc}[/]", soft_wrap=True)
-    ready = {row["name"] for row in rows if row["state"] == "READY"}
+        console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
+    ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
     console.print("Try:  " + example(url, ready), soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:
         command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
-        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", markup=False)
+        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", soft_wrap=True, markup=False)
     console.print("Ctrl-C stops it.")
+
+
+def log_announcement(addresses: Addresses, registry: Index) -> None:
+    """Log what `announce` prints: a line for each version with its row of the table, then one with the addresses."""
+    for row in startup_rows(registry):
+        message = f"model {row['model']} version {row['version']} is {row['state']} after start-up"
+        logger.info("%s", message, extra={FIELDS: {"event": "startup_model", **row}})
+    fields = {"event": "listening", "http": addresses.url, "grpc": addresses.grpc, "metrics": addresses.metrics}
+    logger.info("%s", _listens(addresses), extra={FIELDS: fields})
+
+
+def _listens(addresses: Addresses) -> str:
+    return f"Headrace listens on {addresses.url}   metrics: {addresses.metrics}   API: {addresses.url}/docs"
 
 
 def example(url: str, ready: set[object]) -> str:

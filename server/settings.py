@@ -166,6 +166,18 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     )
 
 
+def wants_json_log(arguments: Sequence[str]) -> bool:
+    """Whether arguments that may not parse, or else the environment, ask for a log in JSON; only `serve` has one."""
+    if list(arguments[:1]) != ["serve"]:
+        return False
+    for index, word in reversed(list(enumerate(arguments))):
+        if word.startswith("--log-format="):
+            return word == "--log-format=json"
+        if word == "--log-format":
+            return list(arguments[index + 1 : index + 2]) == ["json"]
+    return os.environ.get(f"{PREFIX}LOG_FORMAT", "") == "json"
+
+
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings out of parsed arguments."""
     return Settings(

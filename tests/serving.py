@@ -22,8 +22,9 @@ READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
 _BANNER = re.compile(r"Headrace listens on https?://\S+?:(\d+)\s")
-_GRPC = re.compile(r"gRPC: \S+?:(\d+)")
-_BANNER_END = "Ctrl-C stops it."
+_GRPC = re.compile(r'(?:gRPC: |"grpc": ")\S+?:(\d+)')
+# The end of the banner as text, and as a line of a JSON log.
+_BANNER_END = re.compile(r'Ctrl-C stops it\.|"event": "listening".*\}\n')
 
 
 class ServerFailed(AssertionError):
@@ -73,7 +74,7 @@ class Server:
             ServerFailed: the process ended, or said nothing in time.
         """
         deadline = time.monotonic() + timeout_s
-        while (found := _BANNER.search(text := self.text)) is None or _BANNER_END not in text:
+        while (found := _BANNER.search(text := self.text)) is None or _BANNER_END.search(text) is None:
             if self.process.poll() is not None:
                 raise ServerFailed(f"the server exited with {self.process.returncode} at its start:\n{self.text}")
             if time.monotonic() > deadline:

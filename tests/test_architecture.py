@@ -52,7 +52,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/accounting.py": {"ours": "server.core server.observability server.settings"},
     "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
-    "server/banner.py": {"third": "orjson rich"},
+    "server/banner.py": {"ours": "server.core server.observability", "third": "orjson rich"},
     "server/__init__.py": {},
     "engines": {
         "ours": "server.core server.config server.cuda server.pipelines",

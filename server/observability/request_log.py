@@ -14,7 +14,7 @@ from server.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from server.core.telemetry import RequestLogMode
 from server.observability.account import Account, phases
 from server.observability.background import CAPACITY, Background
-from server.observability.logs import escape
+from server.observability.logs import escape, iso8601
 from server.observability.redaction import redact
 from server.observability.tally import DROPPED
 
@@ -118,7 +118,7 @@ def fields(account: Account, trace_id: str, offset_ns: int) -> dict[str, object]
     """
     good = not account.error
     told: dict[str, object] = {
-        "time": round((account.ended_ns + offset_ns) / NS_PER_S, 6),
+        "time": iso8601((account.ended_ns + offset_ns) / NS_PER_S),
         "level": "info" if good else "warning" if account.reason in _CLIENTS else "error",
         "logger": logger.name,
         "id": redact(account.request_id[:_MAX_NAME]),
@@ -147,7 +147,7 @@ def as_json(told: dict[str, object]) -> str:
 
 def as_text(told: dict[str, object]) -> str:
     """One line, with everything escaped that could steer a terminal."""
-    moment = datetime.fromtimestamp(float(str(told["time"])))
+    moment = datetime.fromisoformat(str(told["time"])).astimezone()
     times, batch = told["times"], told.get("batch")
     assert isinstance(times, dict)
     words = [
