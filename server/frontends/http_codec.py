@@ -18,7 +18,7 @@ from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BYTES, ModelSpec
 from server.frontends import tensor_codec
 from server.frontends.http_body import BodyBytes
-from server.frontends.json_bounds import check_json, check_unique
+from server.frontends.json_bounds import check_json, check_unique, parse_non_finite
 from server.frontends.models import Regions
 from server.frontends.request_parameters import flag, integer, request_parameters, tensor_parameters
 from server.frontends.request_plan import MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
@@ -47,6 +47,8 @@ class _Request(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Request)
+# Characters of a parser's message: it may repeat what the client has sent.
+_MAX_SHOWN = 200
 
 
 class ModelCodec:
@@ -183,15 +185,7 @@ class ModelCodec:
         return (len(body[0]) if binary else None), body
 
     def _plan(self, header: bytes) -> Plan:
-        keys = check_json(header, self._door)
-        try:
-            message = _decoder.decode(header)
-        except msgspec.ValidationError as error:
-            raise BadRequest(f"the request's JSON is not an inference request: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise BadRequest(f"the request is not valid JSON: {error}") from error
-        if keys != _keys(message):  # one is there twice, or one that we do not know
-            check_unique(header)
+        message = _parse(header, check_json(header, self._door))
         parameters = message.parameters
         request_parameters(parameters)
         draft = Draft(self._maker)
@@ -211,6 +205,46 @@ class ModelCodec:
             parameters,
             message.id,
         )
+
+
+def _parse(header: bytes, keys: int) -> _Request:
+    """The JSON of a request.
+
+    Args:
+        header: the text.
+        keys: number of keys in it (`check_json`).
+
+    Raises:
+        BadRequest: not JSON, not an inference request, or a key is there twice in one object.
+    """
+    try:
+        message = _decoder.decode(header)
+    except msgspec.ValidationError as error:
+        raise _not_a_request(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if b"NaN" not in header and b"Inf" not in header:
+            raise _not_json(error) from error
+        return _parse_non_finite(header)
+    if keys != _keys(message):  # one is there twice, or one that we do not know
+        check_unique(header)
+    return message
+
+
+def _parse_non_finite(header: bytes) -> _Request:
+    try:
+        return msgspec.convert(parse_non_finite(header), _Request)
+    except msgspec.ValidationError as error:
+        raise _not_a_request(error) from error
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_a_request(error: Exception) -> BadRequest:
+    return BadRequest(f"the request's JSON is not an inference request: {error}")
+
+
+def _not_json(error: Exception) -> BadRequest:
+    return BadRequest(f"the request is not valid JSON: {str(error)[:_MAX_SHOWN]}")
 
 
 def _keys(message: _Request) -> int:

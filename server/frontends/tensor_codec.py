@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from server.core.errors import BadRequest
 from server.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
@@ -148,9 +149,26 @@ def to_json(array: Array, datatype: Datatype) -> object:
             return [item.decode("utf-8") for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise BadRequest("the output is not UTF-8 text: ask for it with binary_data: true") from error
-    if datatype is BF16:
-        return (flat.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(flat)
+    values: npt.NDArray[Any] = (
+        (flat.astype(np.uint32) << 16).view(np.float32) if datatype is BF16 else np.ascontiguousarray(flat)
+    )
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        return _non_finite_json(values)
+    return values
+
+
+def _non_finite_json(values: npt.NDArray[Any]) -> orjson.Fragment:
+    """A JSON array with the literals NaN, Infinity and -Infinity, as Triton writes them.
+
+    Args:
+        values: floats, one-dimensional and contiguous.
+    """
+    # orjson writes null for each of them, and a number has no letter but e.
+    parts = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).split(b"null")
+    special = values[~np.isfinite(values)]
+    literals = np.where(np.isnan(special), b"NaN", np.where(special > 0, b"Infinity", b"-Infinity")).tolist()
+    literals.append(b"")
+    return orjson.Fragment(b"".join(chain.from_iterable(zip(parts, literals, strict=True))))
 
 
 def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
@@ -204,13 +222,15 @@ def _to_floats(spec: TensorSpec, flat: list[Any]) -> Array:
         if datatype is BF16:
             bits = _to_bf16(wide)
             array: Array = bits
-            overflown = (bits & 0x7FFF) == _BF16_INFINITY
+            infinite = (bits & 0x7FFF) == _BF16_INFINITY
         else:
             array = wide.astype(datatype.dtype)
-            overflown = np.isinf(array)
-    if overflown.any():
-        limit = _BF16_MAX if datatype is BF16 else float(np.finfo(datatype.dtype).max)  # type: ignore[type-var]
-        raise _out_of_range(spec, max(flat, key=abs), -limit, limit)
+            infinite = np.isinf(array)
+    if infinite.any():
+        overflown = wide[infinite & np.isfinite(wide)]  # infinities of the request stay what they are
+        if overflown.size:
+            limit = _BF16_MAX if datatype is BF16 else float(np.finfo(datatype.dtype).max)  # type: ignore[type-var]
+            raise _out_of_range(spec, float(overflown[0]), -limit, limit)
     return array
 
 

@@ -74,6 +74,16 @@ def test_every_number_type_in_json(client: triton.InferenceServerClient, datatyp
     assert answer.tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+def test_nan_and_infinities_in_json(server: Server, datatype: str) -> None:
+    x = {"name": "X", "datatype": datatype, "shape": [1, 4], "data": [float("nan"), float("inf"), float("-inf"), 0.5]}
+    status, _, content = server.request(
+        "POST", f"/v2/models/identity_{datatype.lower()}/infer", json.dumps({"inputs": [x]}).encode()
+    )
+    assert status == 200, content
+    assert b'"data":[NaN,Infinity,-Infinity,0.5]' in content
+
+
 @pytest.mark.parametrize(
     ("datatype", "numpy_type"), [("FP16", np.float16), ("BF16", ml_dtypes.bfloat16)], ids=["FP16", "BF16"]
 )

@@ -145,3 +145,9 @@ def test_rates_and_percentiles_follow_from_two_answers(page: Page) -> None:
     assert p50 == pytest.approx(1e3 * 2**-10)
     assert 1e3 * 2 ** (-41 / 8) < p99 <= 1e3 * 2**-5
     assert none is None
+
+
+def test_answers_with_nan_are_parsed(page: Page) -> None:
+    text = json.dumps({"id": 'NaN "quoted\\" Infinity', "data": [float("nan"), float("-inf"), 1.5]})
+    code = f'import("/page/client.js").then(({{ parseJson }}) => parseJson({json.dumps(text)}))'
+    assert page.evaluate(code) == {"id": 'NaN "quoted\\" Infinity', "data": ["NaN", "-Infinity", 1.5]}

@@ -43,8 +43,13 @@ JSON: dict[str, tuple[bytes, str]] = {
         b"{" + GOOD + b',"parameters":{' + b",".join(b'"k%d":1' % key for key in range(MILLION)) + b"}}",
         "keys, at most 4096",
     ),
-    "NaN": (http_body(x_json(data=[float("nan")] * 16)), "not valid JSON"),
-    "Infinity": (http_body(x_json(data=[float("-inf")] * 16)), "not valid JSON"),
+    "a dimension NaN": (http_body(x_json(shape=[float("nan"), 16])), "Expected `int`, got `float`"),
+    "a timeout Infinity": (b"{" + GOOD + b',"parameters":{"timeout":Infinity}}', "must be a whole number"),
+    "NaN, then a number beyond every float": (
+        http_body(x_json(data=[7] * 16)).replace(b"7,", b"NaN, 1e999,", 1),
+        "1e999 is beyond FP64",
+    ),
+    "NaN, and a key twice": (b"{" + GOOD + b',"x":NaN,"x":2}', "'x' twice"),
     "a number beyond every float": (
         http_body(x_json(data=[7] * 16)).replace(b"7", b"1e999"),
         "out of range|not valid JSON",

@@ -96,6 +96,20 @@ def test_what_a_request_says_of_itself() -> None:
     assert (plain.id, plain.priority, plain.deadline_ns) == ("", 0, 0)
 
 
+def test_nan_and_infinities_in_every_spelling_of_rapidjson() -> None:
+    b = b'{"name": "B", "datatype": "FP32", "shape": [1, 6], "data": [NaN, -NaN, Inf, -Inf, Infinity, -Infinity]}'
+    a = b'{"name": "A", "datatype": "INT32", "shape": [1, 2], "data": [1, 2]}'
+    header = b'{"id": "say \\"Inf\\" or -NaN", "parameters": {"x": Inf}, "inputs": [' + a + b", " + b + b"]}"
+    decoded, plan = decode(header)
+    np.testing.assert_array_equal(decoded.inputs["B"], [[np.nan, np.nan, np.inf, -np.inf, np.inf, -np.inf]])
+    assert plan.request_id == 'say "Inf" or -NaN'
+
+
+def test_integers_are_not_taken_from_nan() -> None:
+    with pytest.raises(BadRequest, match="input 'A' is INT32: data must be integers"):
+        decode(b'{"inputs": [{"name": "A", "datatype": "INT32", "shape": [1, 2], "data": [1, NaN]}]}')
+
+
 @pytest.mark.parametrize("timeout", [0, -1, 2**63, 10**30])
 def test_a_timeout_that_is_none(timeout: int) -> None:
     assert decode(request(parameters={"timeout": timeout}))[0].deadline_ns == 0
@@ -243,7 +257,12 @@ REFUSED: list[tuple[object, str]] = [
     (b"{", "not valid JSON"),
     (b"\xff\xfe", "not valid JSON"),
     (b'{"inputs":[]} {}', "not valid JSON"),
-    (b'{"inputs": [NaN]}', "not valid JSON"),
+    (b'{"inputs": [NaN]}', r"not an inference request: Expected `object`, got `float`"),
+    (b'{"inputs": [], "x": NAN}', "not valid JSON"),
+    (b'{"inputs": [], "x": NaN, "y": 1e999}', "not valid JSON: the number 1e999 is beyond FP64"),
+    (b'{"inputs": [], "x": NaN, "x": 1}', "the key 'x' twice"),
+    (b'{"inputs": [], "x": NaN, "y": "\\ud800"}', "not valid JSON"),
+    (b'{"inputs": [], "x": Infinite}', "not valid JSON"),
     (b'{"id": "\\ud800", "inputs": []}', "not valid JSON"),
     (b'{"inputs":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested 100001 deep, at most 64"),
     (b'{"inputs":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "is nested 100001 deep"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from server.core.errors import BadRequest
 from server.core.limits import Door, Limits
-from server.frontends.json_bounds import check_json, check_unique
+from server.frontends.json_bounds import check_json, check_unique, parse_non_finite
 
 texts = st.text(alphabet=st.sampled_from('[]{}:"\\a,\n') | st.characters(), max_size=8)
 values = st.recursive(
@@ -71,3 +71,13 @@ def test_a_key_that_is_there_twice(text: bytes, key: str) -> None:
 
 def test_the_same_key_in_two_objects_is_none_twice() -> None:
     check_unique(b'[{"a":1},{"a":{"a":2}}]')
+
+
+def test_non_finite_numbers_in_a_text_that_is_too_long() -> None:
+    with pytest.raises(
+        ValueError, match="in JSON of 16777227 bytes, at most 16777216: send the tensors as binary data"
+    ):
+        parse_non_finite(b"[" + b" " * (16 << 20) + b"NaN,1" + b"     ")
+    with pytest.raises(ValueError, match="beside more than 65536 strings: write Infinity and NaN"):
+        parse_non_finite(b"[" + b'"",' * 70_000 + b"Inf]")
+    assert len(parse_non_finite(b"[" + b'"",' * 70_000 + b"NaN]")) == 70_001

@@ -184,7 +184,7 @@ REFUSED: list[tuple[str, tuple[int, ...], object, str]] = [
     ("UINT8", (1,), [-1], "from 0 to 255, -1 is not"),
     ("INT64", (1,), [2**63], "9223372036854775808 is not"),
     ("UINT64", (1,), [2**64], "18446744073709551616 is not"),
-    ("FP16", (2,), [1, 70000], "from -65504.0 to 65504.0, 70000 is not"),
+    ("FP16", (2,), [1, 70000], "from -65504.0 to 65504.0, 70000.0 is not"),
     ("FP32", (1,), [-1e39], "-1e[+]39 is not"),
     ("FP64", (1,), [10**400], "is not"),
     ("BF16", (1,), [3.4e38], "3.4e[+]38 is not"),
@@ -246,10 +246,29 @@ def test_output_bytes_that_are_not_text_are_refused_in_json() -> None:
         tensor_codec.to_json(array, BYTES)
 
 
-def test_numbers_that_json_does_not_have_go_out_as_null() -> None:
-    array: Array = np.array([np.nan, np.inf, -np.inf, 1.5], "<f4")
-    assert to_json(array, BY_NAME["FP32"]) == [None, None, None, 1.5]
-    assert to_json(np.array([0x7FC0, 0x7F80, 0xFF80, 0x3FC0], "<u2"), BF16) == [None, None, None, 1.5]
+NON_FINITE = {
+    "FP16": np.array([np.nan, np.inf, -np.inf, 1.5], "<f2"),
+    "FP32": np.array([np.nan, np.inf, -np.inf, 1.5], "<f4"),
+    "FP64": np.array([np.nan, np.inf, -np.inf, 1.5], "<f8"),
+    "BF16": np.array([0x7FC0, 0x7F80, 0xFF80, 0x3FC0], "<u2"),
+}
+
+
+@pytest.mark.parametrize(("name", "array"), NON_FINITE.items())
+def test_json_has_nan_and_infinities_as_triton_writes_them(name: str, array: Array) -> None:
+    data = tensor_codec.to_json(array, BY_NAME[name])
+    assert orjson.dumps({"data": data}) == b'{"data":[NaN,Infinity,-Infinity,1.5]}'
+
+
+@pytest.mark.parametrize(("name", "array"), NON_FINITE.items())
+def test_json_nan_and_infinities_are_read(name: str, array: Array) -> None:
+    again = parse(spec(name, -1), (4,), [math.nan, math.inf, -math.inf, 1.5])
+    assert again.tobytes() == array.tobytes()
+
+
+def test_an_overflow_beside_an_infinity_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"from -65504\.0 to 65504\.0, 70000\.0 is not"):
+        parse(spec("FP16", -1), (2,), [math.inf, 70000])
 
 
 MODEL = ModelSpec("m", "1", "test", {}, {}, 8)

@@ -28,11 +28,20 @@ async function post(model, body, headers) {
   return parsed(await fetch(`${versionPath(model)}/infer`, { method: "POST", body, headers }));
 }
 
+/** Parse JSON that may have NaN, Infinity and -Infinity among its numbers: they become strings. */
+export function parseJson(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return JSON.parse(text.replace(/"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity)/g, (part) => (part[0] === '"' ? part : `"${part}"`)));
+  }
+}
+
 async function parsed(response) {
   const text = await response.text();
   let answer;
   try {
-    answer = JSON.parse(text);
+    answer = parseJson(text);
   } catch {
     throw new Error(`The server answered ${response.status} with something that is no JSON.`);
   }
