@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -28,7 +28,12 @@ $(VENV)/.dev: requirements/dev.lock $(VENV)/.serve | $(BIN)/python
 models: $(VENV)/.serve ## build the demo models into model_repository/ (skips what is there)
 	@$(BIN)/headrace models build --output $(REPOSITORY)
 
-serve: models ## install, build the demo models, serve on http://127.0.0.1:8000
+# GPU=0 leaves it out. A failure is told in one sentence and never stops `make serve`.
+GPU ?= 1
+gpu-packages: $(VENV)/.serve ## find or install TensorRT where there is an NVIDIA driver
+	-@[ "$(GPU)" = 0 ] || $(BIN)/python deploy/gpu_packages.py
+
+serve: gpu-packages models ## install, build the demo models, serve on http://127.0.0.1:8000
 	@exec $(BIN)/headrace serve --model-repository $(REPOSITORY)
 
 test: $(VENV)/.dev models ## everything that is tested without a GPU
@@ -37,7 +42,7 @@ test: $(VENV)/.dev models ## everything that is tested without a GPU
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 	$(BIN)/python -m tests.screenshots docs/images
 
-test-gpu: $(VENV)/.dev ## what needs an NVIDIA GPU (with the extra gpu installed)
+test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
 
 check: $(VENV)/.dev ## format, lint, types, architecture
@@ -53,7 +58,7 @@ format: $(VENV)/.dev ## let ruff rewrite the code
 bench: $(VENV)/.dev models ## compare with bare ASGI, a naive server and ONNX Runtime in process
 	$(BIN)/python -m loadtest.bench
 
-bench-gpu: $(VENV)/.dev ## every figure of serving on a GPU (needs one, with the extra gpu installed)
+bench-gpu: $(VENV)/.dev gpu-packages ## every figure of serving on a GPU (needs one)
 	$(BIN)/python -m loadtest.gpu
 
 # E.g. make load LOAD="--mix gallery --shape ramp --duration 60"; --help tells more.
@@ -79,6 +84,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  -c requirements/serve.lock -c requirements/otel.lock -q -o requirements/dev.lock
 	uv pip compile --group image-gpu --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
+	uv pip compile --group gpu-packages --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	  --no-header -c requirements/serve.lock -c requirements/image-gpu.lock -q -o requirements/gpu.lock
 
 # Debian's; a test that needs one skips where it is not there.
 TOOLS ?= chromium prometheus docker-compose
