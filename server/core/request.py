@@ -21,6 +21,8 @@ class InferRequest:
         outputs: names of the outputs wanted; None means all.
         priority: the level asked for, 0 for the model's default; 1 is the highest.
         deadline_ns: on the monotonic clock, 0 if the request has none.
+        queue_timeout_ns: the longest time in the queue that the request asks for, nanoseconds, 0 for none. It counts only where
+            the model's queue policy allows an override.
         received_ns: monotonic, when the whole request had arrived.
         size_bytes: what the request holds in memory while it waits.
         client: who asks, for quotas and fair shares; "" for nobody in particular.
@@ -33,6 +35,7 @@ class InferRequest:
         "inputs",
         "outputs",
         "priority",
+        "queue_timeout_ns",
         "received_ns",
         "rows",
         "shape_key",
@@ -50,6 +53,7 @@ class InferRequest:
         outputs: tuple[str, ...] | None = None,
         priority: int = 0,
         deadline_ns: int = 0,
+        queue_timeout_ns: int = 0,
         size_bytes: int = 0,
         client: str = "",
     ) -> None:
@@ -60,6 +64,7 @@ class InferRequest:
         self.outputs = outputs
         self.priority = priority
         self.deadline_ns = deadline_ns
+        self.queue_timeout_ns = queue_timeout_ns
         self.received_ns = received_ns
         self.size_bytes = size_bytes
         self.client = client

@@ -33,7 +33,11 @@ class QueuePolicy(ConfigPart):
     default_timeout_microseconds: Duration = Field(
         default=0, description="How long a request may wait, in microseconds; 0: for ever."
     )
-    allow_timeout_override: Flag = Field(default=False, description="A request may bring a shorter timeout of its own.")
+    allow_timeout_override: Flag = Field(
+        default=False,
+        description="A request's parameter `timeout`, in microseconds, may shorten `default_timeout_microseconds`; where that "
+        "is 0 it has no effect, as in Triton. Without the override the parameter is ignored.",
+    )
     max_queue_size: Count = Field(
         default=0, description="Requests that may wait; one more is refused. 0: the server's own bound."
     )
@@ -53,7 +57,8 @@ class DynamicBatching(ConfigPart):
         default=0, description="Number of priorities, 1 being the highest; 0: all requests are equal."
     )
     default_priority_level: Count = Field(
-        default=0, description="The priority of a request that names none; needed with levels."
+        default=0,
+        description="The priority of a request that names none, or one beyond the levels; needed with levels.",
     )
     default_queue_policy: QueuePolicy = Field(
         default=QueuePolicy(), description="The queue policy of every level without one of its own."

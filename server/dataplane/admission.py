@@ -71,8 +71,8 @@ class Admission:
         return entries
 
     def _level(self, request: InferRequest) -> int:
-        # Triton's rule: 0 means the default, numbers beyond the lowest level mean the lowest.
-        return min(request.priority or self._default_level, self._levels) - 1
+        # Triton's rule: 0 and numbers beyond the lowest level mean the default.
+        return (request.priority if 0 < request.priority <= self._levels else self._default_level) - 1
 
     def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
         max_rows = self._max_rows

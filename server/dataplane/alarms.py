@@ -41,7 +41,7 @@ class Alarms:
             if not self.timeouts:
                 return
         level = self._levels[entries[0].level]
-        timeout_ns = _timeout_ns(level, deadline_ns, now_ns)
+        timeout_ns = _timeout_ns(level, request, now_ns)
         if timeout_ns:
             for entry in entries:
                 completion.call_after(timeout_ns, self._scheduler.expire, entry, level.demote_on_timeout)
@@ -50,7 +50,7 @@ class Alarms:
         """The same for a thread that waits, which sees to them itself; returns once the completion is settled and told."""
         deadline_ns = request.deadline_ns
         level = self._levels[entries[0].level]
-        timeout_ns = _timeout_ns(level, deadline_ns, now_ns)
+        timeout_ns = _timeout_ns(level, request, now_ns)
         if timeout_ns:
             if completion.wait(self._left_s(now_ns + timeout_ns)):
                 return
@@ -76,12 +76,16 @@ def _policies(policy: HandlePolicy) -> list[LevelPolicy]:
     return [policy.level_policies.get(level, common) for level in range(1, policy.levels + 1)]
 
 
-def _timeout_ns(level: LevelPolicy, deadline_ns: int, now_ns: int) -> int:
-    """How long an entry may wait by its queue's policy; 0 if that says nothing, or the request's own deadline stands for it."""
+def _timeout_ns(level: LevelPolicy, request: InferRequest, now_ns: int) -> int:
+    """How long a request may wait in its queue, nanoseconds; 0 for no limit, or if its deadline passes before that.
+
+    As in Triton a request's own timeout can only shorten the policy's, so it has no effect where the policy has none. Deadlines
+    never replace the policy: they have timers of their own.
+    """
     timeout_ns = level.queue_timeout_ns
-    if deadline_ns and (level.timeout_override or deadline_ns <= now_ns + timeout_ns):
-        return 0
-    return timeout_ns
+    if level.timeout_override and 0 < request.queue_timeout_ns < timeout_ns:
+        timeout_ns = request.queue_timeout_ns
+    return 0 if 0 < request.deadline_ns <= now_ns + timeout_ns else timeout_ns
 
 
 def _exceed(completion: Completion, after_ns: int) -> None:

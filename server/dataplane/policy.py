@@ -17,7 +17,7 @@ class LevelPolicy:
         max_count: requests of the level that may wait, 0: as many as `QueueLimits` has for all.
         queue_timeout_ns: how long one may, 0 for ever.
         demote_on_timeout: serve it last instead of refusing it.
-        timeout_override: a request's own timeout takes the place of the queue's.
+        timeout_override: a request's own timeout may shorten the queue's.
     """
 
     max_count: int = 0
@@ -79,7 +79,7 @@ class HandlePolicy:
         default_level: 1-based level of a request that names none.
         queue_timeout_ns: how long a request may wait, 0 for ever.
         demote_on_timeout: serve it last instead of refusing it.
-        timeout_override: a request's own timeout takes the place of the queue's.
+        timeout_override: a request's own timeout may shorten the queue's.
         fill_threads: that copy the rows of a large batch at the same time, for each instance whose batches overlap.
         level_policies: of levels with their own, by 1-based level.
         aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.

@@ -149,12 +149,11 @@ class GrpcCodec:
             message: inputs are views of it, so it must not change.
             envelope: what `scan` found in it.
             received_ns: monotonic, when it had arrived.
-            deadline_ns: the call's, monotonic, 0 for none; the request's own `timeout` may come first.
+            deadline_ns: the call's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
             client: as in `InferRequest`.
 
         Raises:
             BadRequest: says what came, where, and what was expected.
-            Unsupported: something the protocol knows and this server does not offer.
             NotFound, Forbidden: no such region of shared memory, or all of it is off.
         """
         header, spans = envelope.header, envelope.spans
@@ -183,7 +182,8 @@ class GrpcCodec:
                 received_ns=received_ns,
                 request_id=envelope.id,
                 priority=plan.priority,
-                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.timeout_us else deadline_ns,
+                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
+                queue_timeout_ns=plan.queue_timeout_ns,
                 size_bytes=len(message) + shared_bytes,
                 client=client,
             ),

@@ -90,12 +90,11 @@ class ModelCodec:
             body: JSON, then the binary tensors; inputs are views of it.
             header_size: bytes of JSON, None if all of it is.
             received_ns: when it had arrived.
-            deadline_ns: the caller's, monotonic, 0 for none; the request's own `timeout` may come first.
+            deadline_ns: the caller's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
             client: as in `InferRequest`.
 
         Raises:
             BadRequest: says what came, where, and what was expected.
-            Unsupported: something the protocol knows and this server does not offer.
             NotFound, Forbidden: no such region of shared memory, or all of it is off.
         """
         size = len(body) if header_size is None else header_size
@@ -129,7 +128,8 @@ class ModelCodec:
                 received_ns=received_ns,
                 request_id=plan.request_id,
                 priority=plan.priority,
-                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.timeout_us else deadline_ns,
+                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
+                queue_timeout_ns=plan.queue_timeout_ns,
                 size_bytes=len(body) + shared_bytes,
                 client=client,
             ),

@@ -67,8 +67,22 @@ SCHEMAS: dict[str, Any] = {
                 "type": "object",
                 "properties": {
                     "binary_data_output": {"type": "boolean", "description": "send all outputs behind the JSON"},
-                    "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent, 0 the default"},
-                    "timeout": {"type": "integer", "minimum": 0, "description": "microseconds, 0 for none"},
+                    "priority": {
+                        "type": "integer",
+                        "minimum": 0,
+                        "description": "1 is the most urgent; 0 and numbers beyond the model's levels are its default",
+                    },
+                    "timeout": {
+                        "type": "integer",
+                        "minimum": 0,
+                        "description": "the longest time in the queue, microseconds; only where the model's queue policy has "
+                        "allow_timeout_override, and only if it is shorter than the policy's",
+                    },
+                    "headrace_deadline_us": {
+                        "type": "integer",
+                        "minimum": 0,
+                        "description": "how long the caller waits, microseconds from the arrival of the request on; 0 for ever",
+                    },
                     "headrace_timing": {
                         "type": "boolean",
                         "description": "tell with the answer where its time has gone",

@@ -1,4 +1,4 @@
-"""Parameters of requests, inputs and outputs: what is reserved, what is not offered, where in shared memory a tensor lies."""
+"""Parameters of requests, inputs and outputs: what is reserved, where in shared memory a tensor lies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 
 import msgspec
 
-from server.core.errors import BadRequest, Unsupported
+from server.core.errors import BadRequest
 
 _MAX_OFFSET = 2**63
 _RESERVED = ("triton_", "headrace.", "headrace_")
 # Ours, and yet the client's: true asks for the timing of the answer.
 TIMING_PARAMETER = "headrace_timing"
+# The request's own deadline, microseconds after its arrival. Triton's `timeout` is another thing: it acts on the queue only.
+DEADLINE_PARAMETER = "headrace_deadline_us"
+# True lets the answer overtake those of earlier requests of the same gRPC stream.
+UNORDERED_PARAMETER = "headrace_unordered"
+_CLIENT_PARAMETERS = frozenset({TIMING_PARAMETER, DEADLINE_PARAMETER, UNORDERED_PARAMETER})
 _SHARED = "shared_memory_"
 _SHARED_PARAMETERS = frozenset({"shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"})
 
@@ -32,16 +37,17 @@ class SharedRange(msgspec.Struct, frozen=True):
 
 
 def request_parameters(parameters: Mapping[str, Any]) -> None:
-    """Refuse what is reserved, not offered, or of a tensor and not of a request.
+    """Refuse what is reserved, or of a tensor and not of a request.
+
+    `sequence_id`, `sequence_start` and `sequence_end` pass: as in Triton, a model without sequences ignores them.
 
     Raises:
         BadRequest: a reserved name, or one of shared memory.
-        Unsupported: sequences.
     """
-    for name, value in parameters.items():
-        if name == TIMING_PARAMETER:
+    for name in parameters:
+        if name in _CLIENT_PARAMETERS:
             continue
-        _check_parameter(name, value)
+        _check_parameter(name)
         if name.startswith(_SHARED):
             raise BadRequest(f"parameter {name[:64]!r} belongs to an input or an output, not to the request")
 
@@ -51,11 +57,10 @@ def tensor_parameters(parameters: Mapping[str, Any], kind: str, name: str) -> Sh
 
     Raises:
         BadRequest: a reserved name, or an incomplete or impossible range of shared memory.
-        Unsupported: sequences.
     """
     shared = False
-    for parameter, value in parameters.items():
-        _check_parameter(parameter, value)
+    for parameter in parameters:
+        _check_parameter(parameter)
         shared = shared or parameter.startswith(_SHARED)
     return _shared_range(parameters, kind, name) if shared else None
 
@@ -84,11 +89,9 @@ def flag(parameters: Mapping[str, Any], name: str, default: bool = False) -> boo
     return value
 
 
-def _check_parameter(name: str, value: object) -> None:
+def _check_parameter(name: str) -> None:
     if name.startswith(_RESERVED):
         raise BadRequest(f"parameter {name[:64]!r} is reserved for the server")
-    if name.startswith("sequence_") and value:
-        raise Unsupported(f"parameter {name[:64]!r}: sequences are not offered by this server")
 
 
 def _shared_range(parameters: Mapping[str, Any], kind: str, name: str) -> SharedRange:

@@ -21,7 +21,15 @@ from server.core.tensor import BYTES, Array, ModelSpec, TensorSpec
 from server.frontends import tensor_codec
 from server.frontends.asked import MAX_TIMEOUT_NS, earlier
 from server.frontends.models import Region, Regions
-from server.frontends.request_parameters import TIMING_PARAMETER, SharedRange, flag, integer, tensor_parameters
+from server.frontends.request_parameters import (
+    DEADLINE_PARAMETER,
+    TIMING_PARAMETER,
+    UNORDERED_PARAMETER,
+    SharedRange,
+    flag,
+    integer,
+    tensor_parameters,
+)
 
 _MAX_PRIORITY = 2**31
 # Requests repeat what they say of themselves; this many plans are kept for a model version.
@@ -76,8 +84,11 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         wanted: the outputs to send.
         needs_regions: True if inputs or outputs are in shared memory: `attach` comes before the request is queued.
         targets: the regions to write outputs to, by output; empty until `attach`, and in every plan that is kept.
-        request_id, priority, timeout_us: as the request says.
+        request_id, priority: as the request says.
+        queue_timeout_ns: Triton's parameter `timeout`; see `InferRequest`.
+        deadline_us: the request's own deadline, microseconds after its arrival, 0 for none.
         timing: the answer is to tell where its time has gone.
+        unordered: in a stream, the answer may overtake those of earlier requests.
     """
 
     raw: tuple[RawInput, ...]
@@ -89,13 +100,15 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     needs_regions: bool
     request_id: str
     priority: int
-    timeout_us: int
+    queue_timeout_ns: int = 0
+    deadline_us: int = 0
     timing: bool = False
+    unordered: bool = False
     targets: dict[str, Region] = {}
 
     def deadline_ns(self, received_ns: int, transport_ns: int = 0) -> int:
         """The earlier of the request's own deadline and the transport's, monotonic; 0 for none."""
-        return earlier(received_ns + self.timeout_us * NS_PER_US if self.timeout_us else 0, transport_ns)
+        return earlier(received_ns + self.deadline_us * NS_PER_US if self.deadline_us else 0, transport_ns)
 
     def attach(self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]) -> tuple[Plan, int]:
         """Look up the shared memory of one request: read or locate its inputs, find and check where its outputs will go.
@@ -287,8 +300,10 @@ class Draft:
             needs_regions=bool(self._shared) or any(output.shared for output in wanted),
             request_id=request_id,
             priority=min(max(integer(parameters, "priority"), 0), _MAX_PRIORITY),
-            timeout_us=_clamped_timeout(integer(parameters, "timeout")),
+            queue_timeout_ns=_clamped_us(integer(parameters, "timeout")) * NS_PER_US,
+            deadline_us=_clamped_us(integer(parameters, DEADLINE_PARAMETER)),
             timing=flag(parameters, TIMING_PARAMETER),
+            unordered=flag(parameters, UNORDERED_PARAMETER),
         )
 
     def _rows(self) -> int:
@@ -359,5 +374,5 @@ def _named(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
 
 
-def _clamped_timeout(timeout_us: int) -> int:
-    return timeout_us if 0 < timeout_us <= MAX_TIMEOUT_NS // NS_PER_US else 0
+def _clamped_us(duration_us: int) -> int:
+    return duration_us if 0 < duration_us <= MAX_TIMEOUT_NS // NS_PER_US else 0

@@ -57,10 +57,10 @@ def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc
     assert executions(grpc_server, grpc_channel) - before == 2
 
 
-def test_the_timeout_of_the_request_itself(grpc_server: Server, grpc_client: triton.InferenceServerClient) -> None:
+def test_the_deadline_of_the_request_itself(grpc_server: Server, grpc_client: triton.InferenceServerClient) -> None:
     steps_per_s = look_quick(grpc_server)
     with pytest.raises(InferenceServerException, match="deadline") as caught:
-        grpc_client.infer("busy", [steps_tensor(2 * steps_per_s)], timeout=500_000)
+        grpc_client.infer("busy", [steps_tensor(2 * steps_per_s)], parameters={"headrace_deadline_us": 500_000})
     assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 

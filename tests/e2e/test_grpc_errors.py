@@ -121,11 +121,6 @@ def test_bad_requests(grpc_channel: grpc.Channel, case: str) -> None:
     assert len(text) < 1_000
 
 
-def test_what_the_protocol_knows_and_we_do_not_offer(grpc_channel: grpc.Channel) -> None:
-    code, text = refusal(grpc_channel, spoilt(parameter("sequence_id", int64_param=7)))
-    assert (code, "sequence" in text) == ("UNIMPLEMENTED", True)
-
-
 @pytest.mark.parametrize("count", [1_000, 100_000])
 def test_very_many_outputs(grpc_channel: grpc.Channel, count: int) -> None:
     request = good()

@@ -117,7 +117,6 @@ INFER_CASES: dict[str, tuple[bytes, tuple[str, ...]]] = {
         with_inputs(A, B, outputs=[{"name": "SUM", "parameters": {"shared_memory_region": "r"}}]),
         ("shared_memory_byte_size",),
     ),
-    "a sequence": (with_inputs(A, B, parameters={"sequence_id": 7}), ("sequence",)),
     "a timeout that is no number": (with_inputs(A, B, parameters={"timeout": "1s"}), ("timeout", "str")),
 }
 

@@ -50,7 +50,7 @@ def over_grpc(server: Server, metadata: tuple[tuple[str, str], ...] = (), **para
     return "OK"
 
 
-@pytest.mark.parametrize("name", ["timeout", "priority"])
+@pytest.mark.parametrize("name", ["timeout", "headrace_deadline_us", "priority"])
 @pytest.mark.parametrize(
     ("value", "status"),
     [
@@ -64,7 +64,7 @@ def test_parameters_over_http(server: Server, name: str, value: str, status: int
     assert over_http(server, "{}", {}) == 200
 
 
-@pytest.mark.parametrize("name", ["timeout", "priority"])
+@pytest.mark.parametrize("name", ["timeout", "headrace_deadline_us", "priority"])
 @pytest.mark.parametrize(
     ("value", "code"),
     [

@@ -46,6 +46,7 @@ parameter_names = st.sampled_from(
         "classification",
         "priority",
         "timeout",
+        "headrace_deadline_us",
         "shared_memory_region",
         "sequence_id",
         "triton_x",

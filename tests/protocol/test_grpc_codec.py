@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
-from server.core.errors import BadRequest, Unsupported
+from server.core.errors import BadRequest
 from server.frontends.grpc_codec import scan
 from tests.grpc_messages import A, B, codec, decode, request, tensor
 
@@ -96,19 +96,24 @@ def test_the_last_of_repeated_single_fields_counts_as_in_protobuf() -> None:
 
 
 def test_what_a_request_says_of_itself() -> None:
-    decoded, _ = decode(request(request_id="no 7", priority=2, timeout=5, parameters={"my own": "x", "f": 1.5}))
-    assert (decoded.id, decoded.priority, decoded.deadline_ns) == ("no 7", 2, 1_000 + 5_000)
-    plain, _ = decode(request())
-    assert (plain.id, plain.priority, plain.deadline_ns) == ("", 0, 0)
+    parameters = {"my own": "x", "f": 1.5, "headrace_deadline_us": 5, "headrace_unordered": True}
+    decoded, plan = decode(request(request_id="no 7", priority=2, timeout=7, parameters=parameters))
+    assert (decoded.id, decoded.priority, plan.unordered) == ("no 7", 2, True)
+    assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (1_000 + 5_000, 7_000)
+    plain, plan = decode(request())
+    assert (plain.id, plain.priority, plain.deadline_ns, plain.queue_timeout_ns) == ("", 0, 0, 0)
+    assert not plan.unordered
 
 
 @pytest.mark.parametrize(
-    ("timeout_us", "transport_ns", "expected_ns"),
-    [(None, 0, 0), (None, 9_000, 9_000), (5, 0, 6_000), (5, 9_000, 6_000), (5, 2_000, 2_000), (-1, 9_000, 9_000)],
+    ("deadline_us", "transport_ns", "expected_ns"),
+    [(0, 0, 0), (0, 9_000, 9_000), (5, 0, 6_000), (5, 9_000, 6_000), (5, 2_000, 2_000), (-1, 9_000, 9_000)],
 )
-def test_the_earlier_deadline_counts(timeout_us: int | None, transport_ns: int, expected_ns: int) -> None:
-    decoded, _ = decode(request(timeout=timeout_us), deadline_ns=transport_ns)
-    assert decoded.deadline_ns == expected_ns
+def test_the_earlier_deadline_counts(deadline_us: int, transport_ns: int, expected_ns: int) -> None:
+    """Triton's `timeout` is none: it is shorter than all of them."""
+    asked = request(timeout=1, parameters={"headrace_deadline_us": deadline_us})
+    decoded, _ = decode(asked, deadline_ns=transport_ns)
+    assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (expected_ns, 1_000)
 
 
 def test_headers_that_repeat_are_read_once_whatever_the_id() -> None:
@@ -210,10 +215,11 @@ def test_requests_that_are_refused(message: pb.ModelInferRequest, words: str) ->
         assert len(str(caught.value)) < 400
 
 
-def test_sequences_are_not_offered() -> None:
-    for sequence in (5, "five"):
-        with pytest.raises(Unsupported, match="'sequence_id': sequences are not offered"):
-            decode(request(sequence_id=sequence))
+@pytest.mark.parametrize("sequence_id", [5, "five"])
+def test_sequence_parameters_are_ignored(sequence_id: int | str) -> None:
+    """As in Triton on a model without sequences."""
+    decoded, _ = decode(request(sequence_id=sequence_id, sequence_start=True, sequence_end=True))
+    assert decoded.rows == decode(request())[0].rows
 
 
 NO_MESSAGE: list[tuple[str, str]] = [

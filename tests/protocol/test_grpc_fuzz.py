@@ -83,6 +83,8 @@ def parameters(draw: st.DrawFn) -> dict[str, pb.InferParameter]:
         [
             "priority",
             "timeout",
+            "headrace_deadline_us",
+            "headrace_unordered",
             "classification",
             "binary_data",
             "sequence_id",

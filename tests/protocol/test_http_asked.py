@@ -27,7 +27,7 @@ def test_the_earlier_of_header_and_parameter_counts() -> None:
     tensor = {"name": "X", "datatype": "FP32", "shape": [1, 1], "data": [0.5]}
     for own_us, expected_ms in ((1_000, 1), (900_000, 30), (0, 30), (-5, 30), (2**63, 30)):
         handle = Handle()
-        body = json.dumps({"inputs": [tensor], "parameters": {"timeout": own_us}}).encode()
+        body = json.dumps({"inputs": [tensor], "parameters": {"timeout": 1, "headrace_deadline_us": own_us}}).encode()
         assert call(handle, body, headers=[(b"x-request-timeout-ms", b"30")])
         (asked,) = handle.requests
         assert expected_ms - 20 < (asked.deadline_ns - asked.received_ns) / NS_PER_MS <= expected_ms

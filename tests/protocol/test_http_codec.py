@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.core.errors import BadRequest, Unsupported
+from server.core.errors import BadRequest
 from server.core.request import InferRequest, InferResponse
 from server.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
 from server.frontends.http_codec import ModelCodec, Plan
@@ -90,10 +90,12 @@ def test_the_same_tensors_in_every_form(header: object, tensors: tuple[bytes, ..
 
 
 def test_what_a_request_says_of_itself() -> None:
-    decoded, _ = decode(request(id="no 7", parameters={"priority": 2, "timeout": 5, "my own": "x"}))
-    assert (decoded.id, decoded.priority, decoded.deadline_ns) == ("no 7", 2, 1_000 + 5_000)
+    parameters = {"priority": 2, "timeout": 7, "headrace_deadline_us": 5, "my own": "x"}
+    decoded, _ = decode(request(id="no 7", parameters=parameters))
+    assert (decoded.id, decoded.priority) == ("no 7", 2)
+    assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (1_000 + 5_000, 7_000)
     plain, _ = decode(request())
-    assert (plain.id, plain.priority, plain.deadline_ns) == ("", 0, 0)
+    assert (plain.id, plain.priority, plain.deadline_ns, plain.queue_timeout_ns) == ("", 0, 0, 0)
 
 
 def test_nan_and_infinities_in_every_spelling_of_rapidjson() -> None:
@@ -110,9 +112,15 @@ def test_integers_are_not_taken_from_nan() -> None:
         decode(b'{"inputs": [{"name": "A", "datatype": "INT32", "shape": [1, 2], "data": [1, NaN]}]}')
 
 
-@pytest.mark.parametrize("timeout", [0, -1, 2**63, 10**30])
-def test_a_timeout_that_is_none(timeout: int) -> None:
-    assert decode(request(parameters={"timeout": timeout}))[0].deadline_ns == 0
+def test_triton_s_timeout_is_no_deadline() -> None:
+    decoded, _ = decode(request(parameters={"timeout": 5}))
+    assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (0, 5_000)
+
+
+@pytest.mark.parametrize("duration", [0, -1, 2**63, 10**30])
+def test_a_timeout_that_is_none(duration: int) -> None:
+    decoded, _ = decode(request(parameters={"timeout": duration, "headrace_deadline_us": duration}))
+    assert (decoded.deadline_ns, decoded.queue_timeout_ns) == (0, 0)
 
 
 def test_headers_that_repeat_are_read_once_and_their_data_anew() -> None:
@@ -306,6 +314,9 @@ REFUSED: list[tuple[object, str]] = [
     (request(parameters={"priority": 1.5}), "'priority' must be a whole number, not float"),
     (request(parameters={"timeout": "1s"}), "'timeout' must be a whole number, not str"),
     (request(parameters={"timeout": None}), "'timeout' must be a whole number, not NoneType"),
+    (request(parameters={"headrace_deadline_us": 1.5}), "'headrace_deadline_us' must be a whole number, not float"),
+    (request(parameters={"headrace_unordered": 1}), "'headrace_unordered' must be true or false, not int"),
+    (request(parameters={"headrace_deadline": 5}), "'headrace_deadline' is reserved"),
     (request(parameters={"triton_enable_empty_final_response": True}), "'triton_enable.* is reserved"),
     (request(parameters={"headrace.x": 1}), "'headrace.x' is reserved"),
 ]
@@ -318,21 +329,11 @@ def test_requests_that_are_refused(header: object, message: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        request(parameters={"sequence_id": 5}),
-        request(parameters={"sequence_start": True}),
-    ],
-)
-def test_extensions_that_are_not_offered(header: object) -> None:
-    with pytest.raises(Unsupported, match="not offered"):
-        decode(header)
-
-
-def test_sequence_parameters_that_say_nothing_are_taken() -> None:
-    # tritonclient sends these with every request that is not of a sequence in some versions.
-    decode(request(parameters={"sequence_id": 0, "sequence_start": False, "sequence_end": False}))
+@pytest.mark.parametrize("sequence_id", [0, 5, "five"])
+def test_sequence_parameters_are_ignored(sequence_id: int | str) -> None:
+    """As in Triton on a model without sequences."""
+    parameters = {"sequence_id": sequence_id, "sequence_start": True, "sequence_end": False}
+    assert decode(request(parameters=parameters))[0].rows == decode(request())[0].rows
 
 
 def test_the_header_must_fit_in_the_body() -> None:

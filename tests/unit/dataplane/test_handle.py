@@ -243,7 +243,7 @@ def test_priorities_go_first() -> None:
         model.gate.set()
         for completion in (running, *waiting):
             await completion
-        assert model.batches == [[0], [3, 2], [1, 4]]
+        assert model.batches == [[0], [3, 2], [4, 1]], "99 is beyond the levels, so it means the default, 2"
         served.close(5)
 
     play(scenario)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -191,6 +191,51 @@ def test_levels_have_timeouts_and_bounds_of_their_own() -> None:
         assert served.close(5)
 
     assert play(scenario).batches == [[0], [30], [31], [20], [21]], "level 2 had waited too long, and goes last"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    ("policy_ms", "override", "requested_ms", "expires"),
+    [
+        (20, True, 0, True),
+        (60_000, True, 20, True),
+        (20, True, 60_000, True),
+        (60_000, False, 20, False),
+        (0, True, 20, False),
+    ],
+    ids=["no timeout of its own", "shorter", "longer: the policy's holds", "no override", "no timeout to shorten"],
+)
+@pytest.mark.parametrize("deadline_ns", [0, 50 * NS_PER_S])
+def test_the_queue_timeout_is_the_shorter_one_and_no_deadline_replaces_it(
+    policy_ms: int, override: bool, requested_ms: int, expires: bool, deadline_ns: int, blocking: bool
+) -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        policy = {"queue_timeout_ns": policy_ms * MS, "timeout_override": override}
+        served = handle(mailbox, model, batch=BatchPolicy(1), **policy)
+        model.gate.clear()
+        first = served.infer(now(0))
+        await begun(model)
+        request = now(1, queue_timeout_ns=requested_ms * MS, deadline_ns=deadline_ns and monotonic_ns() + deadline_ns)
+        second = asyncio.to_thread(served.infer_blocking, request) if blocking else served.infer(request)
+        if expires:
+            with pytest.raises(QueueTimeout):
+                await second
+            model.gate.set()
+        else:
+            answer = asyncio.ensure_future(_awaited(second))
+            await asyncio.sleep(0.1)
+            assert not answer.done()
+            model.gate.set()
+            assert (await answer).outputs["y"].tolist() == [[2, 2]]
+        if policy_ms != 20:
+            await first
+        assert served.close(5)
+
+    play(scenario)
+
+
+async def _awaited(completion: Awaitable[Any]) -> Any:
+    return await completion
 
 
 def test_a_blocking_caller_heeds_the_timeout_of_its_level() -> None:

@@ -1,0 +1,153 @@
+"""Queue policies, timeouts, priorities and sequences as Triton treats them, with Triton's own clients on every protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.test_grpc_stream import gauge, until
+from tests.models import add_model, affine, busy
+from tests.serving import Server, look_quick, serving
+
+Infer = Callable[..., Any]
+
+POLICY = "dynamic_batching {{ default_queue_policy {{ {} }} }}\n"
+BUSY = {
+    "busy": "",
+    # No request here waits for a minute: what is refused was refused because it asked for less.
+    "override": POLICY.format("default_timeout_microseconds: 60000000 allow_timeout_override: true"),
+    "fixed": POLICY.format("default_timeout_microseconds: 60000000"),
+    "short": POLICY.format("default_timeout_microseconds: 200000 allow_timeout_override: true"),
+    "no_default": POLICY.format("allow_timeout_override: true"),
+}
+LEVELS = "max_batch_size: 1\ndynamic_batching { priority_levels: 3 default_priority_level: 2 }\n"
+X = np.ones((1, 16), np.float32)
+
+
+@pytest.fixture(scope="module", params=["grpcio", "fast"])
+def scheduled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(f"scheduling_{request.param}")
+    for name, config in BUSY.items():
+        add_model(folder / "models", name, busy(), config=config or None)
+    add_model(folder / "models", "affine", affine(), config=LEVELS)
+    with serving(folder / "models", folder, "--grpc-engine", request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def steps_per_s(scheduled: Server) -> int:
+    """Measured once: later an abandoned request may still compute."""
+    return look_quick(scheduled)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def infer(scheduled: Server, request: pytest.FixtureRequest) -> Iterator[Infer]:
+    """`infer(model, inputs, **options)` of a stock client; an input is an array, its name follows from the model."""
+    module: Any = {"http": triton, "grpc": triton_grpc}[request.param]
+    address = {"http": scheduled.address, "grpc": scheduled.grpc_address}[request.param]
+    with module.InferenceServerClient(address) as client:
+
+        def call(model: str, array: np.ndarray, **options: Any) -> Any:
+            name, datatype = ("X", "FP32") if model == "affine" else ("STEPS", "INT64")
+            tensor = module.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
+            return client.infer(model, [tensor], **options)
+
+        yield call
+
+
+def steps(count: int) -> np.ndarray:
+    return np.array([count], np.int64)
+
+
+@pytest.fixture
+def held(scheduled: Server, steps_per_s: int) -> Iterator[Callable[[str, float], None]]:
+    """Occupies the only instance of a model for about so many seconds."""
+    with ThreadPoolExecutor(1) as pool, triton.InferenceServerClient(scheduled.address, network_timeout=60) as client:
+
+        def hold(model: str, seconds: float) -> None:
+            until(lambda: gauge(scheduled, "headrace_in_flight", model) == 0, 20)
+            tensor = triton.InferInput("STEPS", [1], "INT64").set_data_from_numpy(steps(int(steps_per_s * seconds)))
+            pool.submit(client.infer, model, [tensor])
+            until(lambda: gauge(scheduled, "headrace_in_flight", model) == 1)
+
+        yield hold
+
+
+@pytest.mark.parametrize("model", ["busy", "override", "fixed", "short", "no_default"])
+def test_a_stock_client_s_timeout_of_30_us_fails_no_request_that_need_not_wait(infer: Infer, model: str) -> None:
+    """It does not limit the time of computing; on `override` an idle instance takes it at once, or it is refused in the queue."""
+    for _ in range(5):
+        if model in ("override", "short"):
+            infer(model, steps(3_000), timeout=5_000_000)
+        else:
+            infer(model, steps(3_000), timeout=30)
+
+
+@pytest.mark.parametrize("model", ["busy", "fixed", "no_default"])
+def test_a_timeout_is_ignored_without_an_override(infer: Infer, held: Callable[[str, float], None], model: str) -> None:
+    held(model, 0.5)
+    assert infer(model, steps(1), timeout=1_000) is not None
+
+
+def refusal(infer: Infer, model: str, **options: Any) -> str:
+    with pytest.raises(InferenceServerException, match="longer than the queue policy allows") as caught:
+        infer(model, steps(1), **options)
+    return str(caught.value.status())
+
+
+def test_a_timeout_shortens_the_policy_s_where_it_may(infer: Infer, held: Callable[[str, float], None]) -> None:
+    held("override", 1.5)
+    began = time.monotonic()
+    assert refusal(infer, "override", timeout=100_000) in ("503", "StatusCode.UNAVAILABLE")
+    assert time.monotonic() - began > 0.09
+
+
+def test_a_timeout_does_not_lengthen_the_policy_s(infer: Infer, held: Callable[[str, float], None]) -> None:
+    held("short", 2.0)
+    assert refusal(infer, "short", timeout=60_000_000) in ("503", "StatusCode.UNAVAILABLE")
+
+
+@pytest.mark.parametrize("parameters", [None, {"headrace_deadline_us": 50_000_000}])
+def test_no_deadline_switches_the_policy_off(
+    infer: Infer, held: Callable[[str, float], None], parameters: dict[str, int] | None
+) -> None:
+    """Neither ours nor, over gRPC, that of the call itself."""
+    headers = {"x-request-timeout-ms": "50000"}
+    held("short", 2.0)
+    assert refusal(infer, "short", parameters=parameters, headers=headers) in ("503", "StatusCode.UNAVAILABLE")
+
+
+def test_the_deadline_of_a_call_does_not_switch_the_policy_off(
+    scheduled: Server, held: Callable[[str, float], None]
+) -> None:
+    tensor = triton_grpc.InferInput("STEPS", [1], "INT64").set_data_from_numpy(steps(1))
+    with triton_grpc.InferenceServerClient(scheduled.grpc_address) as client:
+        held("short", 2.0)
+        with pytest.raises(InferenceServerException, match="longer than the queue policy allows") as caught:
+            client.infer("short", [tensor], client_timeout=50.0)
+        assert caught.value.status() == "StatusCode.UNAVAILABLE"
+
+
+def test_our_own_deadline_ends_a_request_that_computes(infer: Infer, steps_per_s: int) -> None:
+    with pytest.raises(InferenceServerException, match="deadline") as caught:
+        infer("busy", steps(4 * steps_per_s), parameters={"headrace_deadline_us": 500_000})
+    assert caught.value.status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
+
+
+@pytest.mark.parametrize("options", [{"priority": 4}, {"priority": 2**31 + 5}, {"priority": 1}])
+def test_any_priority_is_served(infer: Infer, options: dict[str, int]) -> None:
+    assert infer("affine", X, **options).as_numpy("Y").shape == (1, 4)
+
+
+@pytest.mark.parametrize("sequence_id", [7, "seven"])
+def test_sequence_parameters_are_ignored(infer: Infer, sequence_id: int | str) -> None:
+    result = infer("affine", X, sequence_id=sequence_id, sequence_start=True, sequence_end=True)
+    assert np.array_equal(result.as_numpy("Y"), infer("affine", X).as_numpy("Y"))
