@@ -1,7 +1,9 @@
-"""ModelStreamInfer: many requests in flight on one stream, answered in the order in which they are done.
+"""ModelStreamInfer: many requests in flight on one stream, answered in the order of the requests.
 
 Two coroutines a stream, none a request: the reader decodes and queues, the completions call back, the writer encodes and sends
-whatever is done. The bound on what is in flight is the back-pressure: a client that does not read its answers is not read.
+the answers whose turn has come. Stock clients match answers by their order, as Triton sends them; a request with the parameter
+`headrace_unordered` is answered as soon as it is done, and delays no other. The bound on what is in flight is the back-pressure:
+a client that does not read its answers is not read, and an answer that waits for an earlier one counts as in flight.
 """
 
 from __future__ import annotations
@@ -70,6 +72,21 @@ class InferStreams:
             raise stream.refused
 
 
+class _Turn:
+    """One request of a stream, from its arrival until its answer is sent.
+
+    Attributes:
+        request_bytes: size of its message.
+        answer: an encoded error, or a request whose completion is settled; None while it is computed.
+    """
+
+    __slots__ = ("answer", "request_bytes")
+
+    def __init__(self, request_bytes: int) -> None:
+        self.request_bytes = request_bytes
+        self.answer: Pending | Message | None = None
+
+
 class _Stream:
     """The state of one stream; everything happens on the event loop.
 
@@ -87,8 +104,9 @@ class _Stream:
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._queued: set[Pending] = set()
-        self._done: deque[tuple[Pending | Message, int]] = deque()
-        self._anything_done = asyncio.Event()
+        self._turns: deque[_Turn] = deque()  # in the order of arrival, without the unordered ones
+        self._ready: deque[_Turn] = deque()  # answers that can be sent now
+        self._anything_ready = asyncio.Event()
         self._room = asyncio.Event()
         self._read_all = False
         self.refused: Unavailable | None = None
@@ -103,7 +121,7 @@ class _Stream:
                 message = None
             if message is None:
                 self._read_all = True
-                self._anything_done.set()
+                self._anything_ready.set()
                 return
             self._in_flight += 1
             self._in_flight_bytes += len(message)
@@ -115,21 +133,22 @@ class _Stream:
 
     async def write(self) -> None:
         """Send answers until the reader is through and nothing is left."""
-        done = self._done
+        ready = self._ready
         while self._in_flight or not self._read_all:
-            self._anything_done.clear()
-            while done:
-                next_done, request_bytes = done.popleft()
-                if isinstance(next_done, Pending):
-                    await self._call.write(self._finish(next_done))
-                    self._call.held.shrink(request_bytes)
-                else:
-                    await self._call.write(next_done)
+            self._anything_ready.clear()
+            while ready:
+                turn = ready.popleft()
+                answer = turn.answer
+                if isinstance(answer, Pending):
+                    await self._call.write(self._finish(answer))
+                    self._call.held.shrink(turn.request_bytes)
+                elif answer is not None:
+                    await self._call.write(answer)
                 self._in_flight -= 1
-                self._in_flight_bytes -= request_bytes
+                self._in_flight_bytes -= turn.request_bytes
                 self._room.set()
             if self._in_flight or not self._read_all:
-                await self._anything_done.wait()
+                await self._anything_ready.wait()
 
     def close(self) -> None:
         """Abandon whatever is still in flight."""
@@ -138,7 +157,7 @@ class _Stream:
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:
-        received_ns, held = self._clock(), self._call.held
+        received_ns, held, turn = self._clock(), self._call.held, _Turn(len(message))
         request_id = ""
         try:
             try:
@@ -156,17 +175,33 @@ class _Stream:
                 raise
         except HeadraceError as error:
             forget_frames(error)
-            self._settled(_error(error, request_id), len(message))
+            self._turns.append(turn)
+            self._settled(turn, _error(error, request_id))
             return
         except Exception:
-            self._settled(_error(fault(), request_id), len(message))
+            self._turns.append(turn)
+            self._settled(turn, _error(fault(), request_id))
             return
         self._queued.add(pending)
-        pending.completion.then(partial(self._settled, pending, len(message)))
+        if pending.plan.unordered:
+            pending.completion.then(partial(self._overtake, turn, pending))
+        else:
+            self._turns.append(turn)
+            pending.completion.then(partial(self._settled, turn, pending))
 
-    def _settled(self, done: Pending | Message, request_bytes: int) -> None:
-        self._done.append((done, request_bytes))
-        self._anything_done.set()
+    def _settled(self, turn: _Turn, answer: Pending | Message) -> None:
+        turn.answer = answer
+        turns = self._turns
+        if turns[0] is not turn:
+            return
+        while turns and turns[0].answer is not None:
+            self._ready.append(turns.popleft())
+        self._anything_ready.set()
+
+    def _overtake(self, turn: _Turn, pending: Pending) -> None:
+        turn.answer = pending
+        self._ready.append(turn)
+        self._anything_ready.set()
 
     def _finish(self, pending: Pending) -> Message:
         self._queued.discard(pending)

@@ -105,13 +105,61 @@ def test_errors_carry_the_id(grpc_channel: grpc.Channel) -> None:
     assert [answer.infer_response.id for answer in answers if not answer.error_message] == ["c"]
 
 
-def test_answers_come_as_they_are_done(grpc_channel: grpc.Channel) -> None:
-    """The slow request comes first and is answered last; half-closing the stream waits for all."""
-    asked = [steps("slow", STEPS_PER_S // 2), *(message("row_sums", str(n), np.ones((1, 4), "f4")) for n in range(8))]
+def unordered(request: bytes) -> bytes:
+    """The same request, whose answer may overtake those of earlier ones."""
+    parsed = pb.ModelInferRequest.FromString(request)
+    parsed.parameters["headrace_unordered"].bool_param = True
+    return bytes(parsed.SerializeToString())
+
+
+def test_answers_keep_the_order_of_their_requests(grpc_channel: grpc.Channel) -> None:
+    """Errors keep their places too; half-closing the stream waits for all."""
+    x = np.ones((1, 4), np.float32)
+    asked = [
+        steps("slow", STEPS_PER_S // 2),
+        message("row_sums", "1", x),
+        message("nothing", "2", x),
+        *(message("row_sums", str(n), x) for n in range(3, 8)),
+        message("affine", "8", x),
+    ]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    assert [answer.infer_response.id for answer in answers] == ["slow", *map(str, range(1, 9))]
+    assert [answer.infer_response.id for answer in answers if answer.error_message] == ["2", "8"]
+
+
+def test_stock_clients_match_answers_by_their_order(grpc_client: triton.InferenceServerClient) -> None:
+    """As Triton's examples do: no ids, the models mixed, the slow one first."""
+    collect = Collector()
+    grpc_client.start_stream(collect)
+    x = [np.full((1, 4), n, np.float32) for n in range(12)]
+    for n in range(12):
+        if n % 4 == 0:
+            grpc_client.async_stream_infer("busy", [tensor("STEPS", np.array([STEPS_PER_S // 10]), "INT64")])
+        else:
+            grpc_client.async_stream_infer("row_sums", [tensor("X", x[n])])
+    answers = collect.take(12)
+    grpc_client.stop_stream()
+    assert [error for _, error in answers if error is not None] == []
+    for n, (result, _) in enumerate(answers):
+        if n % 4:
+            assert result.as_numpy("SUM").tolist() == [[4.0 * n]]
+        else:
+            assert result.as_numpy("Y") is not None
+
+
+def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
+    """They neither wait for earlier answers nor delay later ones; the others keep their order."""
+    x = np.ones((1, 4), np.float32)
+    fast = [message("row_sums", str(n), x) for n in range(8)]
+    asked = [steps("slow", STEPS_PER_S // 2), *(unordered(each) if n % 2 else each for n, each in enumerate(fast))]
     answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
     ids = [answer.infer_response.id for answer in answers]
-    assert ids[-1] == "slow"
-    assert sorted(ids[:-1]) == [str(n) for n in range(8)]
+    assert sorted(ids[:4]) == ["1", "3", "5", "7"]
+    assert ids[4:] == ["slow", "0", "2", "4", "6"]
+
+    asked = [unordered(steps("slow", STEPS_PER_S // 2)), *fast]
+    answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
+    assert [answer.infer_response.id for answer in answers] == [*map(str, range(8)), "slow"]
 
 
 def test_an_empty_stream(grpc_channel: grpc.Channel) -> None:
@@ -124,7 +172,7 @@ def test_more_requests_than_may_be_in_flight(grpc_channel: grpc.Channel) -> None
     asked = [steps("slow", STEPS_PER_S // 4), *(steps(str(n), 1) for n in range(count))]
     answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
     assert [answer.error_message for answer in answers if answer.error_message] == []
-    assert sorted(answer.infer_response.id for answer in answers) == sorted(["slow", *map(str, range(count))])
+    assert [answer.infer_response.id for answer in answers] == ["slow", *map(str, range(count))]
 
 
 def test_a_client_that_reads_late_is_not_read(grpc_channel: grpc.Channel) -> None:
