@@ -85,6 +85,8 @@ def _parser() -> argparse.ArgumentParser:
 
     validate = commands.add_parser("validate", help="check a model repository without serving it")
     validate.add_argument("path", nargs="+", type=Path, help="a model repository, or the folder of one model")
+    text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
+    validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
     validate.set_defaults(run=_validate)
 
     from server.client import explain_command, infer_command
@@ -135,7 +137,7 @@ def _health(arguments: Sequence[str]) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from server.control import validate
 
-    return validate.main(args.path, open_console())
+    return validate.main(args.path, open_console(), args.load)
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -189,7 +189,7 @@ def _make(model: DemoModel, fetched: WeightsFile | None, report: Report) -> Arte
 def _write_missing_files(model: DemoModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Somebody who wrote the other kind of config means that one.
-    has_config = any((folder / name).exists() for name in ("config.pbtxt", "config.yaml"))
+    has_config = any((folder / name).exists() for name in ("config.pbtxt", "config.yaml", "config.yml"))
     for name in model.files:
         if (folder / name).exists() or (has_config and name.startswith("config.")):
             continue

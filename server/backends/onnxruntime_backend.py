@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,12 @@ _LEVELS = {
 }
 
 
+# How ONNX Runtime's StringNormalizer says that the machine has no such locale.
+_LOCALE = re.compile(r"Failed to construct locale with name:([A-Za-z0-9_.@-]+?):")
+# ... and that a file was written by a newer onnx.
+_IR_VERSION = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
+
+
 class OnnxRuntimeBackend:
     """Loads ONNX files; see `server.backends.base.Backend`."""
 
@@ -45,10 +52,7 @@ class OnnxRuntimeBackend:
         try:
             sessions = [_open(file, options) for _ in range(1 if shared else instances)]
         except Exception as error:  # ONNX Runtime raises a dozen types of its own
-            text = str(error).replace(str(file), file.name)  # callers may read it: no paths of this machine
-            cure = "check it with onnx.checker"
-            finding = Finding(file.name, None, f"ONNX Runtime cannot load the model: {text}", cure)
-            raise ConfigError([finding]) from error
+            raise ConfigError([_load_finding(file, error)]) from error
         return OnnxRuntimeModel(sessions)
 
 
@@ -73,7 +77,10 @@ class OnnxRuntimeExecution:
     def __init__(self, session: ort.InferenceSession) -> None:
         self._session = session
         self._inputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_inputs()}
-        self._outputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_outputs()}
+        # Outputs that are no tensors (ZipMap's sequence of maps) cannot be served; the others can.
+        self._outputs = {
+            node.name: BY_ORT_NAME[node.type] for node in session.get_outputs() if node.type in BY_ORT_NAME
+        }
         self._names = list(self._outputs)
         # ONNX Runtime hands no bfloat16 to NumPy, so such models go by OrtValues and bit patterns.
         self._by_value = BF16 in self._inputs.values() or BF16 in self._outputs.values()
@@ -118,9 +125,9 @@ def session_options(instances: int, parameters: dict[str, str], file: Path) -> o
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options.intra_op_num_threads = _count(parameters, "intra_op_thread_count", file) or max(1, cores // instances)
     options.inter_op_num_threads = _count(parameters, "inter_op_thread_count", file) or 1
-    options.enable_cpu_mem_arena = parameters.get("enable_mem_arena", "1") != "0"
-    options.enable_mem_pattern = parameters.get("enable_mem_pattern", "1") != "0"
-    if parameters.get("execution_mode", "0") == "1":
+    options.enable_cpu_mem_arena = _switch(parameters, "enable_mem_arena", "1", file)
+    options.enable_mem_pattern = _switch(parameters, "enable_mem_pattern", "1", file)
+    if _switch(parameters, "execution_mode", "0", file):
         options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     level = parameters.get("optimization_level", "0")
     if level not in _LEVELS:
@@ -135,10 +142,34 @@ def session_options(instances: int, parameters: dict[str, str], file: Path) -> o
 
 def _open(file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
     session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    for node in (*session.get_inputs(), *session.get_outputs()):
+    for node in session.get_inputs():
         if node.type not in BY_ORT_NAME:
-            raise ValueError(f"'{node.name}' is a {node.type}; only dense tensors can be served")
+            raise ValueError(f"input '{node.name}' is a {node.type}; only dense tensors can be served")
+    if not any(node.type in BY_ORT_NAME for node in session.get_outputs()):
+        types = ", ".join(f"'{node.name}' is a {node.type}" for node in session.get_outputs())
+        raise ValueError(f"no output is a dense tensor: {types}")
     return session
+
+
+def _load_finding(file: Path, error: Exception) -> Finding:
+    """Why ONNX Runtime does not load a file, and the cure."""
+    text = str(error).replace(str(file), file.name)  # callers may read it: no paths of this machine
+    locale, version = _LOCALE.search(text), _IR_VERSION.search(text)
+    if version is not None:
+        message = f"the file has ONNX IR version {version[1]}, ONNX Runtime {ort.__version__} reads up to {version[2]}"
+        cure = f"set model.ir_version = {version[2]} before saving it with onnx, or export it with an older onnx"
+        return Finding(file.name, None, message, cure)
+    if locale is None:
+        message = f"ONNX Runtime cannot load the model: {' '.join(text.split())}"
+        return Finding(file.name, None, message, "check it with onnx.checker")
+    name = locale[1]
+    language = name.partition(".")[0]
+    message = f'a StringNormalizer node of the model needs the locale "{name}", which this machine does not have'
+    cure = (
+        f"install it (Debian, Ubuntu: apt-get install locales && localedef -i {language} -f UTF-8 {name}) and start the "
+        'server again, or set the attribute locale of the node to "C.UTF-8"'
+    )
+    return Finding(file.name, None, message, cure)
 
 
 def _count(parameters: dict[str, str], name: str, file: Path) -> int:
@@ -146,6 +177,13 @@ def _count(parameters: dict[str, str], name: str, file: Path) -> int:
     if not text.isdecimal() or int(text) > 1024:
         raise _bad_parameter(file, name, text, "a number of threads from 0 to 1024")
     return int(text)
+
+
+def _switch(parameters: dict[str, str], name: str, default: str, file: Path) -> bool:
+    text = parameters.get(name, default)
+    if text not in ("0", "1", "false", "true"):
+        raise _bad_parameter(file, name, text, "0 or 1")
+    return text in ("1", "true")
 
 
 def _bad_parameter(file: Path, name: str, value: str, expected: str) -> ConfigError:

@@ -99,7 +99,11 @@ def complete_from_model(
         named = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
         update["postprocess"] = config.postprocess.model_copy(update={"output": named})
         outputs = own_outputs(update["postprocess"], outputs)
-    (remarks if outputs else fatal).extend(unreadable)
+    if outputs:
+        left_out = [p._replace(message=f"{p.message}: it is left out, the others are served") for p in unreadable]
+        remarks.extend(left_out)
+    else:
+        fatal.extend(unreadable)
     update["input"] = tuple(_completed(tensor, signature.inputs, batched) for tensor in inputs)
     update["output"] = tuple(_completed(tensor, signature.outputs, batched) for tensor in outputs)
     values = {name: getattr(config, name) for name in config.model_fields_set} | update
@@ -158,7 +162,10 @@ def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
         Problem(
             (field,),
             f'{field} "{t.name}" of the model has the type {t.onnx_type}, which no request carries',
-            "export it as a tensor",
+            # scikit-learn's default export has its probabilities in a ZipMap: a sequence of maps.
+            "export it as a tensor; skl2onnx: options={'zipmap': False}"
+            if t.onnx_type == "sequence"
+            else "export it as a tensor",
         )
         for t in tensors
         if not t.data_type

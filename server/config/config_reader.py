@@ -47,7 +47,7 @@ __all__ = ["CONFIG_FILES", "ModelFolder", "read_config_text", "read_model_folder
 
 # What an engine is built from, where the model's own file is the engine.
 SOURCE = "model.onnx"
-CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml}
+CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml, "config.yml": read_yaml}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def read_config_text(text: str, path: str) -> tuple[ModelConfig | None, list[Fin
 
     Args:
         text: what is in the file.
-        path: its name, which ends in "config.pbtxt" or "config.yaml".
+        path: its name, which ends in "config.pbtxt", "config.yaml" or "config.yml".
 
     Returns:
         The configuration (None if a finding is fatal) and all findings.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from server.config.document import Document
+from server.config.document import Document, did_you_mean
 from server.core.errors import Finding
 from server.core.model_config import Location, Problem
 from server.core.optimization_config import TENSORRT_ACCELERATORS
@@ -53,7 +53,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
     "optimization.priority": "all models are equal",
-    "optimization.cuda": "there is no CUDA backend yet",
+    "optimization.cuda": "engines of TensorRT use CUDA graphs anyway, which the parameter `cuda_graphs` turns off",
     "optimization.execution_accelerators.gpu_execution_accelerator.*": "the model runs without this accelerator",
     "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
     "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
@@ -64,6 +64,32 @@ TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
 
 # ... and for what a backend of the configuration's heeds.
 _OF_TENSORRT = ("instance_group.*.kind", "instance_group.*.gpus")
+
+# `parameters` that a backend here reads. Which backend runs a model is decided when it is loaded, so all of them are allowed.
+BACKEND_PARAMETERS: tuple[str, ...] = (
+    "intra_op_thread_count",
+    "inter_op_thread_count",
+    "execution_mode",
+    "enable_mem_arena",
+    "enable_mem_pattern",
+    "optimization_level",
+    "cuda_graphs",
+    "pipeline_depth",
+    "one_graph_rows",
+    "wait",
+)
+
+# `parameters` of Triton's ONNX Runtime backend without an effect here. Name -> what happens instead.
+PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
+    "arena_extend_strategy": "ONNX Runtime runs on the CPU here",
+    "cudnn_conv_algo_search": "TensorRT chooses the kernels on a GPU",
+    "cudnn_conv_use_max_workspace": "TensorRT chooses the kernels on a GPU",
+    "do_copy_in_default_stream": "ONNX Runtime runs on the CPU here",
+    "gpu_mem_limit": "the field `gpu_memory_budget` limits the memory of a GPU",
+    "memory.enable_memory_arena_shrinkage": "the arena keeps its memory",
+    "session.use_device_allocator_for_initializers": "ONNX Runtime runs on the CPU here",
+    "share_session_between_instances": "instances of one thread share a session anyway",
+}
 
 # What these say is what happens anyway.
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
@@ -132,6 +158,22 @@ def screen(document: Document) -> list[Finding]:
             if not _says_nothing(value) and not _read_by_build(document.data, loc):
                 problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
                 findings.append(document.finding(problem, fatal=False))
+    return findings + _parameter_findings(document)
+
+
+def _parameter_findings(document: Document) -> list[Finding]:
+    """A warning for each entry of `parameters` that no backend here reads."""
+    parameters = document.data.get("parameters")
+    findings = []
+    for name in parameters if isinstance(parameters, dict) else ():
+        if not isinstance(name, str) or name in BACKEND_PARAMETERS:
+            continue
+        instead, cure = PARAMETERS_WITHOUT_EFFECT.get(name), "remove it, or leave it for Triton"
+        if instead is None:
+            near = did_you_mean(name, BACKEND_PARAMETERS)
+            cure = near if near.endswith("?") else f"the backends read {', '.join(BACKEND_PARAMETERS)}"
+        message = f'the parameter "{name[:80]}" has no effect: {instead or "no backend here reads it"}'
+        findings.append(document.finding(Problem(("parameters", name), message, cure), fatal=False))
     return findings
 
 

@@ -43,7 +43,7 @@ A model is a folder of the repository. Its configuration is one file beside the 
 ```
 model_repository/
   resnet50/
-    config.yaml        or config.pbtxt, Triton's format; not both
+    config.yaml        or config.yml, or config.pbtxt, Triton's format; only one of them
     labels.txt
     1/model.onnx
     2/model.onnx
@@ -81,8 +81,10 @@ ONNX file. Where the first dimension of every input and output is free, `max_bat
 and dynamic batching is on, as in Triton; else it becomes 0. A file that gives `dims` as long as the model's own shape, and no
 `max_batch_size`, means 0. What contradicts the model is an error that names the tensor and both sides.
 
-**Check it** with `headrace validate model_repository`: it reads everything as the server does, starts nothing, and tells
-file, line, what is wrong and the cure. For completion in an editor, put this line on top of a `config.yaml`:
+**Check it** with `headrace validate model_repository`: it loads every model as the server does, in a process of its own, and
+reports file, line, what is wrong and the cure; `--no-load` only reads the files. A model is OK exactly if a server would serve
+it, and the exit status is 0 exactly if `headrace serve --strict` would start. For completion in an editor, put this line on top
+of a `config.yaml`:
 
 ```yaml
 # yaml-language-server: $schema=../../docs/{SCHEMA_FILE}

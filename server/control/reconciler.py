@@ -21,7 +21,7 @@ from server.control.lifecycle import State
 from server.control.loader import Loader
 from server.control.overrides import PrivateFolder, check_files
 from server.control.registry import Registry
-from server.control.repository import Found, find, scan
+from server.control.repository import Found, Skipped, find, scan
 from server.control.watcher import Watcher
 from server.core.clock import NS_PER_S, monotonic_ns
 from server.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
@@ -108,6 +108,7 @@ class Reconciler:
         self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repository_lost = False
+        self._skipped: set[Skipped] = set()
         self._next_look_ns = 0
         self._memory_ns: int | None = None  # when those that wait for memory may have it
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -274,7 +275,7 @@ class Reconciler:
                 command.outcome.set_exception(Unavailable("the server is stopping"))
 
     def _load_first(self) -> None:
-        found = scan(self._desired.repositories)
+        found = self._scan()
         wanted = self._desired.names
         for model in found:
             if model.problem is not None:
@@ -296,6 +297,15 @@ class Reconciler:
             if self._stop.is_set():
                 return
             self._try_to_load(model)
+
+    def _scan(self) -> list[Found]:
+        """The models of all repositories; each folder that cannot be a model is logged once."""
+        skipped: set[Skipped] = set()
+        found = scan(self._desired.repositories, self._registry.names(), skipped.add)
+        for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
+            logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
+        self._skipped = skipped
+        return found
 
     def _try_to_load(self, model: Found) -> None:
         try:
@@ -329,7 +339,7 @@ class Reconciler:
 
     def _list_again(self) -> None:
         try:
-            self._list(scan(self._desired.repositories))
+            self._list(self._scan())
         except (HeadraceError, OSError) as error:
             logger.warning("a model repository cannot be read: %s", error)
 
@@ -367,7 +377,7 @@ class Reconciler:
 
     def _look(self) -> None:
         try:
-            found = scan(self._desired.repositories)
+            found = self._scan()
         except (HeadraceError, OSError) as error:
             # A disk that is away for a moment is no wish to unload everything.
             if not self._repository_lost:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.config.config_reader import CONFIG_FILES
 from server.core.errors import ConfigError, Finding
+
+# Folders that file systems and interpreters make.
+_NOT_MODELS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
+# A folder with such a file but without a version folder is a model put in the wrong place, which is an error with a cure.
+_MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".savedmodel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +33,37 @@ class Found:
     problem: Finding | None = None
 
 
-def scan(repositories: Sequence[Path]) -> list[Found]:
-    """Every model folder, by name; hidden folders and files are passed over.
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A folder of a repository that cannot be a model.
+
+    Attributes:
+        path: of the folder.
+        reason: why it is skipped.
+        warn: True if it may hide a model: it cannot be read.
+    """
+
+    path: Path
+    reason: str
+    warn: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} is skipped: {self.reason}"
+
+
+def scan(
+    repositories: Sequence[Path],
+    known: Collection[str] = (),
+    on_skipped: Callable[[Skipped], None] = lambda _skipped: None,
+) -> list[Found]:
+    """Every model folder, by name; files, and folders that cannot be models, are passed over.
 
     A name that several repositories have is taken from the first; the others are reported with it as a problem.
+
+    Args:
+        repositories: folders of models.
+        known: names of models; a folder of such a name stays a model while its files are being replaced.
+        on_skipped: called with every folder that is passed over.
 
     Raises:
         ConfigError: a repository is not a folder that can be read.
@@ -37,12 +71,15 @@ def scan(repositories: Sequence[Path]) -> list[Found]:
     found: list[Found] = []
     names: dict[str, Path] = {}
     for repository in repositories:
-        if not repository.is_dir():
+        if not os.path.isdir(repository):
             cure = "create it, or name another with --model-repository"
             raise ConfigError([Finding(str(repository), None, "the model repository is not a folder", cure)])
-        for path in sorted(repository.iterdir()):
-            if path.name.startswith(".") or not path.is_dir():
-                continue
+        models, skipped = folders(repository)
+        back = [folder.path for folder in skipped if folder.path.name in known]
+        for folder in skipped:
+            if folder.path not in back:
+                on_skipped(folder)
+        for path in sorted([*models, *back]):
             problem = None
             if path.name in names:
                 message = f"a model of this name is in {names[path.name]} already"
@@ -50,6 +87,60 @@ def scan(repositories: Sequence[Path]) -> list[Found]:
             names.setdefault(path.name, repository)
             found.append(Found(path.name, path, repository, problem))
     return found
+
+
+def folders(repository: Path) -> tuple[list[Path], list[Skipped]]:
+    """The folders of a repository that are models, and those that cannot be, both by name.
+
+    Raises:
+        ConfigError: the repository cannot be read.
+    """
+    try:
+        entries = sorted(entry for entry in repository.iterdir() if os.path.isdir(entry))
+    except OSError as error:
+        message = f"the model repository cannot be read: {error.strerror}"
+        cure = "let the user that the server runs as read and enter the folder"
+        raise ConfigError([Finding(str(repository), None, message, cure)]) from None
+    skipped = [folder for entry in entries if (folder := _skipped(entry)) is not None]
+    passed = {folder.path for folder in skipped}
+    return [entry for entry in entries if entry not in passed], skipped
+
+
+def is_model_folder(path: Path) -> bool:
+    """True for a folder with a configuration or with folders named by numbers."""
+    try:
+        return any(os.path.lexists(path / name) for name in CONFIG_FILES) or any(
+            entry.name.isdecimal() and os.path.isdir(entry) for entry in path.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def _skipped(path: Path) -> Skipped | None:
+    """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
+    if path.name.startswith("."):
+        return Skipped(path, "it is hidden")
+    if path.name in _NOT_MODELS:
+        return Skipped(path, _NOT_MODELS[path.name])
+    try:
+        entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        return Skipped(path, f"it cannot be read: {error.strerror}", warn=True)
+    if not entries:
+        return Skipped(path, "it is empty")
+    if is_model_folder(path) or any(_holds_model_file(entry) for entry in entries):
+        return None
+    return Skipped(path, "it has neither a configuration nor a version folder such as 1")
+
+
+def _holds_model_file(entry: Path) -> bool:
+    """True for a model's file, and for a folder with one directly in it."""
+    if entry.suffix in _MODEL_SUFFIXES:
+        return True
+    try:
+        return os.path.isdir(entry) and any(file.suffix in _MODEL_SUFFIXES for file in entry.iterdir())
+    except OSError:
+        return False
 
 
 def find(repositories: Sequence[Path], name: str) -> Found | None:
@@ -60,6 +151,6 @@ def find(repositories: Sequence[Path], name: str) -> Found | None:
         name: checked by `name_problem`, so that it leads nowhere else.
     """
     for repository in repositories:
-        if (repository / name).is_dir():
+        if os.path.isdir(repository / name):
             return Found(name, repository / name, repository)
     return None

@@ -1,77 +1,96 @@
-"""`headrace validate`: reads every model of a repository as the server would, and tells all that is wrong, without serving."""
+"""`headrace validate`: loads every model of a repository as the server does, and reports all that is wrong, without serving."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from server.config.config_reader import CONFIG_FILES, ModelFolder, read_model_folder, served_versions
+from server.config.config_reader import ModelFolder, read_model_folder, served_versions
+from server.control.repository import Skipped, folders, is_model_folder
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput
+
+TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "server.control.trial_load")
+_READY = "READY"
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What reading one model's folder gave.
+    """The outcome for one model's folder.
 
     Attributes:
-        model: the model, None if it cannot be served.
-        findings: errors and warnings, in the order of file and line.
+        model: the model, None if its folder cannot be read as one.
+        findings: errors and warnings; those of the files in the order of file and line, then those of loading.
+        states: version, state and reason as the index of a server would have them; empty where nothing was loaded.
+        skipped: the folder is not a model's, and why.
     """
 
     model: ModelFolder | None
     findings: tuple[Finding, ...]
+    states: tuple[tuple[str, str, str], ...] = ()
+    skipped: Skipped | None = None
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """The versions that a server would serve."""
+        return tuple(version for version, state, _ in self.states if state == _READY)
 
 
-def validate_repository(path: Path) -> list[Finding]:
+def validate_repository(path: Path, load: bool = True) -> list[Finding]:
     """Every finding of a repository, or of the one model whose folder `path` is.
 
     Args:
         path: a repository, or one model's folder; findings name files relative to it (to the folder around a model).
+        load: load the models too, in a process of their own; False: only read their files.
     """
-    return [finding for inspection in inspect(path) for finding in inspection.findings]
+    return [finding for inspection in inspect(path, load) for finding in inspection.findings]
 
 
-def inspect(path: Path) -> list[Inspection]:
-    """Reads the models in `path`, or the one model whose folder it is; never raises for what it finds."""
+def inspect(path: Path, load: bool = True) -> list[Inspection]:
+    """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
+
+    Args:
+        path: as for `validate_repository`.
+        load: as for `validate_repository`.
+    """
     # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         return [_only(Finding(path.name, None, state, "name a model repository, or one model's folder"))]
     if is_model_folder(path):
-        return [_inspect_model(path, path.parent)]
+        inspections = [_read(path, path.parent)]
+        return _loaded(inspections, path.parent) if load else inspections
     try:
-        folders = sorted(entry for entry in path.iterdir() if not entry.name.startswith(".") and entry.is_dir())
-    except OSError as error:
-        return [_only(Finding(path.name, None, f"cannot be read: {error.strerror}", "check the folder's permissions"))]
-    if not folders:
+        models, skipped = folders(path)
+    except ConfigError as error:
+        return [_only(replace(error.findings[0], path=path.name))]
+    if not models:
         cure = "put each model in a folder of its own: <model>/1/model.onnx"
-        return [_only(Finding(path.name, None, "holds no models", cure, fatal=False))]
-    return [_inspect_model(folder, path) for folder in folders]
-
-
-def is_model_folder(path: Path) -> bool:
-    """True for a folder with a configuration or with folders named by numbers."""
-    if any((path / name).exists() for name in CONFIG_FILES):
-        return True
-    try:
-        return any(entry.name.isdecimal() and entry.is_dir() for entry in path.iterdir())
-    except OSError:
-        return False
+        empty = _only(Finding(path.name, None, "holds no models", cure, fatal=False))
+        return [*(Inspection(None, (), skipped=folder) for folder in skipped), empty]
+    inspections = [_read(folder, path) for folder in models]
+    notes = [Inspection(None, (), skipped=folder) for folder in skipped]
+    return [*notes, *(_loaded(inspections, path) if load else inspections)]
 
 
 def _only(finding: Finding) -> Inspection:
     return Inspection(None, (finding,))
 
 
-def _inspect_model(folder: Path, repository: Path) -> Inspection:
+def _read(folder: Path, repository: Path) -> Inspection:
     try:
         model = read_model_folder(folder, repository)
     except ConfigError as error:
@@ -79,26 +98,98 @@ def _inspect_model(folder: Path, repository: Path) -> Inspection:
     return Inspection(model, model.findings)
 
 
-def main(paths: Sequence[Path], console: Console) -> int:
-    """Prints what is wrong in `paths`, a line for each good model, and a summary.
+def _loaded(inspections: Sequence[Inspection], repository: Path) -> list[Inspection]:
+    """The inspections, with what came of loading the models that could be read."""
+    models = [inspection.model for inspection in inspections if inspection.model is not None]
+    outcomes = load_in_child(models, repository)
+    return [
+        inspection if inspection.model is None else _with_outcome(inspection, inspection.model, outcomes)
+        for inspection in inspections
+    ]
+
+
+def _with_outcome(inspection: Inspection, model: ModelFolder, outcomes: Mapping[str, Any]) -> Inspection:
+    outcome = outcomes[model.name]
+    findings = [_below_model(Finding(*finding), model) for finding in outcome["findings"]]
+    states = tuple((version, state, reason) for version, state, reason in outcome["states"])
+    return replace(inspection, findings=(*inspection.findings, *findings), states=states)
+
+
+def _below_model(finding: Finding, model: ModelFolder) -> Finding:
+    """A finding of loading, which may name a file of a version without its folder, with the model in front."""
+    if finding.path == model.name or finding.path.startswith(f"{model.name}/"):
+        return finding
+    if finding.path.startswith(f"{model.name} "):
+        return replace(finding, path=model.name)
+    return replace(finding, path=model.name, message=f"{finding.path} {finding.message}")
+
+
+def load_in_child(models: Sequence[ModelFolder], repository: Path) -> dict[str, dict[str, Any]]:
+    """Load models as the server does, in a process of their own, which a crash of a runtime ends.
+
+    Args:
+        models: to load, one after the other.
+        repository: that their folders are in.
+
+    Returns:
+        By model name what `server.control.trial_load` reports.
+    """
+    outcomes: dict[str, dict[str, Any]] = {}
+    waiting = list(models)
+    while waiting:
+        words = json.dumps([(model.name, str(model.path), str(repository)) for model in waiting])
+        with tempfile.TemporaryFile() as errors:
+            child = subprocess.run(TRIAL_LOAD, input=words.encode(), stdout=subprocess.PIPE, stderr=errors, check=False)
+            lines = child.stdout.splitlines()
+            for model, line in zip(waiting, lines, strict=False):
+                outcomes[model.name] = json.loads(line)
+            waiting = waiting[len(lines) :]
+            if waiting:
+                # The first without a line is the one that ended the process; the others get a new one.
+                crashed = waiting.pop(0)
+                outcomes[crashed.name] = _crash(crashed.name, child.returncode, _last_line(errors))
+    return outcomes
+
+
+def _last_line(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 2000, 0))
+    text: str = file.read().decode("utf-8", "replace")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _crash(name: str, status: int, detail: str) -> dict[str, Any]:
+    ending = f"status {status}"
+    if status < 0:
+        ending = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    message = f"loading the model ends the process with {ending}" + (f": {detail[:400]}" if detail else "")
+    cure = "check the model's file and the libraries of its runtime; `isolation: process` keeps the server alive"
+    return {"states": [], "findings": [[name, None, message, cure, True]]}
+
+
+def main(paths: Sequence[Path], console: Console, load: bool = True) -> int:
+    """Print what is wrong in `paths`, a line for each good model, and a summary.
 
     Args:
         paths: repositories, or folders of single models.
         console: where to print.
+        load: as for `validate_repository`.
 
     Returns:
-        The exit status: 1 if some model cannot be served, else 0.
+        The exit status: 1 if some model cannot be served, so that `headrace serve --strict` does not start; else 0.
     """
     counts: Counter[str] = Counter()
     for path in paths:
         single = path.is_dir() and is_model_folder(path)
-        for inspection in inspect(path):
+        for inspection in inspect(path, load):
+            if inspection.skipped is not None:
+                _print_skipped(inspection.skipped, path, console)
             for finding in inspection.findings:
                 counts["error" if finding.fatal else "warning"] += 1
                 _print_finding(_from_here(finding, path, single), console)
-            counts["model"] += inspection.model is not None
-            if inspection.model is not None:
-                _print_model(inspection.model, console)
+            if inspection.model is not None and (inspection.ready or not load):
+                counts["model"] += 1
+                _print_model(inspection.model, inspection, console)
     told = [
         _counted(counts["model"], "good model"),
         _counted(counts["error"], "error"),
@@ -123,12 +214,18 @@ def _print_finding(finding: Finding, console: Console) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _print_model(model: ModelFolder, console: Console) -> None:
-    served = ", ".join(map(str, served_versions(model.config, model.versions)))
-    console.print(
-        Text.assemble(("OK ", "green"), (model.name, "bold"), f" {served}: {signature_line(model.config)}"),
-        soft_wrap=True,
-    )
+def _print_skipped(skipped: Skipped, path: Path, console: Console) -> None:
+    shown = path / skipped.path.name
+    console.print(Text(f"{shown}: note: skipped: {skipped.reason}", style="dim"), soft_wrap=True)
+
+
+def _print_model(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+    served = inspection.ready or tuple(map(str, served_versions(model.config, model.versions)))
+    line = f" {', '.join(served)}: {signature_line(model.config)}"
+    console.print(Text.assemble(("OK ", "green"), (model.name, "bold"), line), soft_wrap=True)
+    for version, state, reason in inspection.states:
+        if state == _READY and version and reason:
+            console.print(Text(f"   {model.name} {version}: note: {reason}", style="dim"), soft_wrap=True)
 
 
 def signature_line(config: ModelConfig) -> str:

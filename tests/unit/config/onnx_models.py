@@ -25,7 +25,7 @@ def identity_model(
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in inputs.items()],
         [helper.make_tensor_value_info(name, kind, shape) for name, (kind, shape) in outputs.items()],
     )
-    return helper.make_model(graph)
+    return helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 17)])
 
 
 def write_model(

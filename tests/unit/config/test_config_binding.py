@@ -161,7 +161,7 @@ def test_unknown_fields_get_a_suggestion() -> None:
             "f:1: error: max_batch_size should be greater than or equal to 0, not -3 (correct the value)",
         ),
         ("oversize: splitt", 'f:1: error: oversize: "splitt" is not known here (write one of split, reject)'),
-        ("parameters:\n  a: [1]", "f:2: error: parameters.a must be text, not [1] (put it in quotes)"),
+        ("parameters:\n  wait: [1]", "f:2: error: parameters.wait must be text, not [1] (put it in quotes)"),
     ],
 )
 def test_wrong_values_are_told_in_words(text: str, message: str) -> None:
@@ -295,10 +295,12 @@ def test_parts_of_one_block_may_come_in_several_parameters() -> None:
 
 
 def test_the_yaml_form_of_tritons_parameters_is_read() -> None:
-    config, findings = bind(read_yaml("parameters: {a: {string_value: x}, b: 1.50, headrace.oversize: reject}", "f"))
+    config, findings = bind(
+        read_yaml("parameters: {wait: {string_value: x}, execution_mode: 1.50, headrace.oversize: reject}", "f")
+    )
     assert findings == []
     assert config is not None
-    assert config.parameters == {"a": "x", "b": "1.50"}
+    assert config.parameters == {"wait": "x", "execution_mode": "1.50"}
     assert config.oversize == "reject"
 
 

@@ -1,0 +1,77 @@
+"""Loads models once as the server does and reports the outcome: `python -m server.control.trial_load` for `headrace validate`.
+
+Standard input is a JSON list of `[name, folder, repository]`. Standard output gets one line of JSON a model, in the same order:
+`{"states": [[version, state, reason], ...], "findings": [[path, line, message, cure, fatal], ...]}`. A model that crashes its
+runtime ends the process; the missing lines say which one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from server.control.builds import BUILDER, Builds
+from server.control.deployment import Deployments, Source
+from server.control.draining import Drains
+from server.control.loader import Loader
+from server.control.registry import Registry
+from server.control.residency import Residency
+from server.core.completion import Mailbox
+from server.core.errors import ConfigError, Finding
+
+_CLOSE_TIMEOUT_S = 30.0
+
+
+def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
+    """Load one model through the server's own `Deployments` and close it again.
+
+    Nothing is measured before it serves, and no engine is built.
+
+    Args:
+        name: of the model.
+        folder: of the model.
+        repository: that contains the folder.
+
+    Returns:
+        `states`: version, state and reason as the server's index has them; `findings`: why a version is not served.
+    """
+    registry, residency, loop = Registry(), Residency(), asyncio.new_event_loop()
+    drains = Drains(registry, residency.forget)
+    loader = Loader(Mailbox(loop), histograms=False, residency=residency)
+    # Never started, so that orders for engines only wait.
+    builds = Builds(BUILDER, lambda _order, _failure: None)
+    deployments = Deployments(loader, registry, drains, builds)
+    findings: Sequence[Finding] = ()
+    try:
+        deployments.load(Source(name, folder, repository))
+    except ConfigError as error:
+        findings = error.findings
+    states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
+    deployments.unload_all()
+    drains.wait(_CLOSE_TIMEOUT_S)
+    loop.close()
+    return {"states": states, "findings": [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]}
+
+
+def main() -> int:
+    """Load what standard input lists; exit status 0."""
+    logging.disable()
+    # Libraries print to standard output too; the results keep it to themselves.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)
+        for name, folder, repository in json.load(sys.stdin):
+            results.write(json.dumps(trial_load(name, Path(folder), Path(repository))) + "\n")
+            results.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    # Threads of a runtime that never end must not keep the process.
+    _status = main()
+    sys.stderr.flush()
+    os._exit(_status)
