@@ -76,13 +76,18 @@ class CudaRegionRequest(Struct, forbid_unknown_fields=True):
     device_id: Annotated[int, Meta(ge=0, le=1023, description="number of the GPU")] = 0
 
 
-_Level = Literal["OFF", "TIMESTAMPS"]
+_Level = Literal["OFF", "TIMESTAMPS", "TENSORS"]
 
 
 class TraceSettingsRequest(Struct, forbid_unknown_fields=True):
     """Settings to change; null resets one. What is not there stays as it is."""
 
-    trace_level: _Level | Annotated[list[_Level], Meta(max_length=1)] | UnsetType | None = UNSET
+    trace_level: (
+        _Level
+        | Annotated[list[_Level], Meta(max_length=8, description="TENSORS only beside TIMESTAMPS, and not recorded")]
+        | UnsetType
+        | None
+    ) = UNSET
     trace_rate: (
         Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$", description="every how many requests one is traced")]
         | Annotated[int, Meta(ge=1, le=2**32 - 1)]

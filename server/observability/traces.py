@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -17,6 +18,8 @@ from server.observability.logs import escape
 from server.observability.tally import DROPPED
 from server.observability.trace_file import MAX_BYTES, TraceRecord, TraceWriter
 
+logger = logging.getLogger("headrace.trace")
+
 _MAX_MODELS = 1024
 _MAX_NAME = 1024
 _MAX_REQUEST_ID = 256
@@ -24,7 +27,7 @@ _NUMBERS = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_f
 _NUMBER = re.compile(r"-?[0-9]{1,10}")
 _RATE = 1000
 _OFF, _TIMESTAMPS = 0, 1
-_LEVELS = {"OFF": _OFF, "TIMESTAMPS": _TIMESTAMPS}
+_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
 _FILE, _SPANS = 0, 1
 _MODES = {"triton": _FILE, "opentelemetry": _SPANS}
 _MODE_NAMES = {mode: name for name, mode in _MODES.items()}
@@ -159,7 +162,8 @@ class Tracer:
         Args:
             model: whose settings (that there is such a model is the caller's to check), "" for all.
             changes: by name. A value is text, a number or a list of one of them (gRPC has nothing but lists); `trace_level` is
-                "OFF" or "TIMESTAMPS". None or an empty list resets a setting to that of the server, or to the default.
+                "OFF", or a list with "TIMESTAMPS" and perhaps "TENSORS", which is not recorded. None or an empty list resets a
+                setting to that of the server, or to the default.
 
         Raises:
             BadRequest: an unknown setting or a value it does not take.
@@ -262,9 +266,7 @@ class Tracer:
         if not values:
             return None
         if name == "trace_level":
-            if len(values) == 1 and isinstance(values[0], str) and values[0] in _LEVELS:
-                return _LEVELS[values[0]]
-            raise BadRequest(f"trace_level must be one of {', '.join(_LEVELS)}")
+            return _level(values)
         if name == "trace_mode":
             modes = {_MODE_NAMES[mode]: mode for mode in sorted(self._modes)}
             if len(values) == 1 and isinstance(values[0], str) and values[0] in modes:
@@ -321,6 +323,26 @@ class Tracer:
         self.active = any(
             sampler.live and self._usable(sampler.mode) for sampler in (self._sampler, *self._samplers.values())
         )
+
+
+def _level(values: list[object]) -> int:
+    """The level in force for the names of `trace_level`; raises BadRequest.
+
+    Triton records TENSORS too. Here the name is accepted beside TIMESTAMPS, and the settings in the answer do not list it.
+    """
+    for value in values:
+        if value not in _LEVELS:
+            shown = escape(str(value)[:64])
+            raise BadRequest(f"trace_level '{shown}' is unknown: send ['OFF'] or ['TIMESTAMPS']")
+    if "OFF" in values:
+        if len(values) > 1:
+            raise BadRequest(f"trace_level has {values}: 'OFF' cannot be combined, send it alone")
+        return _OFF
+    if "TIMESTAMPS" not in values:
+        raise BadRequest("trace_level 'TENSORS' is not recorded by this server: send ['TIMESTAMPS'], or ['OFF']")
+    if "TENSORS" in values:
+        logger.warning("trace_level TENSORS is not recorded: TIMESTAMPS alone is in force")
+    return _TIMESTAMPS
 
 
 def _sampler(settings: Mapping[str, int]) -> _Sampler:

@@ -210,6 +210,10 @@ def test_cuda_shared_memory_where_there_is_no_gpu(grpc_client: triton.InferenceS
 def test_trace_settings(grpc_client: triton.InferenceServerClient) -> None:
     before = grpc_client.get_trace_settings().settings
     assert list(before["trace_level"].value) == ["OFF"]
+    levels = refusal(grpc_client.update_trace_settings, settings={"trace_level": ["TENSORS"]})
+    assert (levels[0], "'TENSORS' is not recorded" in levels[1]) == ("INVALID_ARGUMENT", True)
+    levels = refusal(grpc_client.update_trace_settings, settings={"trace_level": ["TIMESTAMPS", "TENSORS"]})
+    assert (levels[0], "--trace-file" in levels[1]) == ("PERMISSION_DENIED", True), "as for TIMESTAMPS alone"
     try:
         changed = grpc_client.update_trace_settings(settings={"trace_rate": "7"}).settings
         assert list(changed["trace_rate"].value) == ["7"]

@@ -296,6 +296,11 @@ def test_trace_settings(extras: triton.InferenceServerClient, extended: Server) 
     )
     assert (changed["trace_level"], changed["trace_rate"]) == (["TIMESTAMPS"], "1")
     assert extras.get_trace_settings() == before
+    both = extras.update_trace_settings("affine", settings={"trace_level": ["TIMESTAMPS", "TENSORS"]})
+    assert both["trace_level"] == ["TIMESTAMPS"], "the level that is not recorded is not listed"
+    assert "trace_level TENSORS is not recorded" in extended.text
+    with refused(400, "trace_level 'TENSORS' is not recorded"):
+        extras.update_trace_settings("affine", settings={"trace_level": ["TENSORS"]})
     for seed in range(4):
         extras.infer("affine", [asked(vector(seed))], request_id=f"traced {seed}")
     assert extras.get_trace_settings("affine")["trace_count"] == "0"

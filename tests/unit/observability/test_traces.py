@@ -113,11 +113,26 @@ def test_without_a_trace_file_nothing_is_traced() -> None:
     tracer.close()
 
 
+@pytest.mark.parametrize("levels", [["TIMESTAMPS", "TENSORS"], ["TENSORS", "TIMESTAMPS"], ["TIMESTAMPS", "TIMESTAMPS"]])
+def test_several_levels_are_answered_with_those_in_force(tracer: Tracer, levels: list[str]) -> None:
+    assert tracer.update("", {"trace_level": levels})["trace_level"] == ["TIMESTAMPS"]
+    assert tracer.active
+
+
+def test_a_level_that_is_not_recorded_is_named(tracer: Tracer) -> None:
+    with pytest.raises(BadRequest, match="'TENSORS' is not recorded"):
+        tracer.update("", {"trace_level": ["TENSORS"]})
+    with pytest.raises(BadRequest, match="'MAX' is unknown"):
+        tracer.update("", {"trace_level": ["MAX"]})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"trace_level": "MAX"},
         {"trace_level": ["TIMESTAMPS", "OFF"]},
+        {"trace_level": ["OFF", "OFF"]},
+        {"trace_level": ["TIMESTAMPS", "ACTIVITIES"]},
         {"trace_level": ["TENSORS"]},
         {"trace_level": [["OFF"]]},
         {"trace_level": 0},
