@@ -70,6 +70,7 @@ EXTRA: dict[str, str] = {
     "server/control/shared_memory.py": "numpy",
     "server/control/valid*.py": "rich",
     "server/control/tune_command.py": "rich",
+    "server/control/tuning_inputs.py": "numpy",
     "server/control/warmup.py": "numpy",
 }
 EVERYWHERE = ("server.__version__",)

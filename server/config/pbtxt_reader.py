@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
     from google.protobuf.message import Message
 
-_TOKEN = re.compile(
+TOKEN = re.compile(
     r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{}<>\[\]:,;]|[^\s{}<>\[\]:,;"'\#]+|\n""",
 )
 _OPENING = {"{": "}", "<": ">"}
@@ -43,7 +43,7 @@ class _Outline:
     def __init__(self, text: str) -> None:
         self._tokens: list[tuple[str, int]] = []
         line = 1
-        for match in _TOKEN.finditer(text):
+        for match in TOKEN.finditer(text):
             token = match.group()
             if token == "\n":
                 line += 1

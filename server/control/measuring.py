@@ -27,7 +27,7 @@ Feed = Callable[[int], dict[str, Array]]
 _ROUNDS = 4
 _ROUNDS_TOGETHER = 3
 # Inputs larger than this are not made up.
-_MOST_BYTES = 1 << 28
+MAX_INPUT_BYTES = 1 << 28
 # How much of the time is for one instance alone, where there are several.
 _ALONE = 0.5
 # Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
@@ -251,7 +251,7 @@ def sizes(config: ModelConfig) -> list[int]:
     wanted = {most, *(1 << power for power in range(most.bit_length()))}
     if config.dynamic_batching is not None:
         wanted.update(config.dynamic_batching.preferred_batch_size)
-    return sorted(rows for rows in wanted if rows <= most and rows * row_bytes <= _MOST_BYTES)
+    return sorted(rows for rows in wanted if rows <= most and rows * row_bytes <= MAX_INPUT_BYTES)
 
 
 def unmeasurable(config: ModelConfig) -> str:
@@ -261,7 +261,7 @@ def unmeasurable(config: ModelConfig) -> str:
             return f"input {tensor.name} is text"
         if any(size < 0 for size in tensor.dims):
             return f"input {tensor.name} has free dimensions"
-    return "" if sizes(config) else f"a row has more than {_MOST_BYTES} bytes"
+    return "" if sizes(config) else f"a row has more than {MAX_INPUT_BYTES} bytes"
 
 
 def backend_buckets(model: LoadedModel) -> Mapping[int, float]:

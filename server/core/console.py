@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from rich.cells import cell_len
@@ -44,3 +45,18 @@ def fit_title(table: Table, width: int) -> Table:
     if width >= PIPE_WIDTH:
         table.min_width = max(cell_len(str(text)) for text in (table.title or "", table.caption or ""))
     return table
+
+
+def pickup_text(model: str, repository: str) -> str:
+    """Return what makes a server serve a model whose configuration or engine has changed.
+
+    Args:
+        model: Name of the model.
+        repository: Folder of its repository.
+    """
+    return (
+        f"To serve it: a running server takes it by itself with --model-control poll; with --model-control explicit by\n"
+        f"  curl -X POST http://127.0.0.1:8000/v2/repository/models/{model}/load\n"
+        f"else start it again:\n"
+        f"  headrace serve --model-repository {shlex.quote(repository)}"
+    )
