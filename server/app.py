@@ -186,7 +186,7 @@ class HeadraceServer:
             doors=(self._http_door, self._grpc_door),
             certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
         )
-        return MetricsPage(self._registry.sources, self._residency, facts, Nvml())
+        return MetricsPage(self._registry.sources, self._residency, facts, Nvml(), self._settings.metrics_config)
 
     async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
         settings = self._settings

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from server.core.limits import LIMIT_HELP, Limits
 from server.core.names import CLIENT_HEADER
-from server.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry
+from server.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -33,6 +33,7 @@ _TAKEN_HEADERS = frozenset(
         *("inference-header-content-length", "te", "x-request-timeout-ms"),
     )
 )
+_METRICS_SWITCHES = ("counter_latencies", "summary_latencies", "histogram_latencies")
 _FALSE = {"0", "false", "no", "off", ""}
 
 
@@ -67,6 +68,7 @@ class Settings:
         drain_timeout_s: how long shutdown waits for requests in flight.
         keep_alive_timeout_s: how long an HTTP connection stays open between requests.
         metrics: keep latency histograms and serve /metrics.
+        metrics_config: which metrics under Triton's names there are.
         tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
         tls_key: its private key (PEM).
         tls_client_ca: clients must show a certificate that one of these (PEM) signed, "" if they need none.
@@ -99,6 +101,7 @@ class Settings:
     # or a request that is under way to it is lost.
     keep_alive_timeout_s: float = 75.0
     metrics: bool = True
+    metrics_config: TritonMetrics = field(default_factory=TritonMetrics)
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
@@ -164,6 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
         default=env.flag("METRICS", True),
         help="latency histograms and /metrics (on)",
     )
+    _add_metrics_config(parser, env)
 
 
 def wants_json_log(arguments: Sequence[str]) -> bool:
@@ -203,6 +207,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         drain_timeout_s=args.drain_timeout_s,
         keep_alive_timeout_s=args.keep_alive_timeout_s,
         metrics=args.metrics,
+        metrics_config=TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
         grpc_engine=args.grpc_engine,
         grpc=args.grpc,
         poll_interval_s=args.poll_interval_s,
@@ -256,6 +261,17 @@ def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
     add("--request-log-file", default=file, metavar="FILE", help="where it goes, as JSON (standard error)")
 
 
+def _add_metrics_config(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    words = env.text("METRICS_CONFIG", "").split()
+    parser.set_defaults(default_metrics_config=[env.parsed("METRICS_CONFIG", word, _metrics_setting) for word in words])
+    text = (
+        "as in Triton: summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
+    )
+    parser.add_argument(
+        "--metrics-config", action="append", type=_metrics_setting, metavar="NAME=VALUE", help=f"{text}; repeatable"
+    )
+
+
 def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
     for option, seconds, text in (
         ("profile-s", 0.25, "measure each model before it serves (%(default)s; 0: do not)"),
@@ -294,6 +310,23 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
     return int(text)
+
+
+def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
+    """A name and value of `TritonMetrics`."""
+    name, _, value = text.partition("=")
+    if name in _METRICS_SWITCHES and value in ("true", "false"):
+        return name, value == "true"
+    if name == "summary_quantiles":
+        # Triton's form is QUANTILE:ERROR; ours have the error of the buckets, 9 %.
+        try:
+            quantiles = tuple(float(item.partition(":")[0]) for item in value.split(","))
+        except ValueError:
+            quantiles = ()
+        if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
+            return name, tuple(sorted(quantiles))
+    allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
+    raise argparse.ArgumentTypeError(f"{text!r} is no setting of metrics: write {allowed}")
 
 
 def _size(text: str) -> int:
@@ -357,27 +390,27 @@ class _Environment:
 
     def port(self, name: str, default: int | None) -> int | None:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else int(self._parsed(name, text, _port))
+        return default if text is None else int(self.parsed(name, text, _port))
 
     def size(self, name: str, default: int) -> int:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else int(self._parsed(name, text, _size))
+        return default if text is None else int(self.parsed(name, text, _size))
 
     def seconds(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else self._parsed(name, text, _seconds)
+        return default if text is None else self.parsed(name, text, _seconds)
 
     def header(self, name: str, default: str) -> str:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else str(self._parsed(name, text, _header))
+        return default if text is None else str(self.parsed(name, text, _header))
 
     def positive(self, name: str, default: float, parse: Callable[[str], float]) -> float:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else self._parsed(name, text, parse)
+        return default if text is None else self.parsed(name, text, parse)
 
     def fraction(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)
-        return default if text is None else self._parsed(name, text, _fraction)
+        return default if text is None else self.parsed(name, text, _fraction)
 
     def flag(self, name: str, default: bool) -> bool:
         text = self._environ.get(PREFIX + name)
@@ -394,7 +427,7 @@ class _Environment:
         return text
 
     @staticmethod
-    def _parsed(name: str, text: str, parse: object) -> Any:
+    def parsed(name: str, text: str, parse: object) -> Any:
         try:
             return parse(text)  # type: ignore[operator]
         except argparse.ArgumentTypeError as error:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving import HOST, ROOT
 from tests.tools import tool
@@ -25,6 +27,17 @@ from tests.tools import tool
 FOLDER = ROOT / "deploy" / "prometheus"
 READY_TIMEOUT_S = 30.0
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?")
+
+
+def read_page(text: str) -> Iterator[Metric]:
+    """The families of a page of metrics in Prometheus' text, with the names that stand there.
+
+    The reader of prometheus-client adds `_total` to the samples of counters that lack it, which are Triton's.
+    """
+    for family in text_string_to_metric_families(text):
+        if family.type == "counter" and f"# TYPE {family.name} counter\n" in text:
+            family.samples = [sample._replace(name=sample.name.removesuffix("_total")) for sample in family.samples]
+        yield family
 
 
 def free_port() -> int:

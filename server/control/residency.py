@@ -93,12 +93,14 @@ class Loads:
     Attributes:
         count: how often it was loaded.
         time_ns: what that took, all together.
+        last_ns: what the last load took.
         on_demand: how often because a request waited.
         evictions: how often it was parked for another.
     """
 
     count: int = 0
     time_ns: int = 0
+    last_ns: int = 0
     on_demand: int = 0
     evictions: int = 0
 
@@ -318,7 +320,8 @@ class Residency:
         with self._lock:
             loads = self._loads.setdefault(_key(tenant.handle), Loads())
             loads.count += 1
-            loads.time_ns += now_ns - begun_ns
+            loads.last_ns = now_ns - begun_ns
+            loads.time_ns += loads.last_ns
             loads.on_demand += on_demand
 
     def _put_off(self, tenant: Tenant, error: HeadraceError) -> None:

@@ -1,4 +1,4 @@
-"""What the operator wants to be told of requests: traces and a log."""
+"""Options of telemetry: traces, the request log, metrics under Triton's names."""
 
 from __future__ import annotations
 
@@ -29,3 +29,22 @@ class Telemetry:
     request_log: RequestLogMode = "errors"
     request_log_file: str = ""
     request_log_rate: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TritonMetrics:
+    """Which metrics under Triton's names there are: `--metrics-config NAME=VALUE`, with Triton's names.
+
+    Summaries and histograms are on: they are computed when Prometheus scrapes, and cost requests nothing.
+
+    Attributes:
+        counter_latencies: nv_inference_..._duration_us.
+        summary_latencies: nv_inference_..._summary_us.
+        histogram_latencies: nv_inference_first_response_histogram_ms.
+        summary_quantiles: of the summaries, 0 to 1.
+    """
+
+    counter_latencies: bool = True
+    summary_latencies: bool = True
+    histogram_latencies: bool = True
+    summary_quantiles: tuple[float, ...] = (0.5, 0.9, 0.95, 0.99, 0.999)

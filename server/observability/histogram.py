@@ -7,6 +7,7 @@ buckets, whose bounds are all of theirs, so that a duration is sorted once.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,12 +31,13 @@ _CLASSIC_NS = np.rint(np.array(BUCKETS_S) * NS_PER_S)
 _NATIVE_NS = 2.0 ** (np.arange(FIRST_NATIVE - 1, _LAST_NATIVE) / _PER_DOUBLING) * NS_PER_S
 _BOUNDS_NS = np.union1d(_CLASSIC_NS, _NATIVE_NS)
 _FINE = len(_BOUNDS_NS) + 1
+_LOWER_NS = np.insert(_BOUNDS_NS, 0, 0.0)
 _UPPER_NS = np.append(_BOUNDS_NS, np.inf)
 # For each fine bucket, the classic and the native one that it lies in.
 _CLASSIC_OF = np.searchsorted(_CLASSIC_NS, _UPPER_NS)
 _NATIVE_OF = np.searchsorted(_NATIVE_NS, _UPPER_NS)
 
-_Counts = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Histogram:
     def __init__(self) -> None:
         self._pending_ns: list[int] = []
         self._pending_weights: list[int] = []
-        self.fine: _Counts = np.zeros(_FINE, dtype=np.int64)
+        self.fine: Counts = np.zeros(_FINE, dtype=np.int64)
         self.sum_ns = 0
         self.exemplars: dict[int, Exemplar] = {}
 
@@ -117,14 +119,25 @@ class Histogram:
         return int(self.fine.sum())
 
     @property
-    def counts(self) -> _Counts:
+    def counts(self) -> Counts:
         """By classic bucket, the last one without an upper bound."""
         return _summed(_CLASSIC_OF, self.fine, len(BUCKETS_S) + 1)
 
     @property
-    def native(self) -> _Counts:
+    def native(self) -> Counts:
         """By native bucket: the first holds what counts as zero, the second is number FIRST_NATIVE."""
         return _summed(_NATIVE_OF, self.fine, len(_NATIVE_NS) + 1)
+
+    def count_to(self, bound_ns: int) -> int:
+        """How many durations are at most `bound_ns`, which must be the bound of a fine bucket: a classic or a native one.
+
+        Raises:
+            ValueError: it is no bound.
+        """
+        place = int(np.searchsorted(_BOUNDS_NS, bound_ns))
+        if place == len(_BOUNDS_NS) or _BOUNDS_NS[place] != bound_ns:
+            raise ValueError(f"{bound_ns} ns is not the bound of a bucket")
+        return int(self.fine[: place + 1].sum())
 
     def quantile_s(self, quantile: float) -> float | None:
         """What the share `quantile` of all durations keeps to, within 9 %; None if there are none."""
@@ -135,5 +148,27 @@ class Histogram:
         return float(_BOUNDS_NS[min(place, len(_BOUNDS_NS) - 1)]) / NS_PER_S
 
 
-def _summed(places: npt.NDArray[np.intp], fine: _Counts, length: int) -> _Counts:
+def quantiles_ns(fine: Counts, quantiles: Sequence[float]) -> list[float]:
+    """Estimate quantiles from counts by fine bucket, linear within a bucket, as Prometheus' `histogram_quantile` does.
+
+    Args:
+        fine: counts by fine bucket.
+        quantiles: 0 to 1.
+
+    Returns:
+        Nanoseconds, within 9 %; NaN if there are no counts.
+    """
+    cumulative = fine.cumsum()
+    total = int(cumulative[-1])
+    if not total:
+        return [float("nan")] * len(quantiles)
+    ranks = np.asarray(quantiles) * total
+    places = np.minimum(np.searchsorted(cumulative, ranks, side="left"), len(_BOUNDS_NS) - 1)
+    upper, lower = _BOUNDS_NS[places], _LOWER_NS[places]
+    share = (ranks - (cumulative[places] - fine[places])) / np.maximum(fine[places], 1)
+    found: list[float] = (lower + (upper - lower) * share.clip(0, 1)).tolist()
+    return found
+
+
+def _summed(places: npt.NDArray[np.intp], fine: Counts, length: int) -> Counts:
     return np.bincount(places, weights=fine, minlength=length).astype(np.int64)

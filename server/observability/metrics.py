@@ -1,7 +1,7 @@
 """The page that Prometheus scrapes: one registry, made when it asks. Nothing on the data plane knows Prometheus.
 
-What is on it stands in `metrics_table`, who makes it in `metrics_models`, `metrics_gpus` and `metrics_server`, how it is written
-in `exposition`. Triton's names stand beside ours, so that dashboards made for it keep working.
+What is on it stands in `metrics_table`, who makes it in `metrics_models`, `metrics_triton`, `metrics_gpus` and `metrics_server`,
+how it is written in `exposition`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import threading
 from prometheus_client import CollectorRegistry
 from prometheus_client.process_collector import ProcessCollector
 
+from server.core.telemetry import TritonMetrics
 from server.observability.exposition import expose
 from server.observability.metrics_gpus import GpuCollector, Gpus, Memory, MemoryCollector
 from server.observability.metrics_models import ModelCollector, Sources
 from server.observability.metrics_server import ServerCollector, ServerFacts
+from server.observability.metrics_triton import CpuCollector
 
 
 class MetricsPage:
@@ -25,6 +27,7 @@ class MetricsPage:
         memory: of the GPUs; None: nobody tells.
         facts: of the server itself; None: nobody tells.
         gpus: what the driver tells of them; None: nobody asks it.
+        triton: which metrics under Triton's names there are; None: the defaults.
     """
 
     def __init__(
@@ -33,16 +36,18 @@ class MetricsPage:
         memory: Memory | None = None,
         facts: ServerFacts | None = None,
         gpus: Gpus | None = None,
+        triton: TritonMetrics | None = None,
     ) -> None:
         self._lock = threading.Lock()  # one scrape at a time
         self._registry = CollectorRegistry()
-        self._registry.register(ModelCollector(sources))
+        self._registry.register(ModelCollector(sources, triton or TritonMetrics()))
         if memory is not None:
             self._registry.register(MemoryCollector(memory))
         if facts is not None:
             self._registry.register(ServerCollector(facts))
         if gpus is not None:
             self._registry.register(GpuCollector(gpus))
+        self._registry.register(CpuCollector())
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:

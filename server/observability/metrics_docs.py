@@ -30,6 +30,10 @@ in the form that the client asks for: Prometheus' text, OpenMetrics (with exempl
   `histogram_quantile(0.99, sum by (model) (rate(headrace_total_seconds[5m])))`.
 - **Exemplars**: a bucket of `headrace_total_seconds` names the last traced request in it (`trace_id`), for a Prometheus with
   `--enable-feature=exemplar-storage`.
+- **Metrics under Triton's names** (the section below) have its types, labels and units, and are computed when Prometheus scrapes.
+  `--metrics-config NAME=VALUE` (repeatable, or `HEADRACE_METRICS_CONFIG` with spaces between) has Triton's settings:
+  `summary_latencies`, `histogram_latencies` and `counter_latencies` (`true` or `false`; all are on), `summary_quantiles`
+  (`0.5,0.9,0.95,0.99,0.999`). What differs stands in [from-triton.md](from-triton.md#metrics).
 """
 
 

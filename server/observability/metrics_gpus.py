@@ -18,6 +18,7 @@ class Loads(Protocol):
 
     count: int
     time_ns: int
+    last_ns: int
     on_demand: int
     evictions: int
 
@@ -86,18 +87,25 @@ class MemoryCollector(Collector):
         for gpu, size_bytes in sorted(self._memory.ledger.limits.items()):
             limit.add_metric([str(gpu)], size_bytes)
         yield from (held, limit)
+        pinned_bytes = self._memory.ledger.held(HOST)
+        for family in table.TRITON_PINNED.values():
+            pinned = family.gauge()
+            pinned.add_metric([], pinned_bytes)
+            yield pinned
         yield from self._moves()
 
     def _moves(self) -> Iterator[Metric]:
         seconds, on_demand, evictions = (
             table.LOAD_SECONDS.summary(), table.ON_DEMAND_LOADS.counter(), table.EVICTIONS.counter(),
         )  # fmt: skip
+        last = table.TRITON_LOAD_SECONDS.gauge()
         for model, version, loads in self._memory.loads():
             labels = [model, version]
+            last.add_metric(labels, loads.last_ns / NS_PER_S)
             seconds.add_metric(labels, loads.count, loads.time_ns / NS_PER_S)
             on_demand.add_metric(labels, loads.on_demand)
             evictions.add_metric(labels, loads.evictions)
-        yield from (seconds, on_demand, evictions)
+        yield from (seconds, on_demand, evictions, last)
 
 
 class GpuCollector(Collector):
@@ -105,6 +113,7 @@ class GpuCollector(Collector):
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
+        self._first_j: dict[str, float] = {}  # energy at the first scrape, by UUID
 
     def describe(self) -> Iterable[Metric]:
         """Nothing ahead of time: nobody asks the driver before he must."""
@@ -132,6 +141,16 @@ class GpuCollector(Collector):
                 slowed.add_metric([gpu, reason], now)
         yield from (info, clocks, ecc, slowed)
         yield from _triton(readings)
+        yield self._energy(readings)
+
+    def _energy(self, readings: list[Reading]) -> Metric:
+        """Energy as Triton counts it: from the server's start, not the driver's."""
+        metric = table.TRITON_ENERGY.unknown()
+        for reading in readings:
+            if reading.uuid and reading.energy_j is not None:
+                first_j = self._first_j.setdefault(reading.uuid, reading.energy_j)
+                metric.add_sample(metric.name, {"gpu_uuid": reading.uuid}, max(reading.energy_j - first_j, 0.0))
+        return metric
 
 
 def _triton(readings: list[Reading]) -> Iterator[GaugeMetricFamily]:

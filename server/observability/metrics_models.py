@@ -10,8 +10,10 @@ from prometheus_client.registry import Collector
 
 from server.core.clock import NS_PER_S, NS_PER_US
 from server.core.load import Load
+from server.core.telemetry import TritonMetrics
 from server.core.tensor import ModelSpec
 from server.observability import metrics_table as table
+from server.observability.metrics_triton import Row, TritonModels
 from server.observability.recorder import Recorder
 from server.observability.totals import PHASES, Totals
 
@@ -101,10 +103,12 @@ class ModelCollector(Collector):
 
     Args:
         sources: gives (model, version, source) of everything loaded.
+        triton: which metrics under Triton's names there are.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, triton: TritonMetrics) -> None:
         self._sources = sources
+        self._triton = TritonModels(triton)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing ahead of time: the models may change."""
@@ -122,7 +126,9 @@ class ModelCollector(Collector):
         yield from _processes(sources)
         yield _profiles(sources)
         yield from _engines(sources)
-        yield from _triton_counters(totals)
+        yield from self._triton.collect(
+            [Row(labels, source.recorder, of) for (labels, source), (_, of) in zip(sources, totals, strict=True)]
+        )
 
 
 # Shown before they are counted: what is not there cannot be seen to rise.
@@ -238,29 +244,3 @@ def _engines(sources: _Sources) -> Iterator[Metric]:
             if name.startswith("engine.") and isinstance(value, float | int) and not isinstance(value, bool):
                 accuracy.add_metric([*labels, name.removeprefix("engine.")], value)
     yield from (info, accuracy)
-
-
-def _triton_counters(rows: _Rows) -> Iterator[Metric]:
-    for name, read in _TRITON.items():
-        # Triton's counters lack the suffix that a counter family would force on them, hence the type "unknown".
-        family = table.TRITON[name].unknown()
-        for (model, version), totals in rows:
-            family.add_sample(family.name, {"model": model, "version": version}, read(totals))
-        yield family
-
-
-def _us(time_ns: int) -> float:
-    return time_ns // NS_PER_US
-
-
-_TRITON: dict[str, Callable[[Totals], float]] = {
-    "request_success": lambda t: t.requests,
-    "request_failure": lambda t: sum(t.failures.values()),
-    "count": lambda t: t.rows,
-    "exec_count": lambda t: t.executions,
-    "request_duration_us": lambda t: _us(t.request_ns),
-    "queue_duration_us": lambda t: _us(t.queue_ns),
-    "compute_input_duration_us": lambda t: _us(t.assembly_ns),
-    "compute_infer_duration_us": lambda t: _us(t.compute_ns),
-    "compute_output_duration_us": lambda t: _us(t.split_ns),
-}

@@ -15,7 +15,7 @@ from prometheus_client.samples import Exemplar as OpenMetricsExemplar
 from server.core.clock import NS_PER_S
 from server.observability.histogram import BUCKETS_S, Exemplar, Histogram
 
-Kind = Literal["counter", "gauge", "histogram", "summary", "unknown"]
+Kind = Literal["counter", "gauge", "histogram", "summary"]
 MODEL = ("model", "version")
 _LE = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
 
@@ -45,9 +45,10 @@ class Family:
     Attributes:
         section: of the page of documentation.
         name: as Prometheus stores it.
-        kind: as Prometheus types it; unknown is a counter whose name lacks the suffix.
+        kind: as Prometheus types it. A counter whose name does not end in `_total`, as Triton's do not, is `unknown` in
+            OpenMetrics, which demands the suffix.
         text: what it says, one or two sentences.
-        labels: their names.
+        labels: their names, without `le` and a summary's `quantile`.
         native: a histogram of durations that is a native one too.
         when: where it is absent otherwise; "" if it is always there.
     """
@@ -81,8 +82,12 @@ class Family:
         return Durations(self.name, self.text, self.labels)
 
     def unknown(self) -> Metric:
-        """Empty, to be filled with `add_sample`."""
+        """A counter without the suffix: empty, to be filled with `add_sample`."""
         return Metric(self.name, self.text, "unknown")
+
+    def any_summary(self) -> Metric:
+        """A summary with quantiles: empty, to be filled with `add_sample`, one series after the other."""
+        return Metric(self.name, self.text, "summary")
 
 
 def classic_buckets(histogram: Histogram) -> list[tuple[str, int, Exemplar | None]]:
@@ -340,10 +345,9 @@ CERTIFICATE = Family(
 
 _TRITON = "Triton's names, for dashboards made for it"
 TRITON = {
-    name: Family(_TRITON, f"nv_inference_{name}", "unknown", text, MODEL)
+    name: Family(_TRITON, f"nv_inference_{name}", "counter", text, MODEL)
     for name, text in {
         "request_success": "Requests answered with success.",
-        "request_failure": "Requests answered with an error.",
         "count": "Rows inferred.",
         "exec_count": "Batches run.",
         "request_duration_us": "Time of successful requests.",
@@ -353,7 +357,49 @@ TRITON = {
         "compute_output_duration_us": "Time to split batches.",
     }.items()
 }
+TRITON_FAILURE = Family(
+    _TRITON,
+    "nv_inference_request_failure",
+    "counter",
+    "Requests answered with an error: REJECTED (queue, deadline or quota), CANCELED, BACKEND (the model failed), OTHER.",
+    (*MODEL, "reason"),
+)
+TRITON_SUMMARY = {
+    phase: Family(_TRITON, f"nv_inference_{name}_summary_us", "summary", text, MODEL)
+    for phase, (name, text) in {
+        "total": ("request", "Time of successful requests; quantiles of the last minute."),
+        "queue": ("queue", "Time in the queue; quantiles of the last minute."),
+        "assembly": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
+        "compute": ("compute_infer", "Time of the backend; quantiles of the last minute."),
+        "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
+    }.items()
+}
+TRITON_FIRST_RESPONSE = Family(
+    _TRITON,
+    "nv_inference_first_response_histogram_ms",
+    "histogram",
+    "Time from the arrival of a request to its first response, in milliseconds.",
+    MODEL,
+)
 TRITON_PENDING = Family(_TRITON, "nv_inference_pending_request_count", "gauge", "Requests in the queue.", MODEL)
+TRITON_LOAD_SECONDS = Family(
+    _TRITON, "nv_model_load_duration_secs", "gauge", "Time of the last load of a version, in seconds.", MODEL
+)
+TRITON_PINNED = {
+    name: Family(_TRITON, f"nv_pinned_memory_pool_{name}_bytes", "gauge", text)
+    for name, text in {
+        "total": "Pinned memory of the host that is allocated for models: there is no pool of a fixed size.",
+        "used": "Pinned memory of the host that models hold.",
+    }.items()
+}
+TRITON_CPU = {
+    name: Family(_TRITON, f"nv_cpu_{name}", "gauge", text, when="on Linux")
+    for name, text in {
+        "utilization": "Share of time in which the processors were busy since the last scrape, 0 to 1.",
+        "memory_total_bytes": "Memory of the machine.",
+        "memory_used_bytes": "Memory of the machine that is not available.",
+    }.items()
+}
 TRITON_GPU = {
     name: Family(_TRITON, f"nv_{name}", "gauge", text, ("gpu_uuid",), when=_NVML)
     for name, text in {
@@ -364,6 +410,10 @@ TRITON_GPU = {
         "gpu_power_limit": "Power that the GPU keeps to, in watts.",
     }.items()
 }
+TRITON_ENERGY = Family(
+    _TRITON, "nv_energy_consumption", "counter", "Energy used since the server was first scraped, in joules.",
+    ("gpu_uuid",), when=_NVML,
+)  # fmt: skip
 
 _PROCESS = "The process, as prometheus-client tells of it"
 _LINUX = "on Linux"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from tritonclient.utils import InferenceServerException
 
+from tests.prometheus import read_page
 from tests.serving import Server
 
 MODEL = "measured"
@@ -28,6 +28,13 @@ TRITON_NAMES = {
     "nv_inference_compute_infer_duration_us",
     "nv_inference_compute_output_duration_us",
     "nv_inference_pending_request_count",
+    "nv_inference_request_summary_us",
+    "nv_inference_queue_summary_us_sum",
+    "nv_inference_compute_input_summary_us_count",
+    "nv_inference_compute_infer_summary_us",
+    "nv_inference_compute_output_summary_us",
+    "nv_inference_first_response_histogram_ms_bucket",
+    "nv_model_load_duration_secs",
 }
 
 
@@ -36,7 +43,7 @@ def samples(server: Server, model: str = MODEL) -> list[Sample]:
     status, headers, page = server.request("GET", "/metrics")
     assert status == 200
     assert headers["content-type"].startswith("text/plain; version=")
-    families = list(text_string_to_metric_families(page.decode()))
+    families = list(read_page(page.decode()))
     names = [family.name for family in families]
     assert len(set(names)) == len(names), "a family is there twice"
     labels = {"model": model, "version": "1"}
@@ -132,7 +139,6 @@ def test_the_page_agrees_with_the_statistics(server: Server, counted: list[Sampl
     assert value(counted, "headrace_queue_seconds_sum") == pytest.approx(inference["queue"]["ns"] / 1e9)
     for name, expected in {
         "request_success": inference["success"]["count"],
-        "request_failure": inference["fail"]["count"],
         "count": stats["inference_count"],
         "exec_count": stats["execution_count"],
         "request_duration_us": inference["success"]["ns"] // 1_000,
@@ -142,6 +148,9 @@ def test_the_page_agrees_with_the_statistics(server: Server, counted: list[Sampl
         "compute_output_duration_us": inference["compute_output"]["ns"] // 1_000,
     }.items():
         assert value(counted, f"nv_inference_{name}") == expected, name
+    failures = {s.labels["reason"]: s.value for s in counted if s.name == "nv_inference_request_failure"}
+    assert failures == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": inference["fail"]["count"]}
+    assert failures["OTHER"] == 2
 
 
 def test_tritons_names_are_there_for_every_model(server: Server) -> None:
@@ -152,7 +161,7 @@ def test_tritons_names_are_there_for_every_model(server: Server) -> None:
 def test_errors_are_counted_by_protocol(grpc_server: Server, grpc_client: triton_grpc.InferenceServerClient) -> None:
     def errors() -> dict[str, float]:
         page = grpc_server.request("GET", "/metrics")[2].decode()
-        found = [s for family in text_string_to_metric_families(page) for s in family.samples]
+        found = [s for family in read_page(page) for s in family.samples]
         return {
             s.labels["protocol"]: s.value
             for s in found
@@ -168,5 +177,5 @@ def test_errors_are_counted_by_protocol(grpc_server: Server, grpc_client: triton
 
 def test_the_process_is_measured_too(server: Server) -> None:
     page = server.request("GET", "/metrics")[2].decode()
-    names = {family.name for family in text_string_to_metric_families(page)}
+    names = {family.name for family in read_page(page)}
     assert {"process_resident_memory_bytes", "process_cpu_seconds"} <= names

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.certificates import Certificates
 from tests.fake_builder import publish
 from tests.fake_gpu import install_gpu
 from tests.models import add_model, affine
-from tests.prometheus import FOLDER, Prometheus, free_port, is_number, prometheus, selectors
+from tests.prometheus import FOLDER, Prometheus, free_port, is_number, prometheus, read_page, selectors
 from tests.serving import HOST, Server, serving, start
 from tests.unit.control.test_tensorrt_models import plan_of
 
@@ -64,6 +65,82 @@ ANNOTATIONS = {
     for annotation in dashboard.to_json()["annotations"]["list"]
 }
 
+# What the panels of public dashboards for Triton ask for, as queries of equal effect. NVIDIA's are in the folder deploy of
+# triton-inference-server/server. Left out: nv_inference_load_ratio_bucket and nv_inference_compute_duration_us of its
+# dashboards for fleetcommand, gcp and single_server, which Triton 2 does not have either.
+_PER_REQUEST = "nv_inference_request_success[1m]"
+TRITON_PANELS = {
+    "k8s-onprem: active instances": "count(count by (instance) (nv_inference_count))",
+    "k8s-onprem: share of each pod": "sum by (pod) (rate(nv_inference_count[1m])) / ignoring(pod) group_left() "
+    "sum(rate(nv_inference_count[1m]))",
+    "k8s-onprem: successes": "sum by (pod) (nv_inference_request_success)",
+    "k8s-onprem: failures": "sum by (pod) (nv_inference_request_failure)",
+    "k8s-onprem: compute time": "sum by (model) (rate(nv_inference_compute_infer_duration_us[30s])) / 1000",
+    "k8s-onprem: mean time in the queue": "avg by (pod) (rate(nv_inference_queue_duration_us[30s]) / "
+    "(1 + rate(nv_inference_request_success[30s])))",
+    "fleetcommand: successes": "nv_inference_request_success",
+    "fleetcommand: failures": "nv_inference_request_failure",
+    "fleetcommand: time in the queue": "rate(nv_inference_queue_duration_us[30s]) / 1000",
+    "TerboucheHacene: rate of failures": "rate(nv_inference_request_failure[1m])",
+    "TerboucheHacene: batch size": f"rate({_PER_REQUEST}) / rate(nv_inference_exec_count[1m])",
+    "TerboucheHacene: mean duration": "nv_inference_request_duration_us / nv_inference_request_success / 1000",
+    "TerboucheHacene: GPU utilization": "nv_gpu_utilization",
+    "TerboucheHacene: GPU memory": "nv_gpu_memory_used_bytes / nv_gpu_memory_total_bytes * 100",
+    "TerboucheHacene: compute time of a batch": "rate(nv_inference_compute_infer_duration_us[1m]) / "
+    "rate(nv_inference_exec_count[1m]) / 1000",
+    "others: rows a second": 'sum(rate(nv_inference_count{model=~".+"}[1m]))',
+    "others: share of errors": "sum by (model) (rate(nv_inference_request_failure[1m])) / "
+    f"sum by (model) (rate({_PER_REQUEST}))",
+    "others: failures by reason": 'sum by (reason) (nv_inference_request_failure{reason="REJECTED"})',
+    "others: load time": "nv_model_load_duration_secs",
+    "others: pending": "nv_inference_pending_request_count",
+    "others: power": "nv_gpu_power_usage / nv_gpu_power_limit",
+    "others: energy": "rate(nv_energy_consumption[1m])",
+    "others: processors": "nv_cpu_utilization",
+    "others: memory": "nv_cpu_memory_used_bytes / nv_cpu_memory_total_bytes",
+    "others: pinned memory": "nv_pinned_memory_pool_used_bytes <= nv_pinned_memory_pool_total_bytes",
+    "others: first responses": "histogram_quantile(0.99, sum by (le) "
+    "(rate(nv_inference_first_response_histogram_ms_bucket[1m])))",
+    **{
+        f"others: quantile of {name}": f'nv_inference_{name}_summary_us{{quantile="{quantile}"}} / 1000'
+        for name in ("request", "queue", "compute_input", "compute_infer", "compute_output")
+        for quantile in ("0.5", "0.9", "0.95", "0.99", "0.999")
+    },
+    **{
+        f"others: mean of {name}": f"rate(nv_inference_{name}_duration_us[1m]) / rate({_PER_REQUEST})"
+        for name in ("request", "queue", "compute_input", "compute_infer", "compute_output")
+    },
+}
+# Type and labels of each metric on Triton's page.
+_MODEL = {"model", "version"}
+TRITON_SERIES: dict[str, tuple[str, set[str]]] = {
+    **{
+        f"nv_inference_{name}": ("counter", _MODEL)
+        for name in (
+            *("request_success", "count", "exec_count", "request_duration_us", "queue_duration_us"),
+            *("compute_input_duration_us", "compute_infer_duration_us", "compute_output_duration_us"),
+        )
+    },
+    "nv_inference_request_failure": ("counter", {*_MODEL, "reason"}),
+    **{
+        f"nv_inference_{name}_summary_us": ("summary", {*_MODEL, "quantile"})
+        for name in ("request", "queue", "compute_input", "compute_infer", "compute_output")
+    },
+    "nv_inference_first_response_histogram_ms": ("histogram", {*_MODEL, "le"}),
+    "nv_inference_pending_request_count": ("gauge", _MODEL),
+    "nv_model_load_duration_secs": ("gauge", _MODEL),
+    "nv_pinned_memory_pool_total_bytes": ("gauge", set()),
+    "nv_pinned_memory_pool_used_bytes": ("gauge", set()),
+    "nv_cpu_utilization": ("gauge", set()),
+    "nv_cpu_memory_total_bytes": ("gauge", set()),
+    "nv_cpu_memory_used_bytes": ("gauge", set()),
+    **{
+        f"nv_gpu_{name}": ("gauge", {"gpu_uuid"})
+        for name in ("utilization", "memory_total_bytes", "memory_used_bytes", "power_usage", "power_limit")
+    },
+    "nv_energy_consumption": ("counter", {"gpu_uuid"}),
+}
+
 
 def build(folder: Path) -> Path:
     repository = folder / "repository"
@@ -91,6 +168,7 @@ class Watched:
     tls: Server
     classic: Prometheus
     native: Prometheus
+    gpu_metrics: str
 
 
 def work(server: Server) -> None:
@@ -143,7 +221,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
                 # What the rules have made of the last scrape.
                 until(lambda: len(classic.query("headrace:requests:rate5m")) == len(MODELS) + 2)
                 time.sleep(2)
-                yield Watched(gpu, secure, classic, native)
+                yield Watched(gpu, secure, classic, native, f"{HOST}:{port}")
         gpu.stop()
     finally:
         gpu.process.kill()
@@ -190,6 +268,29 @@ def test_every_panel_has_data(watched: Watched, expr: str) -> None:
     found = watched.classic.query(filled(expr))
     assert found, expr
     assert any(is_number(value) for _, value in found), f"{expr} is {found[:3]}"
+
+
+@pytest.mark.parametrize("panel", TRITON_PANELS)
+def test_every_panel_of_a_dashboard_for_triton_has_data(watched: Watched, panel: str) -> None:
+    found = watched.classic.query(TRITON_PANELS[panel])
+    assert any(is_number(value) for _, value in found), f"{TRITON_PANELS[panel]} is {found[:3]}"
+
+
+def test_metrics_have_tritons_types_and_labels(watched: Watched) -> None:
+    page = urllib.request.urlopen(f"http://{watched.gpu_metrics}/metrics", timeout=30).read().decode()
+    shown = {family.name: family for family in read_page(page) if family.name.startswith("nv_")}
+    assert {name: family.type for name, family in shown.items()} == {
+        name: kind for name, (kind, _) in TRITON_SERIES.items()
+    }
+    for name, family in shown.items():
+        assert set().union(*(sample.labels for sample in family.samples)) == TRITON_SERIES[name][1], name
+
+
+@pytest.mark.parametrize("name", ["nv_inference_request_success", "nv_energy_consumption"])
+def test_prometheus_takes_counters_without_the_suffix(watched: Watched, name: str) -> None:
+    for one in (watched.classic, watched.native):
+        assert one.query(name)
+        assert one.query(f"rate({name}[1m])")
 
 
 @pytest.mark.parametrize(("series", "label"), sorted(VARIABLES))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NoReturn
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from server.cuda.nvml import Nvml
 from server.observability.metrics import MetricsPage
+from server.observability.metrics_gpus import GpuCollector
 from tests.fake_nvml import FakeNvml
+from tests.prometheus import read_page
 
 ALL_SILENT = {
     f"nvmlDeviceGet{name}"
@@ -28,9 +29,9 @@ def samples(nvml: Nvml) -> dict[tuple[str, ...], float]:
             sample.name,
             *(value for _, value in sorted(sample.labels.items(), key=lambda pair: (pair[0] != "gpu", pair))),
         ): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in read_page(text)
         for sample in family.samples
-        if "gpu" in sample.name
+        if "gpu" in sample.name or "energy" in sample.name
     }
 
 
@@ -63,7 +64,23 @@ def test_every_figure_has_its_unit() -> None:
         ("nv_gpu_memory_used_bytes", "GPU-00000001"): 3 << 30,
         ("nv_gpu_power_usage", "GPU-00000001"): pytest.approx(412.5),
         ("nv_gpu_power_limit", "GPU-00000001"): pytest.approx(700),
+        ("nv_energy_consumption", "GPU-00000001"): 0,
     }
+
+
+def test_energy_counts_from_the_first_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's counts from the start of the server, the driver's from its own."""
+    fake = FakeNvml(buses=("0000:01:00.0",))
+    collector = GpuCollector(watched(fake))
+
+    def energy_j() -> float:
+        (sample,) = [s for family in collector.collect() for s in family.samples if s.name == "nv_energy_consumption"]
+        return sample.value
+
+    assert energy_j() == 0
+    later = lambda _self, _device, value: setattr(value._obj, "value", 5_000_012_000)  # noqa: E731
+    monkeypatch.setattr(FakeNvml, "_DeviceGetTotalEnergyConsumption", later)
+    assert energy_j() == pytest.approx(12)
 
 
 def test_gpus_have_cudas_numbers() -> None:

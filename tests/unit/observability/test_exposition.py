@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
-from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from server.core.clock import NS_PER_S
 from server.core.load import Load
 from server.core.request import BatchTimes
 from server.core.tensor import ModelSpec
-from server.observability.exposition import OPENMETRICS, PROTOBUF
+from server.observability.exposition import OPENMETRICS, PROTOBUF, expose
 from server.observability.histogram import FIRST_NATIVE
 from server.observability.metrics import MetricsPage
 from server.observability.recorder import Recorder
+from tests.prometheus import read_page
 
 # What a Prometheus asks with, before and after native histograms were switched on.
 PROMETHEUS = (
@@ -144,18 +148,23 @@ def test_the_form_is_the_one_that_is_liked_best(accept: str, form: str) -> None:
     assert page(TOTALS_NS).render(accept)[0].startswith(form)
 
 
+def is_ours(name: str) -> bool:
+    """What the recorders say; the machine's own figures change meanwhile."""
+    return name.startswith(("headrace", "nv_")) and not name.startswith("nv_cpu")
+
+
 def test_all_forms_say_the_same() -> None:
     made = page(TOTALS_NS)
 
     def samples(families: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        ours = [s for family in families for s in family.samples if s.name.startswith(("headrace", "nv_"))]
+        ours = [s for family in families for s in family.samples if is_ours(s.name)]
         return {(s.name, frozenset(s.labels.items())): s.value for s in ours}
 
-    text = samples(read_text(made.render()[1].decode()))
+    text = samples(read_page(made.render()[1].decode()))
     assert samples(read_openmetrics(made.render(PROMETHEUS)[1].decode())) == text
     decoded: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for family in read_protobuf(made.render(PROMETHEUS_NATIVE)[1]):
-        if not family.name.startswith(("headrace", "nv_")):
+        if not is_ours(family.name):
             continue
         for metric in family.metric:
             labels = {pair.name: pair.value for pair in metric.label}
@@ -169,9 +178,39 @@ def test_all_forms_say_the_same() -> None:
                     bound = "+Inf" if bucket.upper_bound == float("inf") else str(bucket.upper_bound)
                     key_of = frozenset({**labels, "le": bound}.items())
                     decoded[family.name + "_bucket", key_of] = bucket.cumulative_count
+            elif kind == "summary":
+                decoded[family.name + "_sum", key] = metric.summary.sample_sum
+                decoded[family.name + "_count", key] = metric.summary.sample_count
+                for one in metric.summary.quantile:
+                    decoded[family.name, frozenset({**labels, "quantile": f"{one.quantile:g}"}.items())] = one.value
             else:
                 decoded[family.name, key] = getattr(metric, kind).value
     assert decoded == text
+
+
+def test_text_is_what_prometheus_client_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte; but for counters without the suffix, which it has no type for in the old text."""
+    registry = CollectorRegistry()
+    monkeypatch.setattr(registry, "collect", lambda: families)
+    gauge = GaugeMetricFamily("hostile", 'a "text"\n\\', labels=["b", "a"])
+    for value in (float("nan"), float("inf"), -float("inf"), 0, 1e300, 123456789, 0.1, True):
+        gauge.add_metric([f'"\n\\ä{value}', ""], value)
+    made = page(TOTALS_NS)
+    families = [gauge, *(family for family in made._registry.collect() if is_ours(family.name))]
+    assert any(sample.exemplar for family in families for sample in family.samples)
+    assert expose(registry, PROMETHEUS)[1] == generate_openmetrics(registry)  # type: ignore[no-untyped-call]
+    expected = re.sub(rb"(?m)^(# TYPE nv_\w+) untyped$", rb"\1 counter", generate_latest(registry))
+    assert expose(registry, "")[1] == expected
+
+
+def test_counters_without_the_suffix_are_counters_where_that_is_allowed() -> None:
+    made = page(TOTALS_NS)
+    assert "\n# TYPE nv_inference_count counter\n" in made.render()[1].decode()
+    assert "untyped" not in made.render()[1].decode()
+    assert "\n# TYPE nv_inference_count unknown\n" in made.render(PROMETHEUS)[1].decode()
+    families = {family.name: family for family in read_protobuf(made.render(PROMETHEUS_NATIVE)[1])}
+    assert families["nv_inference_request_failure"].type == 0
+    assert families["nv_inference_request_summary_us"].type == 2
 
 
 def test_native_buckets_are_where_prometheus_looks_for_them() -> None:

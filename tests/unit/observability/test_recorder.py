@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
-from prometheus_client.parser import text_string_to_metric_families
 
 from server.backends.base import Standing
 from server.core.clock import NS_PER_S
@@ -20,6 +19,7 @@ from server.observability.histogram import BUCKETS_S, Histogram
 from server.observability.metrics import MetricsPage
 from server.observability.recorder import Recorder
 from server.observability.statistics import to_triton
+from tests.prometheus import read_page
 
 
 @given(st.lists(st.tuples(st.integers(0, 20 * NS_PER_S), st.integers(1, 5)), max_size=50))
@@ -136,7 +136,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
     _, body = MetricsPage(lambda: [("m", "1", source)]).render()
     samples = {
         (sample.name, sample.labels.get("le") or sample.labels.get("reason") or sample.labels.get("closed_by")): sample
-        for family in text_string_to_metric_families(body.decode())
+        for family in read_page(body.decode())
         for sample in family.samples
     }
     assert samples["headrace_queue_seconds_bucket", "0.01"].value == 1
@@ -160,7 +160,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
     assert samples["headrace_instances_wanted", None].value == 4
     profile = {
         (sample.labels["rows"], sample.labels["quantile"]): sample.value
-        for family in text_string_to_metric_families(body.decode())
+        for family in read_page(body.decode())
         for sample in family.samples
         if sample.name == "headrace_profile_microseconds"
     }

@@ -10,6 +10,7 @@ import pytest
 
 from server import settings
 from server.core.limits import Limits
+from server.core.telemetry import TritonMetrics
 from server.settings import LATER, Settings
 
 
@@ -45,6 +46,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "drain_timeout_s": ("6.5", 6.5),
         "keep_alive_timeout_s": ("7.5", 7.5),
         "metrics": ("off", False),
+        "metrics_config": ("summary_latencies=false", TritonMetrics(summary_latencies=False)),
         "grpc": ("off", False),
         "grpc_engine": ("fast", "fast"),
         "poll_interval_s": ("0.5", 0.5),
@@ -77,6 +79,31 @@ def test_every_field_has_an_option_and_a_variable() -> None:
 def test_what_is_told_of_requests_has_options_and_variables(name: str, text: str, value: object) -> None:
     assert getattr(parse(f"--{name.replace('_', '-')}", text).telemetry, name) == value
     assert getattr(parse(**{f"HEADRACE_{name.upper()}": text}).telemetry, name) == value
+
+
+def test_metrics_are_configured_by_tritons_words() -> None:
+    words = ("counter_latencies=false", "histogram_latencies=true", "summary_quantiles=0.99:0.001,0.5:0.05")
+    expected = TritonMetrics(counter_latencies=False, summary_quantiles=(0.5, 0.99))
+    assert parse(*(word for text in words for word in ("--metrics-config", text))).metrics_config == expected
+    assert parse(HEADRACE_METRICS_CONFIG=" ".join(words)).metrics_config == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "summary_latencies", "summary_latencies=yes", "summaries=true", "summary_quantiles="]
+)
+def test_an_unknown_setting_of_metrics_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--metrics-config", text)
+    assert "write counter_latencies=true|false" in capsys.readouterr().err
+    if text:
+        with pytest.raises(ValueError, match="HEADRACE_METRICS_CONFIG"):
+            parse(HEADRACE_METRICS_CONFIG=text)
+
+
+@pytest.mark.parametrize("quantiles", ["0", "1", "x", "0.5,,0.9", "0.5,0.5", "nan"])
+def test_quantiles_are_between_0_and_1(quantiles: str) -> None:
+    with pytest.raises(SystemExit):
+        parse("--metrics-config", f"summary_quantiles={quantiles}")
 
 
 @pytest.mark.parametrize("limit", [field.name for field in dataclasses.fields(Limits)])

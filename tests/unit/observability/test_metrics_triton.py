@@ -1,0 +1,227 @@
+"""Metrics under Triton's names: types, labels, units, and quantiles of the last minute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client.metrics_core import Metric
+
+from server.core import errors
+from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from server.core.request import BatchTimes
+from server.core.telemetry import TritonMetrics
+from server.observability.histogram import BUCKETS_S, Histogram, quantiles_ns
+from server.observability.metrics_triton import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
+from server.observability.recorder import Recorder
+
+SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Page:
+    """One version's recorder and its metrics under Triton's names, in virtual time."""
+
+    def __init__(self, options: TritonMetrics | None = None) -> None:
+        self.clock = Clock()
+        self.recorder = Recorder()
+        self._models = TritonModels(options or TritonMetrics(), self.clock)
+
+    def count(self, total_ms: float, requests: int = 1) -> None:
+        total_ns = int(total_ms * NS_PER_MS)
+        times = BatchTimes(0, total_ns // 10, total_ns // 2, total_ns)
+        self.recorder.batch(requests, requests, "full", times, [total_ns // 4] * requests, [total_ns] * requests)
+
+    def scrape(self, after_s: float = 0) -> dict[tuple[str, ...], float]:
+        self.clock.now_ns += int(after_s * NS_PER_S)
+        families = list(self.families())
+        return {
+            (
+                sample.name,
+                *sorted(value for name, value in sample.labels.items() if name not in ("model", "version")),
+            ): (sample.value)
+            for family in families
+            for sample in family.samples
+        }
+
+    def families(self) -> Iterator[Metric]:
+        return self._models.collect([Row(("m", "1"), self.recorder, self.recorder.totals())])
+
+
+def all_errors() -> Iterator[type[errors.HeadraceError]]:
+    waiting = [errors.HeadraceError]
+    while waiting:
+        kind = waiting.pop()
+        yield kind
+        waiting += kind.__subclasses__()
+
+
+def test_every_reason_of_ours_has_one_of_tritons() -> None:
+    page = Page()
+    reasons = {kind.reason for kind in all_errors()}
+    assert set(REASONS) <= reasons, "a reason that no error has"
+    for reason in reasons:
+        page.recorder.failure(reason, 1)
+    found = {key[1]: value for key, value in page.scrape().items() if key[0] == "nv_inference_request_failure"}
+    assert found == {"REJECTED": 5, "CANCELED": 1, "BACKEND": 1, "OTHER": len(reasons) - 7}
+
+
+def test_counters_are_cumulative_microseconds() -> None:
+    page = Page()
+    page.count(2, requests=3)
+    found = page.scrape()
+    assert found["nv_inference_request_success",] == 3
+    assert found["nv_inference_exec_count",] == 1
+    assert found["nv_inference_request_duration_us",] == 6000
+    assert found["nv_inference_queue_duration_us",] == 1500
+    assert found["nv_inference_compute_infer_duration_us",] == 3 * 800
+
+
+def test_summaries_say_what_the_counters_say() -> None:
+    page = Page()
+    for total_ms in range(1, 101):
+        page.count(total_ms)
+    found = page.scrape()
+    for name in SUMMARIES:
+        assert found[f"nv_inference_{name}_summary_us_count",] == 100
+        assert found[f"nv_inference_{name}_summary_us_sum",] == found[f"nv_inference_{name}_duration_us",]
+        assert {key[1] for key in found if key[0] == f"nv_inference_{name}_summary_us"} == {
+            "0.5", "0.9", "0.95", "0.99", "0.999",
+        }  # fmt: skip
+    assert found["nv_inference_request_summary_us", "0.5"] == pytest.approx(50_000, rel=0.09)
+    assert found["nv_inference_request_summary_us", "0.99"] == pytest.approx(99_000, rel=0.09)
+    assert found["nv_inference_queue_summary_us", "0.5"] == pytest.approx(12_500, rel=0.09)
+
+
+def test_quantiles_are_those_of_the_last_minute() -> None:
+    page = Page()
+    page.count(100)
+    median = ("nv_inference_request_summary_us", "0.5")
+    assert page.scrape()[median] == pytest.approx(100_000, rel=0.09)
+    for _ in range(3):
+        assert page.scrape(15)[median] == pytest.approx(100_000, rel=0.09), "still within the minute"
+    page.count(1, requests=10)
+    assert page.scrape(15)[median] == pytest.approx(1000, rel=0.09)
+    for _ in range(3):
+        assert page.scrape(15)[median] == pytest.approx(1000, rel=0.09)
+    found = page.scrape(30)
+    assert math.isnan(found[median]), "nothing for a minute: Triton shows NaN too"
+    assert found["nv_inference_request_summary_us_count",] == 11, "the count is that of the whole life"
+
+
+def test_a_version_that_is_loaded_again_begins_anew() -> None:
+    page = Page()
+    page.count(100)
+    page.scrape()
+    page.recorder = Recorder()
+    page.count(1)
+    assert page.scrape(70)["nv_inference_request_summary_us", "0.5"] == pytest.approx(1000, rel=0.09)
+
+
+def test_many_scrapes_keep_few_snapshots() -> None:
+    page = Page()
+    for _ in range(500):
+        page.scrape(0.5)
+    (kept,) = page._models._windows._snapshots.values()
+    assert len(kept) <= 14
+
+
+@pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.75, 0.999])
+def test_an_estimate_is_within_nine_percent(share: float) -> None:
+    values_ns = np.random.default_rng(1).lognormal(15, 1, 10_000).astype(np.int64)
+    histogram = Histogram()
+    histogram.observe_each(values_ns.tolist())
+    histogram.fold()
+    assert quantiles_ns(histogram.fine, [share])[0] == pytest.approx(np.quantile(values_ns, share), rel=0.1)
+
+
+def test_first_responses_are_counted_in_tritons_buckets() -> None:
+    page = Page()
+    for total_ms in (1, 100, 100.001, 2000, 4999, 6000):
+        page.count(total_ms)
+    found = {
+        key[1]: value
+        for key, value in page.scrape().items()
+        if key[0] == "nv_inference_first_response_histogram_ms_bucket"
+    }
+    assert found == {"100.0": 2, "500.0": 3, "2000.0": 4, "5000.0": 5, "+Inf": 6}
+    assert page.scrape()["nv_inference_first_response_histogram_ms_sum",] == pytest.approx(13_200.001)
+
+
+def test_only_bounds_of_buckets_can_be_counted_to() -> None:
+    for bound_s in (*BUCKETS_S, *(bound / 1000 for bound in FIRST_RESPONSE_MS)):
+        Histogram().count_to(int(bound_s * NS_PER_S))
+    with pytest.raises(ValueError, match="not the bound"):
+        Histogram().count_to(3 * NS_PER_US)
+
+
+@pytest.mark.parametrize(
+    ("options", "absent", "present"),
+    [
+        (TritonMetrics(summary_latencies=False), "summary_us", "duration_us"),
+        (TritonMetrics(counter_latencies=False), "duration_us", "summary_us"),
+        (TritonMetrics(histogram_latencies=False), "first_response", "summary_us"),
+    ],
+)
+def test_each_kind_can_be_switched_off(options: TritonMetrics, absent: str, present: str) -> None:
+    names = [family.name for family in Page(options).families()]
+    assert not any(absent in name for name in names)
+    assert any(present in name for name in names)
+    assert "nv_inference_request_success" in names
+
+
+def test_quantiles_can_be_chosen() -> None:
+    found = Page(TritonMetrics(summary_quantiles=(0.25,))).scrape()
+    assert {key[1:] for key in found if key[0] == "nv_inference_queue_summary_us"} == {("0.25",)}
+
+
+# --- The machine ------------------------------------------------------------------------------------------------------------
+
+
+def write(proc: Path, busy: int, idle: int) -> None:
+    (proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 10 0 0 0 5 0\ncpu0 1 1 1 1\n")
+    (proc / "meminfo").write_text(
+        "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    400 kB\nBuffers: 1\n"
+    )
+
+
+def cpu(collector: CpuCollector) -> dict[str, float]:
+    return {sample.name: sample.value for family in collector.collect() for sample in family.samples}
+
+
+def test_processors_and_memory_of_the_machine(tmp_path: Path) -> None:
+    clock = Clock()
+    write(tmp_path, 100, 100)
+    collector = CpuCollector(tmp_path, clock)
+    memory = {"nv_cpu_memory_total_bytes": 1_024_000, "nv_cpu_memory_used_bytes": 614_400}
+    assert cpu(collector) == {"nv_cpu_utilization": 0, **memory}
+    write(tmp_path, 130, 190)
+    clock.now_ns += 2 * NS_PER_S
+    assert cpu(collector) == {"nv_cpu_utilization": 0.25, **memory}
+    write(tmp_path, 131, 190)
+    clock.now_ns += NS_PER_S // 10
+    assert cpu(collector)["nv_cpu_utilization"] == 0.25, "two scrapers at once do not read a tick or two"
+
+
+@pytest.mark.parametrize("text", [None, "", "cpu", "cpu a b c d e", "intr 1 2 3 4 5 6 7 8\n"])
+def test_where_nothing_is_known_nothing_is_shown(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "stat").write_text(text)
+        (tmp_path / "meminfo").write_text(text)
+    assert cpu(CpuCollector(tmp_path, Clock())) == {}
+
+
+def test_this_machine_is_read() -> None:
+    found = cpu(CpuCollector())
+    assert 0 <= found["nv_cpu_utilization"] <= 1
+    assert 0 < found["nv_cpu_memory_used_bytes"] < found["nv_cpu_memory_total_bytes"]
