@@ -29,6 +29,7 @@ from engines.simplify import simplify
 from engines.spec import RECIPE, BuildSpec
 from engines.store import Entry, Store
 from engines.targets.base import Engine, Order, Target, Timing
+from engines.targets.onnxruntime_engine import OnnxRuntimeEngine
 from server.config.machine import Machine
 from server.config.stamps import Stamp, artefact_name, config_digest
 
@@ -38,6 +39,8 @@ Array = npt.NDArray[Any]
 
 # How long each batch size is timed for the stamp; `headrace compare` takes its time.
 _TIMING_S = 0.3
+# A CPU needs seconds for the largest batches of a large model; its rows a second are the same from a few rows on.
+_CPU_ROWS = 8
 # How often a model is built before it is given up, each time with fewer layers in 8 bits.
 _TRIES = 6
 # How much faster a lower precision must be to be the best.
@@ -61,6 +64,7 @@ class Built:
         size_bytes: of the file.
         seconds: that the build took.
         cached: it was there already.
+        baseline: of the model's own file on ONNX Runtime's CPU, at one batch size; None where that cannot run it.
     """
 
     path: Path
@@ -74,6 +78,12 @@ class Built:
     size_bytes: int
     seconds: float
     cached: bool
+    baseline: Timing | None = None
+
+    @property
+    def rows_per_s(self) -> float:
+        """At the best of the batch sizes."""
+        return max((timing.rows_per_s for timing in self.timings), default=0.0)
 
 
 def make(
@@ -98,8 +108,7 @@ def make(
     machine = target.describe()
     data = open_data(project, spec)
     digest = project.digest()
-    parts = {"onnx": digest, "spec": spec.digest(), "data": data.digest, "machine": asdict(machine)}
-    key = store.key(parts)
+    key = _key(project, spec, data, machine, store)
     if not rebuild and (entry := store.find(key)) is not None:
         return _built(entry, spec, machine, key, cached=True)
     with store.building(key, waits=lambda note: report(0.0, note)):
@@ -136,6 +145,20 @@ def make_best(
         if _rows_per_s(one) > _WORTH * _rows_per_s(best):
             best = one
     return best
+
+
+def find_fp32(project: Project, spec: BuildSpec, target: Target, store: Store) -> Built | None:
+    """Return the FP32 engine of the same target, model and shapes, if the store has one."""
+    plain, machine = spec.at("fp32"), target.describe()
+    key = _key(project, plain, open_data(project, plain), machine, store)
+    entry = store.find(key)
+    return None if entry is None else _built(entry, plain, machine, key, cached=True)
+
+
+def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, store: Store) -> str:
+    """Of an artefact in the store."""
+    parts = {"onnx": project.digest(), "spec": spec.digest(), "data": data.digest, "machine": asdict(machine)}
+    return store.key(parts)
 
 
 def _rows_per_s(built: Built) -> float:
@@ -190,7 +213,7 @@ class _Build:
             finally:
                 engine.close()
             seconds = time.monotonic() - started_s
-            facts = self._facts(lowered, accuracy, timings, seconds)
+            facts = {**self._facts(lowered, accuracy, timings, seconds), "baseline": self._baseline(timings)}
             return self._store.add(self._key, artefact, facts)
 
     def _built(self, lowered: Lowered, artefact: Path, report: Report) -> Lowered:
@@ -233,11 +256,28 @@ class _Build:
         timings = []
         for index, rows in enumerate(sizes):
             report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
-            timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
-            # Without a batch dimension an engine takes the first one for it.
-            batched = bool(self._project.config.max_batch_size)
-            timings.append(timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows))
+            timings.append(self._per_row(engine.time(rows_of(self._data, rows, self._project), _TIMING_S)))
         return timings
+
+    def _baseline(self, timings: list[Timing]) -> Mapping[str, object] | None:
+        """Time the model's own file on ONNX Runtime, which serves it where there is no engine."""
+        best = max(timings, key=lambda timing: timing.rows_per_s)
+        rows = best.rows if self._target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
+        try:
+            engine = OnnxRuntimeEngine(self._project.source)
+            try:
+                timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
+            finally:
+                engine.close()
+        except BuildError as error:
+            logger.info("%s: its own file is not timed: %s", self._project.name, error)
+            return None
+        return asdict(self._per_row(timing))
+
+    def _per_row(self, timing: Timing) -> Timing:
+        """Without a batch dimension an engine takes the first one for it."""
+        batched = bool(self._project.config.max_batch_size)
+        return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
 
     def _facts(
         self, lowered: Lowered, accuracy: Accuracy, timings: list[Timing], seconds: float
@@ -313,7 +353,7 @@ def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridde
     facts: dict[str, Any] = dict(entry.facts)
     return Stamp.from_json(
         {
-            **{name: value for name, value in facts.items() if name not in ("model", "version")},
+            **{name: value for name, value in facts.items() if name not in ("model", "version", "baseline")},
             "key": built.key,
             "artefact": artefact_name(built.key, built.path.suffix),
             "config_digest": config_digest(project.config),
@@ -339,6 +379,7 @@ def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bo
         size_bytes=entry.size_bytes,
         seconds=float(facts.get("seconds", 0.0)),
         cached=cached,
+        baseline=Timing(**facts["baseline"]) if facts.get("baseline") else None,
     )
 
 

@@ -16,7 +16,7 @@ from engines.progress import Report
 from engines.report.narrow_table import Heading, narrow_table
 from engines.report.style import plain, rate, size
 from server.config.machine import Machine
-from server.core.console import is_pipe
+from server.core.console import is_pipe, pickup_text
 
 if TYPE_CHECKING:
     from engines.building import Outcome
@@ -99,6 +99,7 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]
     rows = [_row(outcome) for outcome in outcomes if outcome.built is not None]
     if rows:
         console.print(narrow_table(title, _HEADINGS, rows, console.width))
+    _print_speed(console, outcomes)
     for outcome in outcomes:
         name = f"{outcome.name}: " if outcome.name else ""
         if outcome.error:
@@ -111,6 +112,41 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]
             errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
 
 
+def _print_speed(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print a line for each published engine with its speed-up, and what makes a running server take it."""
+    published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
+    for outcome in published:
+        if text := speed_text(outcome):
+            console.print(f"{plain(outcome.name)}: {text}", highlight=False, markup=False, soft_wrap=True)
+    repositories = list(dict.fromkeys(outcome.repository for outcome in published))
+    for repository in filter(None, repositories):
+        names = [outcome.name for outcome in published if outcome.repository == repository]
+        text = pickup_text(names[0] if len(names) == 1 else "MODEL", repository)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def speed_text(outcome: Outcome) -> str:
+    """How many times faster an engine is than FP32 and than the model's own file; "" where neither was measured."""
+    built = outcome.built
+    assert built is not None
+    parts = []
+    if built.spec.precision != "fp32":
+        fp32 = outcome.fp32_rows_per_s
+        measure = f"FP32 not measured: `headrace compare {outcome.name}` does"
+        parts.append(f"{_times(built.rows_per_s, fp32)} as fast as FP32" if fp32 else measure)
+    if built.baseline is not None:
+        rows = built.baseline.rows_per_s
+        parts.append(
+            f"{_times(built.rows_per_s, rows)} the model's own file on ONNX Runtime's CPU ({rate(rows)} rows/s)"
+        )
+    return "; ".join(parts)
+
+
+def _times(faster: float, slower: float) -> str:
+    ratio = faster / slower
+    return f"{ratio:,.0f} times" if ratio >= 20 else f"{ratio:.2f} times"
+
+
 def _row(outcome: Outcome) -> list[Text]:
     built = outcome.built
     assert built is not None
@@ -119,7 +155,6 @@ def _row(outcome: Outcome) -> list[Text]:
         done = "published, marked" if outcome.forced else "published"
     else:
         done = "refused" if built.refusal else "not published"
-    best = max((timing.rows_per_s for timing in built.timings), default=0.0)
     kept = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
     cells = [
         plain(outcome.name),
@@ -127,7 +162,7 @@ def _row(outcome: Outcome) -> list[Text]:
         done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",
-        rate(best),
+        rate(built.rows_per_s),
         size(built.size_bytes),
         "stored" if built.cached else f"{outcome.seconds:.1f} s",
     ]

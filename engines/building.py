@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from engines.arguments import add_cache, add_places, add_version
-from engines.build import Built, make, make_best, stamp_of
+from engines.build import Built, find_fp32, make, make_best, stamp_of
 from engines.errors import BuildError, CallError
 from engines.progress import Report
 from engines.project import Project, all_projects, open_project
@@ -48,6 +48,8 @@ class Outcome:
         forced: although it misses its bar.
         error: why there is none, or why it was not published.
         seconds: that this call spent on it.
+        repository: folder in which the model lies.
+        fp32_rows_per_s: of FP32 on the same target; 0: not known.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Outcome:
     forced: bool
     error: str
     seconds: float
+    repository: str = ""
+    fp32_rows_per_s: float = 0.0
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -110,7 +114,9 @@ def build_one(project: Project, options: argparse.Namespace, target: Target, sto
             raise BuildError("the engine has gone from the store meanwhile: build it again")
         stamp = stamp_of(built, entry, project, spec.precision, overridden, forced)
         store.publish(entry, project.version_folder, stamp)
-        return Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
+        seconds, repository = time.monotonic() - started_s, str(project.folder.path.parent)
+        fp32 = _fp32_rows_per_s(project, built, target, store)
+        return Outcome(project.name, built, True, forced, "", seconds, repository, fp32)
     except HeadraceError as error:
         told = str(error)
     except MemoryError:
@@ -118,6 +124,15 @@ def build_one(project: Project, options: argparse.Namespace, target: Target, sto
     except OSError as error:
         told = _told(error)
     return Outcome(project.name, built, False, False, told, time.monotonic() - started_s)
+
+
+def _fp32_rows_per_s(project: Project, built: Built, target: Target, store: Store) -> float:
+    """Rows a second of FP32 on the target: of its FP32 engine, or of the model's own file on ONNX Runtime; 0: not known."""
+    fp32 = find_fp32(project, built.spec, target, store)
+    if fp32 is not None:
+        return fp32.rows_per_s
+    own = built.baseline if target.name == "onnxruntime" else None
+    return 0.0 if own is None else own.rows_per_s
 
 
 def _told(error: OSError) -> str:

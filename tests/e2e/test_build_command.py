@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import onnx
@@ -19,7 +21,7 @@ import tritonclient.http as triton
 from onnx import TensorProto, helper
 
 from tests import models
-from tests.serving import ROOT, serving
+from tests.serving import ROOT, Server, serving
 
 FEATURES = 16
 CLASSES = 4
@@ -90,6 +92,50 @@ def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
         tensor.set_data_from_numpy(rows)
         np.testing.assert_allclose(client.infer("affine", [tensor]).as_numpy("Y"), quantized, rtol=1e-4, atol=1e-4)
         client.close()
+
+
+def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def artefact_served(server: Server) -> str:
+    """Name of the file that serves "affine" now; "" where the server does not tell of an engine."""
+    metadata = json.loads(server.request("GET", "/v2/models/affine")[2])
+    return str(metadata.get("parameters", {}).get("engine.file", ""))
+
+
+@pytest.mark.parametrize("mode", ["poll", "explicit"])
+def test_a_running_server_takes_the_engine_as_the_command_says(tmp_path: Path, mode: str) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    folder = write_model(repository, INT8 % "")
+    load = ("--load-model", "affine") if mode == "explicit" else ("--poll-interval-s", "0.2")
+    with serving(repository, tmp_path, "--model-control", mode, *load) as server:
+        until(lambda: server.request("GET", "/v2/models/affine/ready")[0] == 200)
+        assert artefact_served(server) == ""
+        done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
+        assert done.returncode == 0, done.stderr
+        assert "a running server takes it by itself with --model-control poll" in done.stdout
+        command = "curl -X POST http://127.0.0.1:8000/v2/repository/models/affine/load"
+        assert f"  {command}\n" in done.stdout
+        assert f"  headrace serve --model-repository {repository}\n" in done.stdout
+        if mode == "explicit":
+            path = urlsplit(command.split()[-1]).path
+            assert server.request("POST", path, b"{}")[0] == 200
+        until(lambda: artefact_served(server) == stamp(folder)["artefact"])
+
+
+def test_the_speed_is_told_against_fp32(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    folder = write_model(tmp_path, INT8 % "")
+    for told in ("int8", "stored"):
+        done = headrace("build", str(folder), cache=cache)
+        assert told in done.stdout, "the second one has its figures from the store"
+        found = re.search(r"^affine: ([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
+        assert found, done.stdout
+        assert float(found[1].replace(",", "")) > 0
 
 
 def test_the_second_build_comes_from_the_store(tmp_path: Path) -> None:
