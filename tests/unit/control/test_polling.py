@@ -200,3 +200,50 @@ def test_a_repository_that_is_away_for_a_moment_is_no_wish_to_unload(tmp_path: P
         assert server.loads == ["a"]
 
     watch(repository, check)
+
+
+def test_a_volume_is_watched_and_what_cannot_be_a_model_is_noted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a ConfigMap is mounted: links into a hidden folder that is swapped as a whole."""
+    volume = tmp_path / "volume"
+    for number in (1, 2):
+        add_model(volume / f"..{number}", "m", affine(seed=number))
+    (volume / "..data").symlink_to("..1")
+    (volume / "m").symlink_to("..data/m")
+    (volume / "lost+found").mkdir()
+
+    async def check(watched: Watched) -> None:
+        assert watched.states() == {"m/1": "READY"}
+        before = await watched.answer("m")
+        (volume / "..new").symlink_to("..2")
+        (volume / "..new").rename(volume / "..data")
+        await watched.until(lambda: watched.loads == ["m", "m"])
+        deadline = time.monotonic() + 10
+        while await watched.answer("m") == before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        # A folder that is filled later is a model from then on.
+        (volume / "late").mkdir()
+        await asyncio.sleep(0.2)
+        assert "late/" not in watched.states()
+        add_model(volume, "late", affine(seed=5))
+        await watched.until(lambda: watched.states().get("late/1") == "READY")
+
+    with caplog.at_level("INFO"):
+        watch(volume, check)
+    notes = [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()]
+    assert notes.count(f"{volume}/lost+found is skipped: it belongs to the file system") == 1
+    assert len(notes) == len(set(notes))
+
+
+def test_a_model_that_serves_stays_while_its_folder_is_empty(tmp_path: Path) -> None:
+    add_model(tmp_path, "m", affine(seed=1))
+
+    async def check(watched: Watched) -> None:
+        answer = await watched.answer("m")
+        shutil.rmtree(tmp_path / "m" / "1")
+        await asyncio.sleep(1.0)
+        assert await watched.answer("m") == answer
+
+    watch(tmp_path, check)
