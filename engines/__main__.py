@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from engines.errors import BuildError, CallError
+from server.core.command_line import Parser
 
 # Words of the command line -> its module, and what it is for.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
@@ -30,6 +31,7 @@ _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 if something could not be built, 2 if the call was wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    Parser.words = given
     parser, command = _parser(given)
     options = parser.parse_args(given)
     signal.signal(signal.SIGTERM, _stop)
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
     """The parser, and the module of the command that is called; only that one is imported."""
-    parser = argparse.ArgumentParser(prog="headrace", description="Headrace's model and engine builders.")
+    parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = {
         name: commands.add_parser(name, help=text).add_subparsers(dest="action", required=True, metavar="COMMAND")

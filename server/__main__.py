@@ -7,6 +7,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -15,8 +17,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from server import settings
+from server import settings, triton_flags
+from server.core.command_line import Parser
 from server.core.console import open_console
+from server.core.errors import ConfigError
 from server.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 
 # Answered by `python -m engines`.
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given[:1] == ["health"]:
             return _health(given[1:])
-        _Parser.words = given
+        Parser.words = given
         args = _parser().parse_args(given)
     except ValueError as error:
         _print_usage_error(str(error), given)
@@ -50,18 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are JSON where the log is to be JSON."""
+class _Parser(Parser):
+    """A parser whose errors are JSON where the log is to be JSON, and that knows tritonserver's flags."""
 
-    # The words of the command line, for subparsers too, which argparse makes of the same class.
-    words: Sequence[str] = ()
+    def hint(self, option: str) -> str:
+        """The answer to an option of tritonserver, which only `serve` is asked for."""
+        return triton_flags.answer(option) if list(self.words[:1]) == ["serve"] else ""
 
-    def error(self, message: str) -> NoReturn:
+    def usage_error(self, message: str) -> NoReturn:
         """Print usage and message; exit status 2."""
-        if settings.wants_json_log(_Parser.words):
-            _print_usage_error(message, _Parser.words)
+        if settings.wants_json_log(self.words):
+            _print_usage_error(message, self.words)
             self.exit(2)
-        super().error(message)
+        super().usage_error(message)
 
 
 def _print_usage_error(message: str, arguments: Sequence[str]) -> None:
@@ -120,8 +125,16 @@ def _serve(args: argparse.Namespace) -> int:
     configure_logging(chosen.log_format)
     from server.app import HeadraceServer
     from server.banner import announce, log_announcement
+    from server.control.file_repository import open_paths
 
-    return HeadraceServer(chosen, log_announcement if chosen.log_format == "json" else announce).run()
+    try:
+        with open_paths(args.path, chosen.state_dir) as named:
+            chosen = replace(chosen, model_repository=(*chosen.model_repository, *named.repositories))
+            text = partial(announce, first=named.first)
+            return HeadraceServer(chosen, log_announcement if chosen.log_format == "json" else text, named.only).run()
+    except ConfigError as error:
+        logging.getLogger("headrace").error("%s", error)
+        return 1
 
 
 def _health(arguments: Sequence[str]) -> int:

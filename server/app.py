@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -57,11 +57,18 @@ class HeadraceServer:
     Args:
         settings: how to serve.
         announce: called on the loop with where it listens and the registry once all models are loaded.
+        only: by repository, the models that it is reduced to.
     """
 
-    def __init__(self, settings: Settings, announce: Callable[[Addresses, Registry], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        announce: Callable[[Addresses, Registry], None],
+        only: Mapping[Path, frozenset[str]] | None = None,
+    ) -> None:
         self._settings = settings
         self._announce = announce
+        self._only = only or {}
         self._registry = Registry()
         self._residency = Residency()
         self._servers: list[UvicornServer] = []
@@ -125,7 +132,7 @@ class HeadraceServer:
     def _reconciler(self, loop: asyncio.AbstractEventLoop) -> Reconciler:
         settings = self._settings
         names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
-        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names)
+        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, self._only)
         loader = Loader(
             Mailbox(loop),
             settings.metrics,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 from rich.table import Table
@@ -23,6 +24,9 @@ class Index(Protocol):
 
     def index(self) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason."""
+
+    def config(self, name: str, version: str) -> Mapping[str, Any]:
+        """The configuration of a model that serves, as Triton's JSON."""
 
 
 class Addresses(NamedTuple):
@@ -47,8 +51,14 @@ def startup_rows(registry: Index) -> list[dict[str, str]]:
     ]
 
 
-def announce(addresses: Addresses, registry: Index) -> None:
-    """Print the models, the addresses and a line to try; folded on terminals only."""
+def announce(addresses: Addresses, registry: Index, first: str = "") -> None:
+    """Print the models, the addresses and a line to try; folded on terminals only.
+
+    Args:
+        addresses: where the server listens.
+        registry: the models.
+        first: name of the model whose file was named, for the line to try; "" for none.
+    """
     url = addresses.url
     console = open_console(highlight=False)
     rows = startup_rows(registry)
@@ -65,7 +75,8 @@ def announce(addresses: Addresses, registry: Index) -> None:
     if addresses.grpc:
         console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
     ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
-    console.print("Try:  " + example(url, ready), soft_wrap=True, markup=False)
+    line = model_example(url, first, registry.config(first, "")) if first in ready else example(url, ready)
+    console.print("Try:  " + line, soft_wrap=True, markup=False)
     if "efficientnet_lite0" in ready:
         command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
         console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", soft_wrap=True, markup=False)
@@ -97,3 +108,54 @@ def example(url: str, ready: set[object]) -> str:
         ]
     }
     return f"curl -s {url}/v2/models/add_sub/infer -d {shlex.quote(orjson.dumps(body).decode())}"
+
+
+# Inputs with more elements are sent as bytes, by a pipe of zeros, instead of as numbers in JSON.
+_MAX_JSON_ELEMENTS = 64
+# Bytes an element has, by the protocol's datatype; text has no size.
+_BYTES = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "INT8": 1,
+    "UINT16": 2,
+    "INT16": 2,
+    "FP16": 2,
+    "BF16": 2,
+    "UINT32": 4,
+    "INT32": 4,
+    "FP32": 4,
+}
+
+
+def model_example(url: str, name: str, config: Mapping[str, Any]) -> str:
+    """A curl line for a model, with zeros for its inputs and 1 for each free dimension.
+
+    Args:
+        url: of the server.
+        name: of the model.
+        config: of the model, as Triton's JSON.
+    """
+    batch = [1] if config["max_batch_size"] else []
+    inputs: list[dict[str, Any]] = []
+    total_bytes = 0
+    for tensor in config["input"]:
+        datatype = "BYTES" if tensor["data_type"] == "TYPE_STRING" else tensor["data_type"].removeprefix("TYPE_")
+        shape = [*batch, *(max(size, 1) for size in tensor["dims"])]
+        elements = math.prod(shape)
+        entry: dict[str, Any] = {"name": tensor["name"], "datatype": datatype, "shape": shape}
+        if datatype == "BYTES":
+            entry["data"] = ["text"] * elements
+        elif elements <= _MAX_JSON_ELEMENTS and datatype not in ("FP16", "BF16"):
+            entry["data"] = [False if datatype == "BOOL" else 0] * elements
+        else:
+            size_bytes = elements * _BYTES.get(datatype, 8)
+            entry["parameters"] = {"binary_data_size": size_bytes}
+            total_bytes += size_bytes
+        inputs.append(entry)
+    body = orjson.dumps({"inputs": inputs}).decode()
+    target = f"{url}/v2/models/{name}/infer"
+    if not total_bytes:
+        return f"curl -s {target} -d {shlex.quote(body)}"
+    header = f"-H 'Inference-Header-Content-Length: {len(body.encode())}'"
+    zeros = f"(printf %s {shlex.quote(body)}; head -c {total_bytes} /dev/zero)"
+    return f"{zeros} | curl -s {target} {header} --data-binary @-"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from server.core.limits import LIMIT_HELP, Limits
 from server.core.names import CLIENT_HEADER
 from server.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
+from server.triton_flags import ALIASES
 
 PREFIX = "HEADRACE_"
 _TRUE = {"1", "true", "yes", "on"}
@@ -121,24 +122,17 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     """
     env = _Environment(os.environ if environ is None else environ)
     add = parser.add_argument
-    repositories = env.list("MODEL_REPOSITORY") or ["model_repository"]
-    add("--model-repository", action="append", metavar="DIR", help=f"folder of models, repeatable ({repositories[0]})")
-    parser.set_defaults(default_model_repository=repositories, default_load_model=env.list("LOAD_MODEL"))
+    _add_repositories(parser, env)
     add("--host", default=env.text("HOST", "127.0.0.1"), help="address to listen on (%(default)s)")
     add("--http-port", type=_port, default=env.port("HTTP_PORT", 8000), metavar="N", help="HTTP port (%(default)s)")
     add("--grpc-port", type=_port, default=env.port("GRPC_PORT", 8001), metavar="N", help="gRPC port (%(default)s)")
     metrics_port = env.port("METRICS_PORT", None)
     add("--metrics-port", type=_port, default=metrics_port, metavar="N", help="port of /metrics (the HTTP port)")
-    control = env.choice("MODEL_CONTROL", "none", ("none", "explicit", "poll"))
-    add("--model-control", choices=("none", "explicit", "poll"), default=control, help="who loads models (%(default)s)")
-    add(
-        "--load-model", action="append", metavar="NAME", help="load at start, with --model-control explicit; repeatable"
-    )
     _add_flag(parser, env, "strict", "refuse to start if a model cannot be served")
     _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
     _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
     add(
-        "--cache-bytes",
+        *names("--cache-bytes"),
         type=_size,
         default=env.size("CACHE_BYTES", 0),
         metavar="N",
@@ -160,7 +154,13 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     _add_grpc(parser, env)
     _add_tls(parser, env)
     poll = env.seconds("POLL_INTERVAL_S", 2.0)
-    add("--poll-interval-s", type=_seconds, default=poll, metavar="S", help="of --model-control poll (%(default)s)")
+    add(
+        *names("--poll-interval-s"),
+        type=_seconds,
+        default=poll,
+        metavar="S",
+        help="of --model-control poll (%(default)s)",
+    )
     add(
         "--metrics",
         action=argparse.BooleanOptionalAction,
@@ -168,6 +168,11 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
         help="latency histograms and /metrics (on)",
     )
     _add_metrics_config(parser, env)
+
+
+def names(option: str) -> list[str]:
+    """An option with the names that tritonserver has for it."""
+    return [option, *(flag for flag, ours in ALIASES.items() if ours == option)]
 
 
 def wants_json_log(arguments: Sequence[str]) -> bool:
@@ -185,7 +190,7 @@ def wants_json_log(arguments: Sequence[str]) -> bool:
 def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings out of parsed arguments."""
     return Settings(
-        model_repository=tuple(Path(folder) for folder in args.model_repository or args.default_model_repository),
+        model_repository=_repositories(args),
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,
@@ -217,6 +222,12 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     )
 
 
+def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
+    """Those that options name; the default only where no path is named either."""
+    named = args.model_repository or ([] if args.path else args.default_model_repository)
+    return tuple(Path(folder) for folder in named)
+
+
 def without_effect(settings: Settings) -> list[str]:
     """A sentence for every option that was set and has no effect yet."""
     default = Settings(model_repository=())
@@ -225,6 +236,30 @@ def without_effect(settings: Settings) -> list[str]:
         for name, missing in LATER.items()
         if getattr(settings, name) != getattr(default, name)
     ]
+
+
+def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    add = parser.add_argument
+    repositories = env.list("MODEL_REPOSITORY") or ["model_repository"]
+    add(
+        *names("--model-repository"),
+        action="append",
+        metavar="DIR",
+        help=f"folder of models, repeatable ({repositories[0]})",
+    )
+    text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
+    add("path", nargs="*", type=Path, metavar="PATH", help=text)
+    parser.set_defaults(default_model_repository=repositories, default_load_model=env.list("LOAD_MODEL"))
+    control = env.choice("MODEL_CONTROL", "none", ("none", "explicit", "poll"))
+    add(
+        *names("--model-control"),
+        choices=("none", "explicit", "poll"),
+        default=control,
+        help="who loads models (%(default)s)",
+    )
+    add(
+        "--load-model", action="append", metavar="NAME", help="load at start, with --model-control explicit; repeatable"
+    )
 
 
 def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
@@ -240,7 +275,8 @@ def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
         kind, metavar = (_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")
         value = env.positive(name.upper(), default, kind)
         text = f"{LIMIT_HELP[name]} (%(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, metavar=metavar, help=text)
+        option = names(f"--{name.replace('_', '-')}")
+        parser.add_argument(*option, type=kind, default=value, metavar=metavar, help=text)
 
 
 def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
@@ -279,7 +315,7 @@ def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
         ("keep-alive-timeout-s", 75.0, "keep an HTTP connection between requests (%(default)s)"),
     ):
         default = env.seconds(option.replace("-", "_").upper(), seconds)
-        parser.add_argument(f"--{option}", type=_seconds, default=default, metavar="S", help=text)
+        parser.add_argument(*names(f"--{option}"), type=_seconds, default=default, metavar="S", help=text)
 
 
 def _add_grpc(parser: argparse.ArgumentParser, env: _Environment) -> None:

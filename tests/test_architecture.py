@@ -47,11 +47,12 @@ ROOMS: dict[str, dict[str, str]] = {
         "server.control.loader.handle_policy",
         "third": "numpy rich",
     },
-    "server/settings.py": {"ours": "server.core", "third": "pydantic"},
+    "server/settings.py": {"ours": "server.core server.triton_flags", "third": "pydantic"},
     "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/accounting.py": {"ours": "server.core server.observability server.settings"},
     "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
     "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
+    "server/triton_flags.py": {},
     "server/banner.py": {"ours": "server.core server.observability", "third": "orjson rich"},
     "server/__init__.py": {},
     "engines": {

@@ -49,6 +49,13 @@ model_repository/
     2/model.onnx
 ```
 
+A model file needs no repository: `headrace serve model.onnx` serves it under its file name as version 1, several files side by
+side, and a folder with one ONNX file under the folder's name, with the configuration and labels beside it. A server reads the
+file when it starts; to serve a changed one, start it again. `headrace serve FOLDER` serves a repository, or one model of it.
+
+Folders of a repository that cannot be models are skipped with a note in the log: hidden ones, `lost+found`, `__pycache__`, empty
+and unreadable ones, and those with neither a configuration nor a version folder nor a model file.
+
 The field names are Triton's in both formats, so a folder written for Triton's ONNX Runtime backend works as it is. Words such
 as `TYPE_FP32` or `KIND_CPU` may be written `fp32` and `cpu` in `config.yaml`. What Triton's schema has no field for is a
 plain field in `config.yaml` and a parameter with the same dotted name in `config.pbtxt`:

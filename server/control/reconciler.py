@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -43,10 +43,16 @@ class Desired:
     Attributes:
         repositories: folders of models.
         names: the models wanted at start, None for all.
+        only: by repository, the models that it is reduced to; a repository that is not listed has all of its models.
     """
 
     repositories: Sequence[Path]
     names: frozenset[str] | None = None
+    only: Mapping[Path, frozenset[str]] = field(default_factory=dict)
+
+    def offers(self, repository: Path, name: str) -> bool:
+        """True if a model of a repository may be served."""
+        return repository not in self.only or name in self.only[repository]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +311,7 @@ class Reconciler:
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
-        return found
+        return [model for model in found if self._desired.offers(model.repository, model.name)]
 
     def _try_to_load(self, model: Found) -> None:
         try:
@@ -320,7 +326,7 @@ class Reconciler:
         document = None if config is None else read_config_json(config)
         if document is None or not files:
             model = find(self._desired.repositories, name)
-            if model is None:
+            if model is None or not self._desired.offers(model.repository, name):
                 raise NotFound(f"no model repository has a folder '{name}'")
             self._deployments.load(Source(name, model.path, model.repository, document))
             return

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from tests import models
@@ -285,3 +286,108 @@ def test_the_banner_tells_where_the_metrics_are(good: Path, tmp_path: Path, apar
         port = free.getsockname()[1]
     with serving(good, tmp_path, *(("--metrics-port", str(port)) if apart else ())) as server:
         assert f"metrics: http://{HOST}:{port if apart else server.port}/metrics " in server.text
+
+
+def serve_paths(folder: Path, *words: str, cwd: Path = ROOT) -> Server:
+    """`headrace serve PATH...` on free ports."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    options = ["--host", HOST, "--http-port", "0", "--grpc-port", "0", "--state-dir", str(folder / "state")]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", *options, *words],
+            cwd=cwd,
+            env={**inherited, "COLUMNS": "400", "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    return Server(process, folder / "log")
+
+
+def tried(server: Server) -> str:
+    """What the line of the banner prints."""
+    (line,) = [line.removeprefix("Try:  ") for line in server.text.splitlines() if line.startswith("Try:  ")]
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout
+
+
+def test_model_files_are_served_under_their_names(tmp_path: Path) -> None:
+    (tmp_path / "my pictures.onnx").write_bytes(models.pictures(classes=3).SerializeToString())
+    external = models.affine()
+    onnx.save(external, tmp_path / "large.onnx", save_as_external_data=True, location="large.bin", size_threshold=0)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "model.onnx").write_bytes(models.scores().SerializeToString())
+    (tmp_path / "bare" / "config.yaml").write_text("max_batch_size: 3\n")
+    before = sorted(tmp_path.rglob("*"))
+    server = serve_paths(tmp_path, "my pictures.onnx", "large.onnx", "bare", cwd=tmp_path)
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"my_pictures": "READY", "large": "READY", "bare": "READY"}
+        assert len(json.loads(tried(server))["outputs"][0]["data"]) == 3, "the banner's line is for the first file"
+        assert json.loads(server.request("GET", "/v2/models/bare/config")[2])["max_batch_size"] == 3
+        tensor = {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1] * 16}
+        body = json.dumps({"inputs": [tensor]}).encode()
+        assert server.request("POST", "/v2/models/large/infer", body)[0] == 200
+    finally:
+        server.stop()
+    after = [path for path in sorted(tmp_path.rglob("*")) if path.name != "log" and "state" not in path.parts]
+    assert after == before, "nothing is written beside the files"
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["profiles"], "only latency tables stay"
+
+
+def test_small_inputs_are_tried_as_json(tmp_path: Path) -> None:
+    (tmp_path / "add.onnx").write_bytes(models.sum_difference().SerializeToString())
+    server = serve_paths(tmp_path, str(tmp_path / "add.onnx"))
+    try:
+        server.wait_until_ready()
+        assert [output["name"] for output in json.loads(tried(server))["outputs"]] == ["SUM", "DIFFERENCE"]
+    finally:
+        server.stop()
+
+
+def test_a_repository_and_a_model_of_one_may_be_named_without_an_option(good: Path, tmp_path: Path) -> None:
+    server = serve_paths(tmp_path, str(good))
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"row_sums": "READY", "busy": "READY"}
+    finally:
+        server.stop()
+    server = serve_paths(tmp_path, str(good / "row_sums"), "--model-control", "poll")
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"row_sums": "READY"}, "the models beside it are not served"
+    finally:
+        server.stop()
+
+
+def test_paths_that_cannot_be_served(tmp_path: Path) -> None:
+    for name in ("a/m.onnx", "b/m.onnx", "b/n.onnx", "x.pt", "x.plan"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for words, pattern in {
+        ("missing.onnx",): "missing.onnx: error: does not exist \\(name an ONNX file, the folder of a model",
+        ("x.pt",): "x.pt: error: is not an ONNX file, which ends in .onnx \\(export the model to ONNX",
+        (
+            "x.plan",
+        ): "x.plan: error: an engine cannot be served without a configuration \\(put it in FOLDER/NAME/1/model.plan",
+        ("a/m.onnx", "b/m.onnx"): "b/m.onnx: error: a model of the name 'm' is served from .*a/m.onnx already",
+        (
+            "b",
+        ): "b: error: has 2 ONNX files and no version folders \\(name those to serve: headrace serve .*m.onnx .*n.onnx",
+    }.items():
+        status, text = refuses(*(str(tmp_path / word) for word in words))
+        assert status == 1
+        assert re.search(pattern, " ".join(text.split())), text
+
+
+def test_flags_of_tritonserver_are_taken_or_answered(good: Path, tmp_path: Path) -> None:
+    server = serve_paths(tmp_path, f"--model-store={good}", "--model-control-mode=explicit", "--load-model=busy")
+    try:
+        server.wait_until_ready()
+        assert index(server) == {"row_sums": "UNAVAILABLE", "busy": "READY"}
+    finally:
+        server.stop()
+    status, text = refuses("--strict-model-config=false", "--backend-config=tensorrt,x=1", "--htp-port", "1")
+    assert status == 2
+    assert "unknown option --strict-model-config of tritonserver: not needed: what a configuration leaves out" in text
+    assert "unknown option --backend-config of tritonserver: write `parameters`" in text
+    assert "unknown option --htp-port: did you mean --http-port?" in text

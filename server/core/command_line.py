@@ -1,0 +1,86 @@
+"""Argument parser of all commands: an unknown option, command or name is answered with the nearest known one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NoReturn
+
+_UNKNOWN = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
+_CHOICE = re.compile(r"invalid choice: '?(?P<word>[^']*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that `word` is most likely a misspelling of; "" if none is near."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean NAME?` for the nearest known word, "" if none is near."""
+    match = nearest(word, known)
+    return f"did you mean {match}?" if match else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors say what was meant.
+
+    Attributes:
+        words: the command line, for subparsers too, which argparse makes of the same class.
+    """
+
+    words: ClassVar[Sequence[str]] = ()
+    _options: ClassVar[dict[str, set[str]]] = {}
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As `ArgumentParser`; remembers the options for suggestions."""
+        action = super().add_argument(*names, **settings)
+        self._options.setdefault(self.prog, set()).update(action.option_strings)
+        return action
+
+    def hint(self, option: str) -> str:
+        """What to say of an unknown option such as "--log-verbose"; "" to have a known one suggested."""
+        del option
+        return ""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the message with what was meant; exit status 2."""
+        self.usage_error(self.explain(message))
+
+    def usage_error(self, message: str) -> NoReturn:
+        """Print usage and `message`; exit status 2."""
+        super().error(message)
+
+    def explain(self, message: str) -> str:
+        """A message of argparse, with what was meant."""
+        unknown, choice = _UNKNOWN.fullmatch(message), _CHOICE.search(message)
+        if unknown is not None:
+            return self._explain_unknown(unknown[1].split())
+        if choice is not None:
+            suggestion = did_you_mean(choice["word"], re.findall(r"[\w*.-]+", choice["choices"]))
+            return f"{message}: {suggestion}" if suggestion else message
+        return message
+
+    def _explain_unknown(self, words: Sequence[str]) -> str:
+        """An answer for each unknown option; words that are none may be the values of those before them."""
+        options = [word.partition("=")[0] for word in words if word.startswith("-")]
+        if not options:
+            return f"unexpected: {' '.join(words)} (see {self._command()} --help)"
+        return "\n  ".join(f"unknown option {option}{self._answer(option)}" for option in options)
+
+    def _answer(self, option: str) -> str:
+        known = self._options.get(self._command(), set()) | {"--help"}
+        answer = did_you_mean(option, known)
+        if hint := self.hint(option):
+            return f" {hint}"
+        return f": {answer}" if answer else f" ({self._command()} --help lists those there are)"
+
+    def _command(self) -> str:
+        """Program and subcommand, as argparse names the parser that reads the options."""
+        command = self.prog
+        for word in self.words:
+            if f"{command} {word}" not in self._options:
+                break
+            command = f"{command} {word}"
+        return command
