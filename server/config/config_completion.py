@@ -2,7 +2,8 @@
 
 What a file says counts; what it leaves out comes from the model. `max_batch_size` follows Triton's auto-completion: where the
 first dimension of every input and output is free, it is 4 and dynamic batching is on. Where the file gives `dims` but no
-`max_batch_size`, the dims tell: as long as the model's own shape, there is no batch dimension; one shorter, there is.
+`max_batch_size`, the dims tell: as long as the model's own shape, there is no batch dimension; one shorter, there is. Dynamic
+batching is on too where the file gives a `max_batch_size` above 1 but leaves out the inputs or the outputs, as in Triton.
 """
 
 from __future__ import annotations
@@ -86,8 +87,11 @@ def complete_from_model(
         update["max_batch_size"] = _batch_size(config, signature)
         if update["max_batch_size"] > 1:
             remarks += _symbol_remarks(config, signature)
-            if config.dynamic_batching is None:
-                update["dynamic_batching"] = DynamicBatching()
+    batch_size = update.get("max_batch_size", config.max_batch_size)
+    # Triton's rule: a configuration that is completed gets dynamic batching where it can batch and names no scheduler.
+    completes = "max_batch_size" in update or not (config.input and config.output)
+    if batch_size > 1 and completes and config.dynamic_batching is None:
+        update["dynamic_batching"] = DynamicBatching()
     batched = update.get("max_batch_size", config.max_batch_size) > 0
     fatal = [] if config.input else _untold("input", signature.required_inputs)
     unreadable = [] if config.output else _untold("output", signature.outputs)

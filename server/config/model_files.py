@@ -57,9 +57,12 @@ def find_versions(
 
 
 def find_model_file(folder: Path, version: int, filename: str) -> Path:
-    """Where the model of one version is; a folder of that name holds a file of that name, as Triton has it for ONNX."""
+    """Where the model of one version is; a folder of that name holds `model.onnx`, as in Triton, or a file of its own name."""
     path = folder / str(version) / filename
-    return path / filename if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    inside = path / "model.onnx"
+    return inside if inside.is_file() else path / path.name
 
 
 def check_model_file(path: Path, repository: Path) -> list[Finding]:

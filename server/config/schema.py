@@ -85,8 +85,9 @@ The value of such a parameter is read as YAML: `50`, `[224, 224]`, `{{stable: 3}
 
 **What is left out comes from the model.** Without a configuration, inputs, outputs, datatypes and shapes are read from the
 ONNX file. Where the first dimension of every input and output is free, `max_batch_size` becomes {DEFAULT_MAX_BATCH_SIZE}
-and dynamic batching is on, as in Triton; else it becomes 0. A file that gives `dims` as long as the model's own shape, and no
-`max_batch_size`, means 0. What contradicts the model is an error that names the tensor and both sides.
+and dynamic batching is on, as in Triton; else it becomes 0. A file with a `max_batch_size` above 1 that leaves out `input` or
+`output` gets dynamic batching too; one with both is taken as it is. A file that gives `dims` as long as the model's own shape,
+and no `max_batch_size`, means 0. What contradicts the model is an error that names the tensor and both sides.
 
 **Check it** with `headrace validate model_repository`: it loads every model as the server does, in a process of its own, and
 reports file, line, what is wrong and the cure; `--no-load` only reads the files. A model is OK exactly if a server would serve

@@ -76,7 +76,7 @@ def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
     for index, warmup in enumerate(config.model_warmup):
         rows = warmup.batch_size if config.max_batch_size else 0
         inputs = {name: _data(feed, known[name], rows, folder) for name, feed in warmup.inputs.items()}
-        warmups.append(Warmup(warmup.name or str(index), inputs, warmup.count))
+        warmups.append(Warmup(warmup.name or str(index), inputs, max(warmup.count, 1)))
     return warmups
 
 

@@ -269,4 +269,4 @@ class ModelWarmup(ConfigPart):
     name: Text = Field(default="", description="A name for the log.")
     batch_size: PositiveCount = Field(default=1, description="Rows in the request.")
     inputs: dict[str, WarmupInput] = Field(default={}, description="Data by input name.")
-    count: PositiveCount = Field(default=1, description="How many times the request is run.")
+    count: Count = Field(default=1, description="How many times the request is run; 0 means once, as in Triton.")

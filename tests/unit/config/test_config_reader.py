@@ -87,8 +87,33 @@ def test_a_partial_configuration_is_completed(tmp_path: Path, config: str, batch
     assert completed.max_batch_size == batch
     assert (completed.input[0].data_type, completed.input[0].dims) == ("TYPE_FP32", dims)
     assert len(completed.output) == 1
-    # Dynamic batching is switched on only together with a batch size that the file did not tell.
-    assert (completed.dynamic_batching is not None) == (batch == 4)
+    # Triton's rule: what is completed and batches gets dynamic batching.
+    assert (completed.dynamic_batching is not None) == (batch > 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "on"),
+    [
+        ("max_batch_size: 32", True),
+        ("max_batch_size: 32\ninput: [{name: x}]", True),
+        ("max_batch_size: 32\ninput: [{name: x}]\noutput: [{name: y}]", False),
+        ("max_batch_size: 1", False),
+    ],
+)
+def test_dynamic_batching_is_completed_where_inputs_or_outputs_are(tmp_path: Path, config: str, on: bool) -> None:
+    write_model(tmp_path / "m", config=config)
+    assert (read(tmp_path).config.dynamic_batching is not None) == on
+
+
+@pytest.mark.parametrize(("folder", "inside"), [("model.onnx", "model.onnx"), ("net", "model.onnx"), ("net", "net")])
+def test_a_model_of_several_files_is_a_folder(tmp_path: Path, folder: str, inside: str) -> None:
+    """Triton's layout: the folder has the name of the model's file, the file in it is `model.onnx`."""
+    version = write_model(tmp_path / "m", config=f"default_model_filename: {folder}") / "1"
+    content = (version / "model.onnx").read_bytes()
+    (version / "model.onnx").unlink()
+    (version / folder).mkdir()
+    (version / folder / inside).write_bytes(content)
+    assert read(tmp_path).model_file(1) == version / folder / inside
 
 
 def test_outputs_may_be_chosen_inputs_may_not(tmp_path: Path) -> None:

@@ -257,12 +257,17 @@ def measured_as(monkeypatch: pytest.MonkeyPatch, rates: dict[tuple[int, int], Se
 FASTER = {(1, 1): (100, 110, 105), (1, 2): (150, 190, 160), (2, 1): (120, 125, 130), (2, 2): (300, 310, 290)}
 SPREAD = {(1, 1): (100, 300, 105), (1, 2): (150, 190, 160), (2, 1): (120, 125, 130), (2, 2): (300, 310, 290)}
 CALL = ("--instances", "1,2", "--repeats", "3")
+# With inputs and outputs, so that nothing is completed, dynamic batching included.
+WHOLE = """max_batch_size: 2 # rows
+input { name: "X" data_type: TYPE_FP32 dims: 16 }
+output { name: "Y" data_type: TYPE_FP32 dims: 4 }
+"""
 
 
 def test_the_command_shows_the_spread_and_what_to_write(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = add_model(tmp_path, "m", affine(), config="max_batch_size: 2 # rows\n")
+    path = add_model(tmp_path, "m", affine(), config=WHOLE)
     before = (path / "config.pbtxt").read_text()
     measured_as(monkeypatch, FASTER)
     assert main(["tune", str(path), *CALL]) == 0
@@ -287,11 +292,11 @@ def test_the_command_shows_the_spread_and_what_to_write(
 def test_apply_writes_the_change_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = add_model(tmp_path, "m", affine(), config="max_batch_size: 2 # rows\nmetric_tags { key: 'a' value: 'b' }\n")
+    path = add_model(tmp_path, "m", affine(), config=WHOLE + "metric_tags { key: 'a' value: 'b' }\n")
     measured_as(monkeypatch, FASTER)
     assert main(["tune", str(path), *CALL, "--apply"]) == 0
     assert (path / "config.pbtxt").read_text() == (
-        "max_batch_size: 2 # rows\nmetric_tags { key: 'a' value: 'b' }\ndynamic_batching { }\ninstance_group [ { count: 2 } ]\n"
+        WHOLE + "metric_tags { key: 'a' value: 'b' }\ndynamic_batching { }\ninstance_group [ { count: 2 } ]\n"
     )
     printed = capsys.readouterr().out
     assert f"Written to {path / 'config.pbtxt'}." in printed

@@ -62,6 +62,12 @@ def test_a_file_holds_one_row_for_all_or_every_row(tmp_path: Path) -> None:
     assert arrays(read(tmp_path / "b", "input_data_file: 'x.raw'", data=RAW)).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.parametrize(("more", "runs"), [("", 1), ("count: 0", 1), ("count: 3", 3)])
+def test_a_count_of_0_means_once_as_in_triton(tmp_path: Path, more: str, runs: int) -> None:
+    folder = read(tmp_path, "zero_data: true", more=more)
+    assert [warmup.count for warmup in make_warmups(folder.config, folder.path)] == [runs]
+
+
 def test_a_file_of_texts(tmp_path: Path) -> None:
     data = b"".join(struct.pack("<I", len(text)) + text for text in (b"a", b"", b"ccc"))
     folder = read(tmp_path, "input_data_file: 'x.raw'", "BYTES", data)
