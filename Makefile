@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# An environment without a pip of its own (NVIDIA's containers, Debian without python3-venv) is filled by that of PYTHON.
+PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -m pip,$(PYTHON) -m pip --python $(BIN)/python) \
+  --disable-pip-version-check
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
@@ -14,7 +16,7 @@ help: ## this list
 # The stamps make an install happen once, and again when a lock changes.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Headrace needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}: run make PYTHON=/path/to/python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
 
 $(VENV)/.serve: requirements/serve.lock pyproject.toml | $(BIN)/python
 	$(PIP) install --progress-bar on --require-hashes --no-deps -r requirements/serve.lock
@@ -31,7 +33,7 @@ models: $(VENV)/.serve ## build the demo models into model_repository/ (skips wh
 # GPU=0 leaves it out. A failure is told in one sentence and never stops `make serve`.
 GPU ?= 1
 gpu-packages: $(VENV)/.serve ## find or install TensorRT where there is an NVIDIA driver
-	-@[ "$(GPU)" = 0 ] || $(BIN)/python deploy/gpu_packages.py
+	-@[ "$(GPU)" = 0 ] || $(BIN)/python deploy/gpu_packages.py --base "$$(command -v $(PYTHON))"
 
 serve: gpu-packages models ## install, build the demo models, serve on http://127.0.0.1:8000
 	@exec $(BIN)/headrace serve --model-repository $(REPOSITORY)

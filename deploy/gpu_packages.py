@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import platform
@@ -103,15 +104,17 @@ class Environment:
 
     Args:
         python: its interpreter.
-        base: the interpreter that it was made from.
+        bases: interpreters whose packages may be used: the one that it was made from, and the one that the user names.
         lock: file with the versions and hashes of what may be installed.
         driver: file or name of the driver's library, e.g. "libcuda.so.1".
     """
 
-    def __init__(self, python: Path, base: Path, lock: Path, driver: str) -> None:
-        self.python, self.base, self.lock, self.driver = python, base, lock, driver
+    def __init__(self, python: Path, bases: list[Path], lock: Path, driver: str) -> None:
+        self.python, self.bases, self.lock, self.driver = python, bases, lock, driver
         self.root = python.parent.parent
-        self._pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        # An environment may have no pip of its own; that of another interpreter fills it then.
+        has_pip = importlib.util.find_spec("pip") is not None
+        self._pip = [sys.executable if has_pip else str(bases[0]), "-m", "pip", "--python", str(python)]
 
     def probe(self, component: str, interpreter: Path | None = None) -> dict[str, object] | None:
         """Version and places of a component, or None where it cannot be imported.
@@ -136,14 +139,18 @@ class Environment:
         found: dict[str, object] = json.loads(lines[-1])
         return found
 
-    def link(self, places: dict[str, str]) -> None:
+    def link(self, places: dict[str, str]) -> list[Path]:
         """Make modules of the base interpreter importable, and nothing else that lies beside them.
 
         The environment's own packages come first on its path, so that locked versions stay the ones that are imported.
 
         Args:
             places: top-level modules and their folders or files.
+
+        Returns:
+            The links that were made.
         """
+        made = []
         folder = self.root / LINKS_FOLDER
         folder.mkdir(exist_ok=True)
         for name, place in places.items():
@@ -156,7 +163,9 @@ class Environment:
                 if part.exists() and not (part.name == "nvidia" and self._has("nvidia")):
                     link.unlink(missing_ok=True)
                     link.symlink_to(part)
+                    made.append(link)
         (self._site_packages() / LINKS_FILE).write_text(f"{folder}\n")
+        return made
 
     def unlink_stale(self) -> None:
         """Forget links whose targets are gone."""
@@ -258,8 +267,8 @@ def install_pycuda(env: Environment, folder: Path) -> None:
     library = folder / "lib" / "libcuda.so"
     library.parent.mkdir()
     library.symlink_to(_file_of(env.driver))
-    headers = env._site_packages() / "nvidia" / "cuda_runtime" / "include"
-    settings = {"CUDA_INC_DIR": [str(headers)], "CUDADRV_LIB_DIR": [str(library.parent)], "CUDA_ENABLE_CURAND": False}
+    headers = sorted(str(path) for path in (env._site_packages() / "nvidia").glob("*/include"))
+    settings = {"CUDA_INC_DIR": headers, "CUDADRV_LIB_DIR": [str(library.parent)], "CUDA_ENABLE_CURAND": False}
     settings |= {"CUDART_LIB_DIR": [], "CURAND_LIB_DIR": []}
     (project / "siteconf.py").write_text("".join(f"{name} = {value!r}\n" for name, value in settings.items()))
     print("GPU: compiling PyCUDA, a minute or two", flush=True)
@@ -327,15 +336,19 @@ def provide(env: Environment, component: str) -> dict[str, object]:
     found = env.probe(component)
     if found is not None:
         return found
-    outside = env.probe(component, env.base)
-    if outside is not None:
+    for base in env.bases:
+        outside = env.probe(component, base)
+        if outside is None:
+            continue
         places = outside["places"]
         assert isinstance(places, dict)
-        env.link(places)
+        links = env.link(places)
         found = env.probe(component)
         if found is not None:
-            print(f"GPU: {component} {found['version']} of {env.base} is used", flush=True)
+            print(f"GPU: {component} {found['version']} of {base} is used", flush=True)
             return found
+        for link in links:  # made for another version of Python, for example
+            link.unlink()
     package = PACKAGES[component]
     version = env.locked(package)
     print(f"GPU: installing {component} {version} (make serve GPU=0 leaves it out)", flush=True)
@@ -360,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter of the environment")
     parser.add_argument(
-        "--base", type=Path, help="interpreter whose TensorRT may be used (default: the environment's base)"
+        "--base", type=Path, action="append", default=[], help="another interpreter whose TensorRT may be used"
     )
     parser.add_argument("--lock", type=Path, default=ROOT / "requirements" / "gpu.lock")
     parser.add_argument("--driver", default=DRIVER, metavar="LIBRARY", help="the NVIDIA driver's library")
@@ -370,8 +383,8 @@ def main(arguments: list[str] | None = None) -> int:
         if wrong:
             print(f"GPU: {wrong}. The models are served on the CPU.", flush=True)
         return 0
-    base = options.base or Path(getattr(sys, "_base_executable", sys.executable))
-    env = Environment(options.python.absolute(), base, options.lock, options.driver)
+    bases = list(dict.fromkeys([*options.base, Path(getattr(sys, "_base_executable", sys.executable))]))
+    env = Environment(options.python.absolute(), bases, options.lock, options.driver)
     env.unlink_stale()
     versions = []
     for component in PROBES:

@@ -305,3 +305,14 @@ def test_make_serve_provides_it_before_it_serves_and_not_where_gpu_is_0() -> Non
     words = ["make", "-n", "gpu-packages", "GPU=0"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert '[ "0" = 0 ] ||' in done.stdout
+
+
+def test_make_fills_an_environment_that_has_no_pip_with_that_of_python(tmp_path: Path) -> None:
+    python, made = tmp_path / "python", tmp_path / "venv"
+    lacks_ensurepip = 'case "$*" in *"-m venv --without-pip"*) ;; *"-m venv"*) exit 1 ;; esac'
+    python.write_text(f'#!/bin/sh\n{lacks_ensurepip}\nexec "{sys._base_executable}" "$@"\n')  # type: ignore[attr-defined]
+    python.chmod(0o755)
+    words = ["make", f"PYTHON={python}", f"VENV={made}"]
+    subprocess.run([*words, str(made / "bin" / "python")], cwd=ROOT, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([*words, "-n", str(made / ".serve")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert f"{python} -m pip --python {made}/bin/python" in done.stdout
