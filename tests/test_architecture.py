@@ -362,3 +362,43 @@ def test_a_broken_rule_is_reported(path: str, source: str, message: str) -> None
 @pytest.mark.parametrize(("path", "source"), KEPT)
 def test_what_keeps_the_rules_is_not_reported(path: str, source: str) -> None:
     assert violations(path, source) == []
+
+
+# A server on its default ports collides with the one of `make serve` in another terminal.
+_HTTP_PORT, _GRPC_PORT = re.compile(r"HTTP_PORT|--http-port"), re.compile(r"GRPC_PORT|--grpc-port|--no-grpc")
+
+
+def servers_on_default_ports(source: str) -> list[int]:
+    """Lines of functions that start `headrace serve` and do not set both ports."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef):
+            text = ast.get_source_segment(source, function) or ""
+            lists = [[ast.unparse(word) for word in n.elts] for n in ast.walk(function) if isinstance(n, ast.List)]
+            starts = any("'serve'" in words and "'make'" not in words for words in lists)
+            if starts and not (_HTTP_PORT.search(text) and _GRPC_PORT.search(text)):
+                found.append(function.lineno)
+    return found
+
+
+def test_tests_start_no_server_on_the_default_ports() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: set --http-port and --grpc-port (0: free ones), or use tests.serving"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line in servers_on_default_ports(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ('["headrace", "serve"]', [1]),
+        ('["headrace", "serve", "--http-port", "0"]', [1]),
+        ('["headrace", "serve", "--http-port", "0", "--no-grpc"]', []),
+        ('["headrace", "build"]', []),
+        ('["make", "-n", "serve"]', []),
+    ],
+)
+def test_a_server_on_a_default_port_is_reported(words: str, lines: list[int]) -> None:
+    assert servers_on_default_ports(f"def start():\n    run({words})\n") == lines

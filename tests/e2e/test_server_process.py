@@ -47,7 +47,7 @@ def refuses(*words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
         [*COMMAND, "serve", *words],
         cwd=ROOT,
-        env={**inherited, "COLUMNS": "400", **(env or {})},
+        env={**inherited, "COLUMNS": "400", "HEADRACE_HTTP_PORT": "0", "HEADRACE_GRPC_PORT": "0", **(env or {})},
         capture_output=True,
         text=True,
         timeout=30,
@@ -82,6 +82,7 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
         "HEADRACE_MODEL_REPOSITORY": os.pathsep.join([str(tmp_path / "good"), str(tmp_path / "mixed")]),
         "HEADRACE_HOST": HOST,
         "HEADRACE_HTTP_PORT": str(http_port),
+        "HEADRACE_GRPC_PORT": "0",
         "HEADRACE_METRICS_PORT": str(metrics_port),
         "HEADRACE_MAX_BODY_BYTES": "500",
         "HEADRACE_MODEL_CONTROL": "explicit",
