@@ -58,7 +58,9 @@ def _check_path(path: str, labels: set[str]) -> None:
         or len(parts) > _MAX_DEPTH
         or str(PurePosixPath(path)) != path
     ):
-        raise BadRequest(f"parameter {shown} is no plain path; write one such as 'file:1/model.onnx'")
+        raise BadRequest(
+            f"Invalid file path: parameter {shown} is no plain path; write one such as 'file:1/model.onnx'"
+        )
     if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] == "warmup"):
         return
     if path not in labels:

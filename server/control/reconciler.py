@@ -327,7 +327,7 @@ class Reconciler:
         if document is None or not files:
             model = find(self._desired.repositories, name)
             if model is None or not self._desired.offers(model.repository, name):
-                raise NotFound(f"no model repository has a folder '{name}'")
+                raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
             self._deployments.load(Source(name, model.path, model.repository, document))
             return
         check_files(files, document)
@@ -340,7 +340,7 @@ class Reconciler:
     def _unload(self, name: str) -> None:
         self._list_again()
         if name not in self._registry.names():
-            raise NotFound(f"model '{name}' is not found; the repository index lists what there is")
+            raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
         self._deployments.unload(name)
 
     def _list_again(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from server.control.lifecycle import State, step
+from server.control.similar_names import SimilarNames
 from server.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from server.core.model_config import is_version, name_problem
 from server.dataplane.handle import ModelHandle
@@ -39,6 +40,9 @@ class Serving:
         return self.handles.get(self.labels.get(version, version))
 
 
+# Triton's words: its example clients look for them at the beginning of the message.
+_UNKNOWN = "Request for unknown model:"
+_MAX_SHOWN_VERSIONS = 16
 _DEAD = "all its instances have died"
 
 
@@ -55,6 +59,7 @@ class Registry:
         self._lock = threading.Lock()
         self._serving: Mapping[str, Serving] = {}
         self._records: dict[tuple[str, str], _Record] = {}
+        self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
         self._complete = False
 
     # For the front ends
@@ -252,7 +257,7 @@ class Registry:
             ]
 
     def _missing(self, name: str, version: str) -> HeadraceError:
-        shown = f"model {name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
+        shown = f"{name[:128]!r}" + (f" version {version[:64]!r}" if version else "")
         serving = self._serving.get(name)
         version = serving.labels.get(version, version) if serving is not None else version
         with self._lock:
@@ -263,13 +268,34 @@ class Registry:
             ]
         for record in records:
             if record.state is State.UNAVAILABLE:
-                return Unavailable(f"{shown} cannot be served: {record.reason}")
+                return Unavailable(f"model {shown} cannot be served: {record.reason}")
             if record.state in (State.UNKNOWN, State.LOADING):
-                return Unavailable(f"{shown} is being loaded")
+                return Unavailable(f"model {shown} is being loaded")
         if records:
-            return Unavailable(f"{shown} is not loaded")
+            return Unavailable(f"model {shown} is not loaded")
         if (name and name_problem(name) is not None) or (version and not is_version(version)):
             return BadRequest(
-                f"{shown} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
+                f"{_UNKNOWN} {shown} is none: names are letters, digits, '_', '-' and '.', versions numbers and labels"
             )
-        return NotFound(f"{shown} is not found; the repository index lists what there is")
+        return NotFound(f"{_UNKNOWN} {shown} is not found{self._hint(name, version)}")
+
+    def suggestion(self, name: str) -> str:
+        """What to ask for instead of a model that is not there, to follow the error."""
+        serving, similar = self._similar
+        if serving is not self._serving:  # built once for each set of models that serve
+            serving = self._serving
+            similar = SimilarNames(self.names() | serving.keys())
+            self._similar = (serving, similar)
+        suggestions = " or ".join(f"'{suggestion}'" for suggestion in similar.find(name))
+        return f"; did you mean {suggestions}?" if suggestions else "; the repository index lists what there is"
+
+    def _hint(self, name: str, version: str) -> str:
+        serving = self._serving.get(name)
+        if serving is None:
+            return self.suggestion(name)
+        there = ", ".join([*serving.handles, *sorted(serving.labels)][:_MAX_SHOWN_VERSIONS])
+        # Triton's words, which its example clients look for.
+        number = (
+            "" if version.isdecimal() else f"failed to get model version from specified version string '{version}', "
+        )
+        return f": {number}it has {there}"

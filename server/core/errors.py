@@ -34,6 +34,10 @@ class HeadraceError(Exception):
 
     reason = "error"
 
+    def prefix(self, text: str) -> None:
+        """Put a text in front of the message."""
+        self.args = (f"{text}{self}",)
+
 
 class BadRequest(HeadraceError):
     """The caller sent something that cannot be served as it is."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
+from functools import lru_cache
 
 from server.core.errors import BadRequest
 from server.core.limits import Door
@@ -13,6 +15,10 @@ _ZLIB_WINDOW = 15
 _EITHER_WINDOW = 47
 # Less than this may come of any number of bytes: small bodies of zeros are no attack.
 _FREE_BYTES = 1 << 20
+# Smaller answers are sent as they are, unless the client refuses that.
+MIN_COMPRESSED_BYTES = 1024
+_OFFERED = ("gzip", "deflate")
+_WEIGHT = re.compile(r"q=(?:0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)")
 _LEVEL = 1  # tensors compress badly: the cheapest level loses little
 
 
@@ -52,13 +58,38 @@ def decompress(body: bytes, encoding: str, door: Door) -> bytes:
     return plain
 
 
-def choose(accepted: str) -> str:
-    """The encoding to answer with for an Accept-Encoding header, "" for none."""
+def choose(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> str:
+    """Select the encoding of an answer (RFC 9110, section 12.5.3).
+
+    Args:
+        accepted: the header Accept-Encoding; several joined by commas.
+        size_bytes: of the answer; small ones are compressed only for a client that refuses identity.
+
+    Returns:
+        gzip or deflate, of those in the header the one that it weighs highest; "" for none: the client prefers identity, the
+        answer is small, or the client accepts nothing that is offered.
+    """
+    encoding, required = _preferred(accepted)
+    return encoding if required or size_bytes >= MIN_COMPRESSED_BYTES else ""
+
+
+@lru_cache(maxsize=64)
+def _preferred(accepted: str) -> tuple[str, bool]:
+    """The encoding that a header prefers, "" for identity, and whether it refuses identity."""
+    weights: dict[str, float] = {}
     for part in accepted.lower().split(","):
-        name, _, quality = part.strip().partition(";")
-        if name in ("gzip", "deflate") and quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000"):
-            return name
-    return ""
+        name, *parameters = (text.strip() for text in part.split(";"))
+        weight = "".join(next((text for text in parameters if text.startswith("q")), "q=1").split())
+        if _WEIGHT.fullmatch(weight):
+            weights[name] = float(weight[2:])
+    best = max((name for name in weights if name in _OFFERED), key=weights.__getitem__, default="")
+    identity = weights.get("identity", weights.get("*"))  # None: not mentioned, accepted as the last resort
+    required = identity == 0
+    if best and weights[best] and (identity is None or weights[best] >= identity):
+        return best, required
+    if required and weights.get("*", 0):
+        return next((name for name in _OFFERED if name not in weights), ""), True
+    return "", required
 
 
 def compress(body: bytes, encoding: str) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from server.core.errors import BadRequest, Unavailable
+from server.core.errors import BadRequest, HeadraceError, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
 from server.frontends.load_report import describe_load
 from server.frontends.models import Services
@@ -30,10 +32,15 @@ class ControlPlane:
         """True while every model that should be served can be."""
         return self.services.models.ready()
 
-    def require_ready(self) -> None:
-        """Raise Unavailable unless `ready`."""
+    def live(self) -> dict[str, object]:
+        """Liveness as KServe's client reads it."""
+        return {"live": True}
+
+    def require_ready(self) -> dict[str, object]:
+        """Readiness as KServe's client reads it; raises Unavailable unless `ready`."""
         if not self.ready():
             raise Unavailable("the server is not ready: it is starting, draining, or a model is not available")
+        return {"ready": True}
 
     def server_metadata(self) -> dict[str, object]:
         """Name, version and protocol extensions of the server."""
@@ -49,13 +56,31 @@ class ControlPlane:
         finally:
             handle.release()
 
-    def require_model_ready(self, model: str, version: str) -> None:
-        """Raise NotFound or Unavailable unless requests for the model can be served."""
+    def require_model_ready(self, model: str, version: str) -> dict[str, object]:
+        """Readiness of a model; raises NotFound or Unavailable unless requests for it can be served."""
         handle = self.services.models.lease(model, version)
         try:
             handle.admit()
+            return {"name": model, "ready": True}
         finally:
             handle.release()
+
+    def list_models(self) -> dict[str, object]:
+        """Every model of the repository index by name: its platform, and the state of each of its versions."""
+        models: dict[str, dict[str, Any]] = {}
+        for row in self.services.models.index():
+            name, version = str(row["name"]), str(row["version"])
+            model = models.setdefault(name, {"name": name, "platform": "", "versions": []})
+            if version:
+                model["versions"].append({"version": version, "state": row["state"], "reason": row["reason"]})
+            else:  # what is wrong with the model as a whole
+                model |= {"state": row["state"], "reason": row["reason"]}
+            if row["state"] == "READY":
+                with suppress(HeadraceError):  # unloaded meanwhile
+                    handle = self.services.models.lease(name, version)
+                    model["platform"] = handle.spec.platform
+                    handle.release()
+        return {"models": list(models.values())}
 
     def config(self, model: str, version: str) -> Mapping[str, object]:
         """The configuration as it is in force; raises NotFound or Unavailable."""
@@ -129,7 +154,8 @@ class ControlPlane:
                 files[name.removeprefix(_FILE)] = _content(name, value)
             else:
                 raise BadRequest(f"load takes the parameters 'config' and 'file:<path>' as text, not {name[:64]!r}")
-        await self.services.repository.load(model, config, files)
+        with _failed_to("load", model):
+            await self.services.repository.load(model, config, files)
 
     async def unload(self, model: str, parameters: Mapping[str, object]) -> None:
         """Unload a model; `parameters` are those of the request: `unload_dependents`.
@@ -141,7 +167,18 @@ class ControlPlane:
         dependents = parameters.get("unload_dependents", False)
         if type(dependents) is not bool or not parameters.keys() <= {"unload_dependents"}:
             raise BadRequest("unload takes the parameter 'unload_dependents', true or false")
-        await self.services.repository.unload(model, dependents)
+        with _failed_to("unload", model):
+            await self.services.repository.unload(model, dependents)
+
+
+@contextmanager
+def _failed_to(action: str, model: str) -> Iterator[None]:
+    """Begin an error with Triton's words, which its example clients look for."""
+    try:
+        yield
+    except HeadraceError as error:
+        error.prefix(f"failed to {action} '{model[:128]}': ")
+        raise
 
 
 def describe(spec: ModelSpec, versions: list[str]) -> dict[str, object]:

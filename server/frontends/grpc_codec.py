@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
@@ -162,6 +163,9 @@ class GrpcCodec:
             plan = self._plan(header, len(spans))
             self._plans.keep(header, plan)
         if len(plan.raw) != len(spans):
+            # Contents without elements may come as raw contents, or not at all: the same header has two plans.
+            plan = self._plan(header, len(spans))
+        if len(plan.raw) != len(spans):
             raise BadRequest(
                 f"{len(spans)} raw_input_contents came, expected {len(plan.raw)}: one for each input that has no "
                 "contents and is not in shared memory, in their order"
@@ -264,8 +268,10 @@ class GrpcCodec:
             if not tensor.HasField("contents"):
                 if shared is not None:
                     draft.add_shared(piece, shared)
-                else:
+                elif contents or piece.elements:
                     draft.add_raw(piece, 0)
+                else:  # typed contents without elements are often left out
+                    draft.add_given(piece, np.empty(piece.shape, piece.spec.datatype.dtype))
             elif shared is not None:
                 raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes no contents")
             elif contents:

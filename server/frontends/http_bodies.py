@@ -76,6 +76,7 @@ class CudaRegionRequest(Struct, forbid_unknown_fields=True):
     device_id: Annotated[int, Meta(ge=0, le=1023, description="number of the GPU")] = 0
 
 
+_State = Literal["UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED"]
 _Level = Literal["OFF", "TIMESTAMPS", "TENSORS"]
 
 
@@ -128,6 +129,25 @@ class Error(Struct, forbid_unknown_fields=True):
     """What went wrong, and what to do about it."""
 
     error: str
+
+
+class ServerLive(Struct, forbid_unknown_fields=True):
+    """The server answers."""
+
+    live: Annotated[bool, Meta(description="true")]
+
+
+class ServerReady(Struct, forbid_unknown_fields=True):
+    """Every model that should be served can be."""
+
+    ready: Annotated[bool, Meta(description="true; a server that is not ready answers 503")]
+
+
+class ModelReady(Struct, forbid_unknown_fields=True):
+    """Requests for the model can be served."""
+
+    name: str
+    ready: Annotated[bool, Meta(description="true; a model that is not ready answers 404 or 503")]
 
 
 class ServerMetadata(Struct, forbid_unknown_fields=True):
@@ -309,8 +329,34 @@ class IndexRow(Struct, forbid_unknown_fields=True):
 
     name: str
     version: str
-    state: Literal["UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED"]
+    state: _State
     reason: str
+
+
+class ListedVersion(Struct, forbid_unknown_fields=True):
+    """A version of a model in the repository."""
+
+    version: str
+    state: _State
+    reason: str
+
+
+class ListedModel(Struct, forbid_unknown_fields=True):
+    """A model in the repository."""
+
+    name: str
+    platform: Annotated[str, Meta(description="of the latest version that serves; empty if none does")]
+    versions: list[ListedVersion]
+    state: (
+        Annotated[_State, Meta(description="of the model as a whole, where no version could be told")] | UnsetType
+    ) = UNSET
+    reason: str | UnsetType = UNSET
+
+
+class ModelList(Struct, forbid_unknown_fields=True):
+    """Every model in the repository, by name."""
+
+    models: list[ListedModel]
 
 
 class SystemRegion(Struct, forbid_unknown_fields=True):

@@ -5,17 +5,19 @@ Knows no web framework: bytes in, `InferRequest` out; answers in, bytes out. One
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 
 from server.core.classification import classify
 from server.core.errors import BadRequest
 from server.core.limits import Door
 from server.core.request import InferRequest, InferResponse
-from server.core.tensor import BYTES, ModelSpec
+from server.core.tensor import BYTES, ModelSpec, TensorSpec
 from server.frontends import tensor_codec
 from server.frontends.http_body import BodyBytes
 from server.frontends.json_bounds import check_json, check_unique, parse_non_finite
@@ -74,6 +76,7 @@ class ModelCodec:
         self._regions = regions
         self._maker = PlanMaker(spec, max_shared_bytes)
         self._plans = PlanCache()
+        self._raw_plans = PlanCache()
         self._door = door or Door()
 
     def decode(
@@ -88,7 +91,7 @@ class ModelCodec:
 
         Args:
             body: JSON, then the binary tensors; inputs are views of it.
-            header_size: bytes of JSON, None if all of it is.
+            header_size: bytes of JSON, None if all of it is; 0 for a raw binary request.
             received_ns: when it had arrived.
             deadline_ns: the caller's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
             client: as in `InferRequest`.
@@ -100,13 +103,13 @@ class ModelCodec:
         size = len(body) if header_size is None else header_size
         if size > len(body):
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
-        header = bytes(body[:size])  # of `bytes` no copy if it is the whole
-        plan = self._plans.find(header)
-        if plan is None:
-            plan = self._plan(header)
-            self._plans.keep(header, plan)
+        if size or header_size is None:
+            header = bytes(body[:size])  # of `bytes` no copy if it is the whole
+            plan = self._plans.find(header) or self._plan(header)
+            position = size
+        else:
+            plan, position = self._raw_plan(body)
         inputs = dict(plan.given)
-        position = size
         for piece in plan.raw:
             inputs[piece.spec.name] = tensor_codec.from_binary(
                 piece.spec, piece.shape, piece.elements, body, position, piece.size_bytes
@@ -184,6 +187,28 @@ class ModelCodec:
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
         return (len(body[0]) if binary else None), body
 
+    def _raw_plan(self, body: bytes | BodyBytes) -> tuple[Plan, int]:
+        """The plan of a raw binary request, and where in the body the tensors that it leaves to be read begin.
+
+        One row, the shape by the size of the body, all outputs in binary.
+        """
+        key = b"%d" % len(body)
+        plan = self._raw_plans.find(key)
+        if plan is not None:
+            return plan, 0
+        spec, shape = _raw_tensor(self.spec, len(body))
+        draft = Draft(self._maker)
+        piece = draft.declare(spec.name, spec.datatype.name, shape)
+        if spec.datatype is BYTES:
+            text = np.empty(shape, dtype=object)
+            text.reshape(-1)[0] = bytes(body)
+            draft.add_given(piece, text)
+        else:
+            draft.add_raw(piece, len(body))
+        plan = draft.finish((), True, {}, "")
+        self._raw_plans.keep(key, plan)
+        return plan, 0 if plan.raw else len(body)
+
     def _plan(self, header: bytes) -> Plan:
         message = _parse(header, check_json(header, self._door))
         parameters = message.parameters
@@ -199,12 +224,52 @@ class ModelCodec:
                 draft.add_given(piece, tensor_codec.from_json(piece.spec, piece.shape, piece.elements, tensor.data))
             else:
                 draft.add_raw(piece, size_bytes)
-        return draft.finish(
+        plan = draft.finish(
             ((output.name, output.parameters) for output in message.outputs or ()),
             flag(parameters, "binary_data_output"),
             parameters,
             message.id,
         )
+        self._plans.keep(header, plan)
+        return plan
+
+
+def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:
+    """The input and shape that a raw binary request of a size stands for: one row, and at most one free dimension.
+
+    Raises:
+        BadRequest: the model has several inputs, or the size does not determine the shape.
+    """
+    told = "a raw binary request (Inference-Header-Content-Length: 0)"
+    if len(model.inputs) != 1:
+        raise BadRequest(
+            f"{told} is the data of one input, model '{model.name}' has {list(model.inputs)}: name them in a JSON header"
+        )
+    (spec,) = model.inputs.values()
+    shape = list(spec.shape)
+    if model.max_batch_size:
+        shape[0] = 1
+    free = [index for index, size in enumerate(shape) if size == -1]
+    known = math.prod(size for size in shape if size != -1)
+    if spec.datatype is BYTES:
+        if free or known != 1:
+            raise BadRequest(
+                f"{told} is one element of BYTES, input '{spec.name}' has shape {list(spec.shape)}: send it in a JSON header"
+            )
+        return spec, shape
+    if len(free) > 1:
+        raise BadRequest(
+            f"{told} does not tell the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
+        )
+    if free:
+        row_bytes = known * spec.datatype.size_bytes
+        if size_bytes % row_bytes:
+            raise BadRequest(
+                f"{told} of {size_bytes} bytes does not fill shape {list(spec.shape)} of {spec.datatype}: send a multiple of "
+                f"{row_bytes} bytes"
+            )
+        shape[free[0]] = size_bytes // row_bytes
+    return spec, shape
 
 
 def _parse(header: bytes, keys: int) -> _Request:

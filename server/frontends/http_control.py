@@ -57,7 +57,8 @@ def control_application(services: Services, door: Door, metrics: Metrics | None)
     for route in table:
         by_path.setdefault(route.path, []).append(route)
     for path, of_path in by_path.items():
-        app.add_api_route(path, _endpoint(of_path, door), methods=[route.method for route in of_path])
+        methods = [route.method for route in of_path]
+        app.add_api_route(path, _endpoint(of_path, door), methods=["HEAD", *methods] if "GET" in methods else methods)
     return app
 
 
@@ -71,6 +72,8 @@ def check_path(raw_path: bytes) -> None:
 
 def _endpoint(of_path: Sequence[Route], door: Door) -> Callable[[Request], Awaitable[Response]]:
     by_method = {route.method: route for route in of_path}
+    if "GET" in by_method:
+        by_method["HEAD"] = by_method["GET"]  # the protocol sends the head alone
 
     async def endpoint(request: Request) -> Response:
         return await _answer(by_method[request.method], request, door)

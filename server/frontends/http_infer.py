@@ -39,8 +39,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# Smaller answers are sent as they are, whatever the client accepts.
-_MIN_COMPRESSED_BYTES = 1024
 _OWN_NAMES = frozenset((b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"))
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
@@ -97,7 +95,8 @@ class InferHeaders:
             elif name == b"content-encoding":
                 self.content_encoding = value.decode("latin-1").strip().lower()
             else:
-                self.accept_encoding = value.decode("latin-1")
+                accepted = value.decode("latin-1")
+                self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
         if asked:
             self.asked = asked_headers.read(asked)
 
@@ -303,7 +302,7 @@ async def _send_answer(
     more: Headers,
 ) -> None:
     size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-    encoding = compression.choose(accept_encoding) if accept_encoding and size >= _MIN_COMPRESSED_BYTES else ""
+    encoding = compression.choose(accept_encoding, size) if accept_encoding else ""
     if encoding:
         parts = [compression.compress(b"".join(parts), encoding)]
         size = len(parts[0])

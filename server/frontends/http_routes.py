@@ -61,7 +61,7 @@ class Route:
     """One method of one path.
 
     Attributes:
-        method: GET or POST.
+        method: GET or POST; HEAD is taken wherever GET is.
         path: with its parameters in braces: model, version, region.
         tag: under which the API page shows it.
         summary: one line.
@@ -109,13 +109,21 @@ def routes(services: Services, max_body_bytes: int) -> list[Route]:
 
 
 def _server(control: ControlPlane) -> Iterator[Route]:
-    yield Route("GET", "/v2/health/live", "health", "200 while the process answers", lambda call: None)
+    yield Route(
+        "GET",
+        "/v2/health/live",
+        "health",
+        "200 while the process answers",
+        lambda call: control.live(),
+        bodies.ServerLive,
+    )
     yield Route(
         "GET",
         "/v2/health/ready",
         "health",
         "200 while every model that should be served can be",
         lambda call: control.require_ready(),
+        bodies.ServerReady,
         statuses=(503,),
     )
     yield Route(
@@ -170,6 +178,14 @@ def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
 def _models(control: ControlPlane) -> Iterator[Route]:
     yield Route(
         "GET",
+        "/v2/models",
+        "repository",
+        "Every model with its platform and the state of its versions",
+        lambda call: control.list_models(),
+        bodies.ModelList,
+    )
+    yield Route(
+        "GET",
         "/v2/models/stats",
         "statistics",
         "Statistics of every model",
@@ -191,6 +207,7 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             "health",
             "200 while requests for the model can be served",
             lambda call: control.require_model_ready(call.model, call.version),
+            bodies.ModelReady,
         ),
         Route(
             "GET",

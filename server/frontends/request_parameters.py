@@ -28,7 +28,7 @@ class SharedRange(msgspec.Struct, frozen=True):
     Attributes:
         region: its registered name.
         offset: where in the region the range begins, bytes.
-        size_bytes: of the range, at least 1.
+        size_bytes: of the range, 0 for a tensor without elements.
     """
 
     region: str
@@ -104,9 +104,9 @@ def _shared_range(parameters: Mapping[str, Any], kind: str, name: str) -> Shared
     if type(region) is not str or not region:
         raise BadRequest(f"{kind} '{name}': shared_memory_region must be the name of a region")
     size_bytes, offset = integer(parameters, "shared_memory_byte_size"), integer(parameters, "shared_memory_offset")
-    if not (0 < size_bytes < _MAX_OFFSET and 0 <= offset < _MAX_OFFSET):
+    if not (0 <= size_bytes < _MAX_OFFSET and 0 <= offset < _MAX_OFFSET):
         raise BadRequest(
-            f"{kind} '{name}': shared_memory_byte_size must be at least 1 and shared_memory_offset at least 0, "
+            f"{kind} '{name}': shared_memory_byte_size and shared_memory_offset must be at least 0, "
             f"they are {size_bytes} and {offset}"
         )
     return SharedRange(region, offset, size_bytes)

@@ -354,6 +354,10 @@ class PlanCache:
 def _take(piece: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]) -> int:
     """Put an input that lies in shared memory into `inputs`; how many bytes were read."""
     spec, size_bytes = piece.spec, piece.size_bytes
+    if not size_bytes:
+        region.check(offset, 0)
+        inputs[spec.name] = np.empty(piece.shape, spec.datatype.dtype)
+        return 0
     # Text is taken apart here, and what has no dimensions has no rows.
     if spec.datatype is not BYTES and piece.shape:
         rows = region.locate(offset, size_bytes, devices)

@@ -6,6 +6,7 @@ its length in front (4 bytes, little-endian); BF16 as its bit pattern.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from server.frontends.http_body import BodyBytes
 _LENGTH = struct.Struct("<I")
 # 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.
 _MAX_ELEMENTS = 1 << 62
+# Of a tensor without data, in its other dimensions: a model may make as many outputs of them.
+_MAX_EMPTY_ELEMENTS = 1 << 24
 _BF16_INFINITY = 0x7F80
 _BF16_MAX = float.fromhex("0x1.fep127")
 
@@ -51,7 +54,7 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
     """Hold a shape against the specification; the number of elements.
 
     Raises:
-        BadRequest: another rank, another size, or a dimension below 1.
+        BadRequest: another rank, another size, a dimension below 0, or a batch dimension of 0.
     """
     expected = spec.shape
     fits = len(shape) == len(expected) and all(
@@ -62,14 +65,31 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
             f"input '{spec.name}' of model '{model.name}' has shape {list(shape)[:16]}, expected {list(expected)}"
             + (" (-1: any size; the first dimension is the batch)" if model.max_batch_size else "")
         )
-    elements = 1
-    for size in shape:
-        if size < 1:
-            raise BadRequest(f"input '{spec.name}' has shape {list(shape)}: every dimension must be at least 1")
-        elements *= size
+    elements = math.prod(shape)
+    if elements < 1 or min(shape, default=1) < 1:
+        return _check_empty(spec, shape, model)
     if elements > _MAX_ELEMENTS:
         raise BadRequest(f"input '{spec.name}' has shape {list(shape)}: more elements than any memory holds")
     return elements
+
+
+def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
+    """Check a shape with a dimension below 1; returns 0, its number of elements.
+
+    Raises:
+        BadRequest: a dimension below 0, a batch dimension of 0, or other dimensions so large that a model could make large
+            outputs of a request without data.
+    """
+    told = f"input '{spec.name}' has shape {list(shape)}"
+    if model.max_batch_size and shape[0] < 1:
+        raise BadRequest(f"{told}: the first dimension is the batch, it must be at least 1")
+    if min(shape) < 0:
+        raise BadRequest(f"{told}: every dimension must be at least 0")
+    if math.prod(size for size in shape if size) > _MAX_EMPTY_ELEMENTS:
+        raise BadRequest(
+            f"{told}: beside a dimension of 0, the product of the others must be at most {_MAX_EMPTY_ELEMENTS}"
+        )
+    return 0
 
 
 def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_bytes: int) -> None:
@@ -79,9 +99,9 @@ def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_byt
         BadRequest: the tensor has another size; of BYTES only what is too small for their lengths is known to be wrong.
     """
     expected = elements * spec.datatype.size_bytes
-    if expected and size_bytes != expected:
+    if size_bytes != expected and (spec.datatype is not BYTES or not elements):
         raise _wrong_size(spec, shape, size_bytes, expected)
-    if elements * _LENGTH.size > size_bytes and not expected:
+    if spec.datatype is BYTES and elements * _LENGTH.size > size_bytes:
         raise _too_small(spec.name, elements, size_bytes)
 
 
@@ -103,6 +123,8 @@ def from_binary(
     expected = elements * datatype.size_bytes
     if size_bytes != expected:
         raise _wrong_size(spec, shape, size_bytes, expected)
+    if not elements:
+        return np.empty(shape, datatype.dtype)
     array: Array = np.frombuffer(body, datatype.dtype, elements, start).reshape(shape)
     return array
 
@@ -115,6 +137,8 @@ def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
             parts.append(_LENGTH.pack(len(item)))
             parts.append(item)
         return b"".join(parts)
+    if not array.size:  # views of no bytes cannot be cast
+        return b""
     if not array.flags.c_contiguous:
         array = np.ascontiguousarray(array)
     return array.reshape(-1).view(np.uint8).data
@@ -131,8 +155,10 @@ def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: obj
     flat, nested, kinds = _flatten(spec.name, data)
     if len(flat) != elements:
         raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
-    # Nested data must have the declared shape; flat data and rows of flat data are taken as they come.
-    if len(nested) > 1 and nested != shape and not (len(nested) == 2 and nested[0] == shape[0]):
+    # Nested data must have the declared shape; flat data and rows of flat data are taken as they come. Nesting ends at a
+    # dimension of 0.
+    expected = shape if elements else shape[: len(nested)]
+    if len(nested) > 1 and nested != expected and not (len(nested) == 2 and nested[0] == shape[0]):
         raise BadRequest(f"input '{spec.name}': data is nested as {list(nested)}, its shape says {list(shape)}")
     return _convert(spec, flat, kinds).reshape(shape)
 

@@ -66,5 +66,5 @@ def test_a_photograph_for_a_model_that_is_not_there(demo: Server) -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "model 'nothing' is not found" in done.stderr
+    assert "Request for unknown model: 'nothing' is not found" in done.stderr
     assert "Traceback" not in done.stderr

@@ -55,7 +55,10 @@ INFER_CASES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "cut JSON": (with_inputs(A, B)[:-1], ("not valid JSON",)),
     "an array": (b"[]", ("Expected `object`, got `array`",)),
     "no inputs": (b"{}", ("inputs",)),
-    "NaN": (b'{"inputs":[{"name":"A","datatype":"INT32","shape":[1,4],"data":[NaN]}]}', ("not valid JSON",)),
+    "NaN": (
+        b'{"inputs":[{"name":"A","datatype":"INT32","shape":[1,4],"data":[NaN,1,2,3]}]}',
+        ("'A'", "INT32", "integers"),
+    ),
     "deep JSON": (b"[" * 100_000, ("nested 100000 deep, at most 64",)),
     "deep JSON in an unknown field": (
         b'{"inputs":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -76,7 +79,7 @@ INFER_CASES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "wrong size": (with_inputs(a(shape=[4, 2]), B), ("'A'", r"\[4, 2\]", r"\[-1, 4\]")),
     "no shape": (with_inputs(a(shape=None), B), ("shape",)),
     "shape of texts": (with_inputs(a(shape=["2", 4]), B), ("`int`", r"inputs\[")),
-    "negative dimension": (with_inputs(a(shape=[-2, 4]), B), ("'A'", r"\[-2, 4\]", "at least 1")),
+    "negative dimension": (with_inputs(a(shape=[-2, 4]), B), ("'A'", r"\[-2, 4\]", "batch", "at least 1")),
     "zero dimension": (with_inputs(a(shape=[0, 4], data=[]), B), ("'A'", r"\[0, 4\]", "at least 1")),
     "overflowing shape": (with_inputs(a(shape=[2**62, 4]), B), ("'A'", "4611686018427387904", "memory")),
     "overflowing dimension": (with_inputs(a(shape=[10**30, 4]), B), ("'A'", "1" + "0" * 30, "memory")),
@@ -249,7 +252,7 @@ def test_an_empty_version_in_the_path_is_no_version(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/index.html", "/v1", "/v2/models", "/v2/models/row_sums/nothing", "/v2/models/row_sums/infer/"]
+    "path", ["/index.html", "/v1", "/v2/model", "/v2/models/row_sums/nothing", "/v2/models/row_sums/infer/"]
 )
 def test_paths_that_are_not_there(server: Server, path: str) -> None:
     for method in ("GET", "POST"):
@@ -272,7 +275,7 @@ def test_methods_that_inference_does_not_take(server: Server, method: str) -> No
 )
 def test_methods_that_the_control_plane_does_not_take(server: Server, method: str, path: str) -> None:
     status, headers, content = server.request(method, path)
-    assert (status, headers.get("allow")) == (405, "GET")
+    assert (status, headers.get("allow")) == (405, "GET, HEAD")
     error_text(headers, content)
 
 

@@ -271,10 +271,10 @@ def test_ranges_beyond_the_region(side: Side, offset: int) -> None:
 
 
 @both
-@pytest.mark.parametrize(("size_bytes", "offset"), [(0, 0), (-1, 0), (8, -1), (-(2**63), 0)])
+@pytest.mark.parametrize(("size_bytes", "offset"), [(-1, 0), (8, -1), (-(2**63), 0)])
 def test_ranges_that_are_none(side: Side, size_bytes: int, offset: int) -> None:
     one = side(FakeRegions(r=FakeRegion(64)))
-    words = f"byte_size must be at least 1 .* they are {size_bytes} and {offset}"
+    words = f"byte_size and shared_memory_offset must be at least 0, they are {size_bytes} and {offset}"
     with pytest.raises(BadRequest, match=f"input 'X': shared_memory_{words}"):
         one.decode([shared_input(side, "X", "r", size_bytes, offset)])
     with pytest.raises(BadRequest, match=f"output 'Y': shared_memory_{words}"):

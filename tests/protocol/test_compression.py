@@ -105,7 +105,28 @@ def test_a_bomb_is_not_unpacked_beyond_the_limit() -> None:
         ("gzip;q=0.000,deflate;q=0", ""),
         ("deflate, gzip", "deflate"),
         (",,;,", ""),
+        ("gzip;q=0.2, deflate;q=0.9", "deflate"),
+        ("gzip;q=0.2;x=1,deflate;q=0.1", "gzip"),
+        ("gzip;q=0.5, identity;q=0.8", ""),
+        ("identity;q=0.5, gzip; q = 0.5", "gzip"),
+        ("identity, gzip", "gzip"),
+        ("gzip;q=2, deflate;q=0.1", "deflate"),
+        ("*", ""),
+        ("*;q=0.5, gzip", "gzip"),
+        ("gzip;q=0.1, *;q=0.9", ""),
+        ("identity;q=0, *", "gzip"),
+        ("identity;q=0, gzip;q=0, *;q=0.1", "deflate"),
+        ("identity;q=0", ""),
+        ("*;q=0", ""),
+        ("*;q=0, deflate", "deflate"),
     ],
 )
 def test_choosing_an_encoding(accepted: str, encoding: str) -> None:
     assert compression.choose(accepted) == encoding
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"), [("gzip", ""), ("gzip, identity;q=0", "gzip"), ("*;q=0, gzip", "gzip")]
+)
+def test_small_answers_are_compressed_for_clients_that_refuse_identity(accepted: str, encoding: str) -> None:
+    assert compression.choose(accepted, 10) == encoding

@@ -281,8 +281,8 @@ MODEL = ModelSpec("m", "1", "test", {}, {}, 8)
         ((2, 3, 1), r"has shape \[2, 3, 1\], expected \[-1, 3\]"),
         ((2, 4), r"has shape \[2, 4\], expected \[-1, 3\]"),
         ((), r"has shape \[\], expected \[-1, 3\]"),
-        ((0, 3), "every dimension must be at least 1"),
-        ((-1, 3), "every dimension must be at least 1"),
+        ((0, 3), "the first dimension is the batch, it must be at least 1"),
+        ((-1, 3), "the first dimension is the batch, it must be at least 1"),
         ((1 << 62, 3), "more elements than any memory holds"),
         ((10**30, 3), "more elements than any memory holds"),
     ],
@@ -290,6 +290,32 @@ MODEL = ModelSpec("m", "1", "test", {}, {}, 8)
 def test_shapes_that_are_refused(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         tensor_codec.check_shape(spec("FP32", -1, 3), shape, MODEL)
+
+
+FREE = ModelSpec("m", "1", "test", {}, {}, 0)
+
+
+def test_shapes_without_elements() -> None:
+    assert tensor_codec.check_shape(spec("FP32", -1, -1, -1), (1, 0, 4), MODEL) == 0
+    assert tensor_codec.check_shape(spec("FP32", -1, 4), (0, 4), FREE) == 0
+    with pytest.raises(BadRequest, match="every dimension must be at least 0"):
+        tensor_codec.check_shape(spec("FP32", -1, -1), (0, -1), FREE)
+    with pytest.raises(BadRequest, match="beside a dimension of 0, the product of the others must be at most 16777216"):
+        tensor_codec.check_shape(spec("FP32", -1, -1, -1), (0, 1 << 12, (1 << 12) + 1), FREE)
+
+
+@pytest.mark.parametrize("datatype", DATATYPES, ids=str)
+def test_tensors_without_elements_survive(datatype: Datatype) -> None:
+    for shape in ((1, 0), (2, 0, 3), (1, 3, 0, 2), (0,)):
+        array: Array = np.empty(shape, datatype.dtype)
+        assert bytes(tensor_codec.to_binary(array, datatype)) == b""
+        again = tensor_codec.from_binary(TensorSpec("X", datatype, shape), shape, 0, b"", 0, 0)
+        assert (again.shape, again.dtype) == (shape, datatype.dtype)
+        for data in ([], array.tolist(), to_json(array, datatype)):
+            again = parse(TensorSpec("X", datatype, shape), shape, data)
+            assert (again.shape, again.dtype) == (shape, datatype.dtype)
+        with pytest.raises(BadRequest, match="4 bytes"):
+            tensor_codec.check_size(TensorSpec("X", datatype, shape), shape, 0, 4)
 
 
 def test_a_shape_of_very_many_dimensions_is_told_in_short() -> None:
