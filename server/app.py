@@ -170,6 +170,7 @@ class HeadraceServer:
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             explain=Explainer(self._registry, self._accounts.client_name),
+            name=settings.id,
         )
 
     def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:

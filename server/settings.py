@@ -44,6 +44,7 @@ class Settings:
 
     Attributes:
         model_repository: folders with one folder a model.
+        id: name of the server in its metadata, as tritonserver's --id.
         host: address to listen on.
         http_port: for HTTP; 0 lets the system choose.
         grpc_port: for gRPC; 0 lets the system choose.
@@ -76,6 +77,7 @@ class Settings:
     """
 
     model_repository: tuple[Path, ...]
+    id: str = "headrace"
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
@@ -123,6 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     env = _Environment(os.environ if environ is None else environ)
     add = parser.add_argument
     _add_repositories(parser, env)
+    server_id = env.text("ID", "headrace")
+    add("--id", default=server_id, metavar="NAME", help="name of the server in its metadata (%(default)s)")
     add("--host", default=env.text("HOST", "127.0.0.1"), help="address to listen on (%(default)s)")
     add("--http-port", type=_port, default=env.port("HTTP_PORT", 8000), metavar="N", help="HTTP port (%(default)s)")
     add("--grpc-port", type=_port, default=env.port("GRPC_PORT", 8001), metavar="N", help="gRPC port (%(default)s)")
@@ -191,6 +195,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     """Settings out of parsed arguments."""
     return Settings(
         model_repository=_repositories(args),
+        id=args.id,
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,

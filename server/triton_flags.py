@@ -8,6 +8,7 @@ from __future__ import annotations
 # Flags with the same name, meaning and values.
 SAME: tuple[str, ...] = (
     "--help",
+    "--id",
     "--model-repository",
     "--load-model",
     "--http-port",
@@ -51,7 +52,6 @@ _LIBRARIES = "not here: backends and caches are part of the server, no shared li
 
 # Flags that are not taken -> what is to be written instead, or why nothing is.
 ANSWERS: dict[str, str] = {
-    "--id": "not needed: the server metadata has the name headrace; tell servers apart by their address",
     "--exit-on-error": "write --strict (off by default: other models are served if one is broken)",
     "--strict-model-config": "not needed: what a configuration leaves out is read from the model, the rest is compared",
     "--disable-auto-complete-config": "not needed: only what a configuration leaves out is read from the model",

@@ -45,7 +45,7 @@ class ControlPlane:
     def server_metadata(self) -> dict[str, object]:
         """Name, version and protocol extensions of the server."""
         services = self.services
-        return {"name": "headrace", "version": services.version, "extensions": list(services.extensions)}
+        return {"name": services.name, "version": services.version, "extensions": list(services.extensions)}
 
     def model_metadata(self, model: str, version: str) -> dict[str, object]:
         """Inputs, outputs and versions; raises NotFound or Unavailable."""

@@ -223,6 +223,7 @@ class Services:
         logs: log settings.
         overview: for the server's own page.
         version: of Headrace.
+        name: of the server, in its metadata.
         extensions: of the protocol, exactly those that are switched on.
         explain: tells in JSON what limits a model's version now ("" is the latest); see `server.control.explaining.Explainer`.
     """
@@ -237,3 +238,4 @@ class Services:
     version: str
     extensions: Sequence[str]
     explain: Callable[[str, str], Mapping[str, object]]
+    name: str = "headrace"

@@ -48,7 +48,8 @@ def odd(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     models.add_model(folder / "models", "affine", models.affine())
     models.add_model(folder / "models", "sum_difference", models.sum_difference())
     models.add_model(folder / "models", "broken", b"this is no ONNX file")
-    with serving(folder / "models", folder, "--grpc-engine", request.param, "--allow-client-shm") as running:
+    options = ("--grpc-engine", request.param, "--allow-client-shm", "--id", "triton")
+    with serving(folder / "models", folder, *options) as running:
         yield running
         assert "Traceback" not in running.text
 
@@ -299,6 +300,12 @@ def test_the_list_of_models(odd: Server) -> None:
     broken = listed["broken"]
     assert (broken["platform"], broken["versions"], broken["state"]) == ("", [], "UNAVAILABLE")
     assert broken["reason"]
+
+
+def test_the_servers_name_is_an_option(either: Any) -> None:
+    module, client = either
+    metadata = client.get_server_metadata()
+    assert (metadata["name"] if module is triton_http else metadata.name) == "triton"
 
 
 @pytest.mark.parametrize(

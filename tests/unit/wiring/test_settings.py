@@ -35,6 +35,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "load_model": ("m", ("m",)),
         "strict": ("1", True),
         "allow_client_shm": ("true", True),
+        "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
         "cache_bytes": ("4", 4),
         "trace_file": ("t.json", "t.json"),
