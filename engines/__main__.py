@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = run(options, open_console())
     except BuildError as error:
         errors = open_console(stderr=True, highlight=False)
-        errors.print(f"{parser.prog}: {error}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"{parser.prog} {' '.join(options.words)}: {error}", style="red", markup=False, soft_wrap=True)
         return 2 if isinstance(error, CallError) or options.words[0] == "models" else 1
     return status
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from engines.errors import BuildError
 from engines.onnx_graph import file_digest
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
-from server.config.model_files import check_model_file
-from server.core.errors import ConfigError
+from server.config.model_files import check_model_file, find_model_folder
+from server.core.errors import ConfigError, NotFound
 from server.core.model_config import ModelConfig
 
 SOURCE = "model.onnx"
@@ -93,7 +93,8 @@ def all_projects(repository: Path) -> list[Project | BuildError]:
         BuildError: there is no such repository, or nothing in it.
     """
     if not repository.is_dir():
-        raise BuildError(f"there is no model repository {repository}: name one with --model-repository")
+        cure = "name yours with --model-repository DIR; `headrace models build` makes one to try"
+        raise BuildError(f"there is no model repository {repository} here: {cure}")
     names = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not names:
         raise BuildError(f"the model repository {repository} is empty: `headrace models build` fills one")
@@ -107,14 +108,10 @@ def all_projects(repository: Path) -> list[Project | BuildError]:
 
 
 def _folder(model: str, repository: Path) -> Path:
-    direct = Path(model)
-    named = repository / model
-    for path in (named, direct):
-        if path.is_dir() and (path is named or "/" in model or not named.parent.is_dir()):
-            return Path(path).resolve()
-    there = sorted(p.name for p in repository.iterdir() if p.is_dir()) if repository.is_dir() else []
-    listed = f"{repository} has {', '.join(there)}" if there else f"there is no model repository {repository}"
-    raise BuildError(f"no model '{model}': {listed}; name another repository with --model-repository")
+    try:
+        return find_model_folder(model, repository)
+    except NotFound as error:
+        raise BuildError(str(error)) from error
 
 
 def _source(folder: ModelFolder, version: int) -> Path:

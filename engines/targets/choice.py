@@ -24,5 +24,6 @@ def choose_target(name: str) -> Target:
     if not missing:
         return TensorRtTarget()
     if name == "tensorrt":
-        raise BuildError(f"engines for TensorRT cannot be built here: {missing}")
+        cure = "`make gpu-packages` installs TensorRT; --target onnxruntime builds for the CPU"
+        raise BuildError(f"engines for TensorRT cannot be built on this machine: {missing}: {cure}")
     return OnnxRuntimeTarget()

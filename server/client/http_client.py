@@ -137,8 +137,8 @@ class Client:
             response = connection.getresponse()
             content = response.read()
         except ConnectionRefusedError:
-            cure = "is the server running? start it with `make serve`, or give its address with --url"
-            raise Unavailable(f"nobody listens at {self.url}: {cure}") from None
+            cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
+            raise Unavailable(f"no server answers at {self.url}: {cure}") from None
         except TimeoutError:
             raise Unavailable(
                 f"no answer from {self.url} within {self._timeout_s:g} s: the server may be busy or stopped; "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from server.config.document import refuse
-from server.core.errors import Finding
+from server.core.errors import Finding, NotFound
 from server.core.model_config import ModelConfig, Problem
 from server.core.optimization_config import CALIBRATED, asked_precision
 
@@ -54,6 +55,63 @@ def find_versions(
         else:
             versions.append(int(entry.name))
     return tuple(sorted(versions)), findings
+
+
+def find_model_folder(model: str, repository: Path) -> Path:
+    """Return the folder of a model that a command line names.
+
+    Args:
+        model: A name in the repository, or the path of a model's folder.
+        repository: Where names are looked up.
+
+    Returns:
+        The folder, absolute. A name in the repository wins over a folder of that name elsewhere.
+
+    Raises:
+        NotFound: There is none; the text says what there is and what to write.
+    """
+    named, direct = repository / model, Path(model)
+    for path in (named, direct):
+        if path.is_dir() and (path is named or "/" in model or not named.parent.is_dir()) and not _holds_models(path):
+            return path.resolve()
+    names = _model_names(repository)
+    if direct.is_dir() and _holds_models(direct):
+        inside = _model_names(direct)
+        cure = f"name one of its models ({', '.join(inside)}), e.g. {direct / inside[0]}"
+        raise NotFound(f"{model} is a repository of models, not a model: {cure}")
+    if direct.is_file():
+        raise NotFound(f"{model} is a file, a model is a folder: put it into MODEL/1/model.onnx and name MODEL")
+    if "/" in model:
+        raise NotFound(
+            f"there is no folder {model}: name the folder of a model, or its name with --model-repository DIR"
+        )
+    if not repository.is_dir():
+        cure = "name yours with --model-repository DIR, or the model's folder; `headrace models build` makes one to try"
+        raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
+    near = difflib.get_close_matches(model, names, n=1, cutoff=0.6)
+    guess = f" (did you mean {near[0]}?)" if near else ""
+    has = f"it has {', '.join(names)}" if names else "it is empty"
+    cure = "name one of them, a model's folder, or another repository with --model-repository DIR"
+    raise NotFound(f"there is no model '{model}' in {repository}{guess}: {has}: {cure}")
+
+
+def _holds_models(path: Path) -> bool:
+    """True for a folder without versions whose folders have some."""
+    return not _has_version(path) and any(_has_version(path / name) for name in _model_names(path))
+
+
+def _has_version(path: Path) -> bool:
+    try:
+        return any(_VERSION.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
+    except OSError:
+        return False
+
+
+def _model_names(repository: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
 
 
 def find_model_file(folder: Path, version: int, filename: str) -> Path:

@@ -1,4 +1,4 @@
-"""`headrace tune MODEL_FOLDER`: measures numbers of instances and batch sizes, and writes the best into the configuration."""
+"""`headrace tune MODEL`: measures numbers of instances and batch sizes, and writes the best into the configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="of one model, e.g. model_repository/resnet50")
+    add("model", metavar="MODEL", help="a model's name in the repository, or its folder")
+    add(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="where names are looked up",
+    )
     add("--instances", type=_counts, default=(), metavar="N,N", help="numbers to try (1, 2, 4 ... up to the cores)")
     add(
         "--max-batch-size",
@@ -45,12 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command with what `add_arguments` declared; the exit status."""
     from server.config.config_reader import read_model_folder  # here, since every command declares its options
+    from server.config.model_files import find_model_folder
     from server.control.profile_store import cores
     from server.control.tuning import Options, default_counts
 
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
-    path = args.folder.absolute()
     try:
+        path = find_model_folder(args.model, args.model_repository)
         folder = read_model_folder(path, path.parent)
         slo_ms = args.slo_ms or folder.config.slo.p99_ms or 0.0
         options = Options(

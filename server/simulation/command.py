@@ -13,10 +13,11 @@ import numpy as np
 from rich.text import Text
 
 from server.config.config_reader import read_model_folder
+from server.config.model_files import find_model_folder
 from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from server.core.console import open_console
-from server.core.errors import ConfigError
+from server.core.errors import ConfigError, NotFound
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
 from server.simulation.options import KINDS, SettingParser, add_setting
@@ -51,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the command with what `options.add_arguments` declared; the exit status."""
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
     try:
-        configured = _configured(args.folders)
+        configured = _configured(args.folders, args.model_repository)
         names = tuple(configured) or tuple(f"model{number}" for number in range(args.models))
         policies = list(configured.values()) or [(HandlePolicy(BatchPolicy(max_rows=8)), None)] * args.models
         settings = _settings(args, names, policies)
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         if args.plot:
             shown = panels(done, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
             args.plot.write_text(picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8")
-    except (ValueError, OSError, ConfigError) as error:
+    except (ValueError, OSError, ConfigError, NotFound) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
         return 2
     if args.json:
@@ -87,13 +88,11 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configured(folders: Sequence[Path]) -> dict[str, tuple[HandlePolicy, float | None]]:
+def _configured(models: Sequence[str], repository: Path) -> dict[str, tuple[HandlePolicy, float | None]]:
     """Policies and SLOs of configured models, by name."""
     found = {}
-    for folder in folders:
-        path = folder.absolute()
-        if not path.is_dir():
-            raise ValueError(f"{folder} is no folder of a model")
+    for model in models:
+        path = find_model_folder(model, repository)
         config = read_model_folder(path, path.parent).config
         found[config.name] = (handle_policy(config), config.slo.p99_ms)
     return found

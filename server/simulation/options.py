@@ -23,7 +23,14 @@ class SettingParser(argparse.ArgumentParser):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="MODEL", help="folders of models whose configuration is the policy")
+    add("folders", nargs="*", metavar="MODEL", help="models whose configuration is the policy: names, or their folders")
+    add(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="where names are looked up",
+    )
     what = parser.add_argument_group("what is asked")
     add = what.add_argument
     add("--arrivals", default="poisson", metavar="KIND", help=f"{', '.join(KINDS)}, or a .csv file (%(default)s)")

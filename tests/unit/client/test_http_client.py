@@ -102,7 +102,7 @@ def test_nobody_listens() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused, and nobody else gets the port
         client = Client(f"http://127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(Unavailable, match=r"is the server running\? start it with `make serve`"):
+        with pytest.raises(Unavailable, match=r"no server answers at .* start one with `headrace serve`"):
             client.metadata("m")
         assert not client.ready()
 

@@ -219,7 +219,7 @@ def test_an_unknown_model_and_no_server(server: Any, headrace: Any) -> None:
     assert "the server says 404: no such path" in errors
     status, _, errors = headrace("net", CAT, "--url", "http://127.0.0.1:1")
     assert status == 1
-    assert "is the server running?" in errors
+    assert "no server answers at http://127.0.0.1:1: start one with `headrace serve`" in errors
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------------

@@ -270,7 +270,9 @@ def test_the_command_shows_the_spread_and_what_to_write(
     path = add_model(tmp_path, "m", affine(), config=WHOLE)
     before = (path / "config.pbtxt").read_text()
     measured_as(monkeypatch, FASTER)
-    assert main(["tune", str(path), *CALL]) == 0
+    assert main(["tune", "m", "--model-repository", str(tmp_path), *CALL]) == 0, (
+        "by its name, as `headrace build` has it"
+    )
     printed = capsys.readouterr().out
     assert "300/s (290-310)  3 ms" in printed
     assert "Inputs: random values. Measured: onnxruntime, model.onnx." in printed
@@ -326,7 +328,7 @@ def test_what_cannot_be_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = add_model(tmp_path, "texts", identity("BYTES", ("batch", 3)), config="max_batch_size: 2\n")
     assert main(["tune", str(path), "--seconds", "0.02"]) == 1
     assert "no inputs can be made up: input X is text" in capsys.readouterr().err
-    assert main(["tune", str(tmp_path / "nobody")]) == 1
-    assert "nobody" in capsys.readouterr().err
+    assert main(["tune", "text", "--model-repository", str(tmp_path)]) == 1
+    assert f"headrace tune: there is no model 'text' in {tmp_path} (did you mean texts?)" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["tune", str(path), "--instances", "0"])

@@ -135,7 +135,12 @@ def test_a_warning_does_not_run_into_the_bar(capsys: pytest.CaptureFixture[str])
         ("build", 2, "name the models to build, or say --all"),
         ("build m --all", 2, "models are named and --all is said"),
         ("build --all --version 1", 2, "--version is of one model"),
-        ("build nothing", 1, "no model 'nothing'"),
+        ("build nothing", 1, "headrace build: there is no model 'nothing' in "),
+        ("build mm", 1, "(did you mean m?): it has m: name one of them, a model's folder, or another repository with"),
+        ("build {root}", 1, "is a repository of models, not a model: name one of its models (m), e.g. "),
+        ("build {root}/m/1/model.onnx", 1, "is a file, a model is a folder: put it into MODEL/1/model.onnx"),
+        ("build /no/such/m", 1, "there is no folder /no/such/m: name the folder of a model"),
+        ("inspect nothing", 1, "headrace inspect: there is no model 'nothing'"),
         ("build {root}/m/1", 1, "is a version of a model: name m, with --version 1"),
         ("inspect m --batch 0", 2, "--batch is 0"),
         ("compare m --seconds 0", 2, "--seconds is 0"),
@@ -148,3 +153,24 @@ def test_a_wrong_call_has_another_status_than_a_failed_build(
     given = [word.format(root=tmp_path) for word in words.split()]
     assert main([*given, "--model-repository", str(tmp_path)]) == status
     assert told in capsys.readouterr().err
+
+
+def test_without_a_repository_the_way_to_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["build", "m"], ["build", "--all"]):
+        assert main([*words, "--model-repository", str(tmp_path / "none")]) == 1
+        told = capsys.readouterr().err
+        assert f"there is no model repository {tmp_path / 'none'} here: name yours with --model-repository DIR" in told
+        assert "`headrace models build` makes one to try" in told
+
+
+def test_without_tensorrt_the_way_to_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.targets.tensorrt_target.available", lambda: "TensorRT cannot be imported")
+    add_model(tmp_path, "m", affine())
+    assert main(["build", "m", "--target", "tensorrt", "--model-repository", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "headrace build: engines for TensorRT cannot be built on this machine: TensorRT cannot be imported: "
+    )
+    assert "`make gpu-packages` installs TensorRT; --target onnxruntime builds for the CPU" in told

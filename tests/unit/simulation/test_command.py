@@ -119,7 +119,7 @@ def test_people_get_tables(capsys: pytest.CaptureFixture[str]) -> None:
         (["--compare", "instances=none"], '--compare "instances=none": argument --instances'),
         (["--compare", "rate=5"], '--compare "rate=5": '),
         (["--compare", "instances 2"], '--compare "instances 2": '),
-        (["nowhere"], "nowhere is no folder of a model"),
+        (["nowhere"], "there is no model 'nowhere'"),
         (["--slo-ms", "other=5"], "--slo-ms other=...: no model 'other' is simulated"),
     ],
 )
