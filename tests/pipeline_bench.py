@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -13,10 +14,11 @@ from server.backends.base import Execution, PipelinedExecution
 from server.core.completion import settle_all
 from server.core.errors import Unavailable
 from server.core.request import InferRequest, InferResponse
-from server.core.tensor import Array
+from server.core.tensor import FP32, Array, TensorSpec
 from server.dataplane.answers import Answers
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.instance import Instance, OnDeath, Runner
+from server.dataplane.output_check import OutputCheck
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.queue import Entry
@@ -25,7 +27,11 @@ from server.dataplane.selection import Batch
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
 from tests.fake_pipeline import FakePipeline
+from tests.fakes import SPEC
 from tests.slots import Slot
+
+# Its requests have rows of different widths.
+_ANY_WIDTH = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, -1))})
 
 
 class Caller(Slot):
@@ -69,7 +75,7 @@ class Bench:
         self.scheduler = Scheduler(self.policy, clock=self.clock)
         self.recorder = Recorder()
         self.reports: list[int] = []
-        self.answers = Answers(self.recorder, settle_all, self.reports.append)
+        self.answers = Answers(self.recorder, settle_all, self.reports.append, OutputCheck(_ANY_WIDTH))
         self.exits: list[BaseException | None] = []
         self.instance = Instance("bench", lambda: model, self._runner, self._ended)
         self.instance.start()

@@ -72,6 +72,7 @@ EXTRA: dict[str, str] = {
     "server/control/valid*.py": "rich",
     "server/control/tune_command.py": "rich",
     "server/control/tuning_inputs.py": "numpy",
+    "server/config/row_*.py": "numpy",
     "server/control/warmup.py": "numpy",
 }
 EVERYWHERE = ("server.__version__",)

@@ -1,9 +1,10 @@
 """Completes a configuration from its model and finds where the two contradict each other.
 
-What a file says counts; what it leaves out comes from the model. `max_batch_size` follows Triton's auto-completion: where the
-first dimension of every input and output is free, it is 4 and dynamic batching is on. Where the file gives `dims` but no
-`max_batch_size`, the dims tell: as long as the model's own shape, there is no batch dimension; one shorter, there is. Dynamic
-batching is on too where the file gives a `max_batch_size` above 1 but leaves out the inputs or the outputs, as in Triton.
+What a file says counts; what it leaves out comes from the model. `max_batch_size` is 4, with dynamic batching on, only where it
+is safe to merge requests: the first dimension of every input and output has the same name, and each row is computed from itself
+only (docs/decisions/0001-batching-without-configuration.md). Else it is 0. Where the file gives `dims` as long as the model's own
+shape, and no `max_batch_size`, there is no batch dimension either. Where rows are independent, dynamic batching is on, too, if
+the file gives a `max_batch_size` above 1 but leaves out the inputs or the outputs, as in Triton.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 
 from server.config.config_binding import problems_of
 from server.config.onnx_signature import OnnxSignature, TensorSignature
+from server.config.row_analysis import RowVerdict
 from server.core.model_config import (
     BACKENDS,
     DynamicBatching,
@@ -84,13 +86,16 @@ def complete_from_model(
     update: dict[str, Any] = {}
     remarks: list[Problem] = []
     if "max_batch_size" not in config.model_fields_set:
-        update["max_batch_size"] = _batch_size(config, signature)
-        if update["max_batch_size"] > 1:
-            remarks += _symbol_remarks(config, signature)
+        update["max_batch_size"], remarks = _batch_size(config, signature)
+    elif config.max_batch_size and not signature.rows.independent and "oversize" not in config.model_fields_set:
+        update["oversize"] = "reject"
+    if config.max_batch_size and signature.rows.mixed:
+        remarks.append(_mixed_remark(config, signature.rows))
     batch_size = update.get("max_batch_size", config.max_batch_size)
-    # Triton's rule: a configuration that is completed gets dynamic batching where it can batch and names no scheduler.
+    # Triton's rule, but for models that it would answer wrongly: a configuration that is completed gets dynamic batching where it
+    # can batch and names no scheduler.
     completes = "max_batch_size" in update or not (config.input and config.output)
-    if batch_size > 1 and completes and config.dynamic_batching is None:
+    if batch_size > 1 and completes and config.dynamic_batching is None and signature.rows.independent:
         update["dynamic_batching"] = DynamicBatching()
     batched = update.get("max_batch_size", config.max_batch_size) > 0
     fatal = [] if config.input else _untold("input", signature.required_inputs)
@@ -130,34 +135,72 @@ def _instances(config: ModelConfig) -> InstanceGroup:
     return InstanceGroup(kind="KIND_GPU", count=_ON_EACH_GPU if many else 1)
 
 
-def _batch_size(config: ModelConfig, signature: OnnxSignature) -> int:
-    shapes = [tensor.shape for tensor in (*signature.required_inputs, *signature.outputs) if tensor.data_type]
-    if not all(shape and shape[0] == -1 for shape in shapes):
-        return 0
-    known = {tensor.name: tensor.shape for tensor in (*signature.inputs, *signature.outputs)}
-    tensors: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
-    for tensor in tensors:
-        shape = known.get(tensor.name)
+def _batch_size(config: ModelConfig, signature: OnnxSignature) -> tuple[int, list[Problem]]:
+    """The `max_batch_size` of a configuration that gives none, and a remark if that is 0 for a reason worth knowing."""
+    known = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
+    listed: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
+    for tensor in listed:
+        shape = known[tensor.name].shape if tensor.name in known else None
         dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
         if "dims" in tensor.model_fields_set and shape is not None and len(dims) == len(shape):
-            return 0
-    return DEFAULT_MAX_BATCH_SIZE
-
-
-def _symbol_remarks(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
-    """Warns where first dimensions carry different names: one of them may be no batch dimension."""
-    symbols = {t.batch_symbol: t.name for t in (*signature.required_inputs, *signature.outputs) if t.batch_symbol}
-    if len(symbols) < 2:
-        return []
-    named = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
-    message = f"the free first dimensions {named} are all taken as the batch"
-    return [
-        Problem(
-            ("max_batch_size",),
-            message,
-            "write max_batch_size: 0 if one of them is something else, else the size you want",
-        )
+            return 0, []
+    names = {tensor.name for tensor in config.input}
+    batched = [("input", tensor) for tensor in signature.inputs if not tensor.has_default or tensor.name in names] + [
+        ("output", tensor) for tensor in signature.outputs
     ]
+    reason, cure = _unsafe([(side, tensor) for side, tensor in batched if tensor.data_type], signature.rows)
+    if not reason:
+        return DEFAULT_MAX_BATCH_SIZE, []
+    if not cure:
+        return 0, []
+    message = f"max_batch_size is 0, each request runs alone: {reason}"
+    return 0, [Problem(("max_batch_size",), message, cure)]
+
+
+_CONFIRM = (
+    "if the first dimension of every tensor is the batch, and each row is computed from itself only, write max_batch_size and "
+    "dynamic_batching: {}; else write max_batch_size: 0"
+)
+
+
+def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tuple[str, str]:
+    """Why requests must not be merged, and what to do about it; both empty if they may be."""
+    firsts = [tensor.shape[0] if tensor.shape else None for _, tensor in tensors]
+    fixed = [(side, tensor) for (side, tensor), first in zip(tensors, firsts, strict=True) if first != -1]
+    if fixed or not tensors:
+        # A model without any free first dimension takes just its own shape: there is nothing to explain.
+        if len(fixed) == len(tensors):
+            return "no first dimension is free", ""
+        side, tensor = fixed[0]
+        shape = "an unknown shape" if tensor.shape is None else f"the shape {list(tensor.shape)}"
+        return f'{side} "{tensor.name}" has {shape}, without a free first dimension', (
+            "export the model with a dynamic batch dimension in all inputs and outputs, or write max_batch_size: 0"
+        )
+    unnamed = [f'{side} "{tensor.name}"' for side, tensor in tensors if not tensor.batch_symbol]
+    if unnamed:
+        return f"the first dimension of {', '.join(unnamed)} has no name, so it may be no batch dimension", _CONFIRM
+    symbols = {tensor.batch_symbol: f'{side} "{tensor.name}"' for side, tensor in tensors}
+    if len(symbols) > 1:
+        named = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
+        return f"the first dimensions have different names ({named}), so one may be no batch dimension", _CONFIRM
+    defaults = [f'{side} "{tensor.name}"' for side, tensor in tensors if tensor.has_default]
+    if defaults:
+        return f"{', '.join(defaults)} has a default in the model, which has no rows", _CONFIRM
+    if not rows.independent:
+        if rows.mixed:
+            return f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
+        return f"it is not certain that the rows of a batch are independent: {rows.reason}", _CONFIRM
+    return "", ""
+
+
+def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
+    """Warns of a configuration that asks for batches of a model whose rows depend on one another."""
+    if config.dynamic_batching is None:
+        return Problem(
+            ("max_batch_size",), f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
+        )
+    message = f"requests that share a batch get values that depend on one another: {rows.reason}"
+    return Problem(("max_batch_size",), message, "write max_batch_size: 0, or remove dynamic_batching")
 
 
 def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from server.config.document import refuse
+from server.config.row_analysis import RowVerdict, analyse_rows
 from server.core.tensor import BY_ONNX_NUMBER
 
 if TYPE_CHECKING:
@@ -47,10 +48,12 @@ class OnnxSignature:
     Attributes:
         inputs: in the graph's order, constants excluded unless an input has a default.
         outputs: in the graph's order.
+        rows: whether the rows of a batch are independent, the first dimension of every required input being the batch.
     """
 
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
+    rows: RowVerdict
 
     @property
     def required_inputs(self) -> tuple[TensorSignature, ...]:
@@ -107,10 +110,19 @@ def _read_signature(path: Path, shown: str, mtime_ns: int, size_bytes: int, inod
     }
     # Old exporters list every weight among the inputs. Weights have no free dimension and a real optional input is rare, so
     # only the configuration can bring one of these to light, by naming it.
-    return OnnxSignature(
-        inputs=tuple(_signature(info, info.name in constants) for info in graph.input),
-        outputs=tuple(_signature(info, False) for info in graph.output),
-    )
+    inputs = tuple(_signature(info, info.name in constants) for info in graph.input)
+    outputs = tuple(_signature(info, False) for info in graph.output)
+    return OnnxSignature(inputs, outputs, _rows(model, inputs, outputs))
+
+
+def _rows(
+    model: onnx.ModelProto, inputs: tuple[TensorSignature, ...], outputs: tuple[TensorSignature, ...]
+) -> RowVerdict:
+    """Whether rows are independent, where there can be rows at all."""
+    required = [tensor for tensor in inputs if not tensor.has_default]
+    if not all(tensor.shape and tensor.shape[0] == -1 for tensor in (*required, *outputs) if tensor.data_type):
+        return RowVerdict(False)
+    return analyse_rows(model, [tensor.name for tensor in required])
 
 
 def _load(path: Path, shown: str) -> onnx.ModelProto:

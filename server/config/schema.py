@@ -84,10 +84,29 @@ parameters {{ key: "headrace.optimization.calibration" value {{ string_value: "{
 The value of such a parameter is read as YAML: `50`, `[224, 224]`, `{{stable: 3}}`, or text.
 
 **What is left out comes from the model.** Without a configuration, inputs, outputs, datatypes and shapes are read from the
-ONNX file. Where the first dimension of every input and output is free, `max_batch_size` becomes {DEFAULT_MAX_BATCH_SIZE}
-and dynamic batching is on, as in Triton; else it becomes 0. A file with a `max_batch_size` above 1 that leaves out `input` or
-`output` gets dynamic batching too; one with both is taken as it is. A file that gives `dims` as long as the model's own shape,
-and no `max_batch_size`, means 0. What contradicts the model is an error that names the tensor and both sides.
+ONNX file. What contradicts the model is an error that names the tensor and both sides.
+
+**Batches without a configuration.** `max_batch_size` becomes {DEFAULT_MAX_BATCH_SIZE}, and dynamic batching is on, where both
+hold:
+
+- The first dimension of every input and output is free and has the same name. `[batch, 4]` with `[num_dets, 2]` fails, and so do
+  `[?, 4]`, as Keras and scikit-learn export it, and `[1, 3, 224, 224]`.
+- The graph computes each row from the same row of the inputs only. Softmax, sum, sort or cumulative sum over axis 0 fail, and so
+  do dynamic quantisation, `NonZero`, and operators that Headrace does not know.
+
+Else it becomes 0: each request runs alone, and a warning names the reason. If you know that rows are independent, write
+`max_batch_size` and `dynamic_batching: {{}}`. A file that gives `dims` as long as the model's own shape, and no
+`max_batch_size`, means 0 as well.
+
+A `max_batch_size` in the file is believed. If it is above 1 and the file leaves out `input` or `output`, dynamic batching is on
+where the graph keeps rows apart; a file with both is taken as it is. Where the graph is not proven to keep rows apart, requests
+larger than `max_batch_size` are refused unless `oversize: split` is written. Where it is proven to mix them, there is a warning.
+The reasons are in [decision 0001](decisions/0001-batching-without-configuration.md).
+
+**Outputs are checked for every batch**: one row for each row sent, and the dimensions declared. If a model returns anything
+else, a merged batch runs again request by request. A request whose own outputs are wrong gets status 500 (`INTERNAL`) with the
+shape that came and the shape expected. From then on that version runs every request alone, and refuses requests larger than
+`max_batch_size`, until it is loaded again.
 
 **Check it** with `headrace validate model_repository`: it loads every model as the server does, in a process of its own, and
 reports file, line, what is wrong and the cure; `--no-load` only reads the files. A model is OK exactly if a server would serve

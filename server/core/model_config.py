@@ -163,7 +163,7 @@ class ModelConfig(ConfigPart):
     max_batch_size: Count = Field(
         default=0,
         description="Rows that run together at most. 0: the model has no batch dimension. If absent it follows from the model: "
-        "4, with `dynamic_batching` on, where the first dimension of every input and output is free, else 0.",
+        "4, with `dynamic_batching` on, where first dimensions have one name and rows are independent, else 0.",
     )
     input: tuple[ModelInput, ...] = Field(default=(), description="The inputs; read from the model if absent.")
     output: tuple[ModelOutput, ...] = Field(
@@ -193,7 +193,8 @@ class ModelConfig(ConfigPart):
     metric_tags: dict[str, ParameterText] = Field(default={}, description="Labels for the model's metrics.")
     oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = Field(
         default="split",
-        description="A request of more than `max_batch_size` rows is split and its answer joined, or refused (as Triton does).",
+        description="A request of more than `max_batch_size` rows is split and its answer joined, or refused (as Triton does). "
+        "If absent, `reject` where the ONNX graph is not proven to keep rows apart.",
     )
     preprocess: Preprocess | None = Field(default=None, description="How a picture becomes the input tensor.")
     postprocess: Postprocess | None = Field(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from server.core.completion import Completion
-from server.core.errors import BadRequest, TooLarge
+from server.core.errors import BadRequest, ModelFailed, TooLarge
 from server.core.request import InferRequest
 from server.core.tensor import ModelSpec
 from server.dataplane.batch import cut
 from server.dataplane.join import Joint, PartCompletion
+from server.dataplane.output_check import OutputMismatch
 from server.dataplane.queue import Entry
 from server.dataplane.sequencer import Sequencer
 
@@ -27,6 +28,9 @@ class Admission:
         leave: gives an entry's place in the queue back.
         sequencer: keeps the answers in order; None: they need not be.
         objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+
+    Attributes:
+        mismatch: what the model returned that has put an end to splitting; None while requests may be split.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Admission:
         self._leave = leave
         self._sequencer = sequencer
         self._objective_ns = objective_ns
+        self.mismatch: OutputMismatch | None = None
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """The entries of a request, whose answer goes to `completion`.
@@ -57,6 +62,7 @@ class Admission:
         Raises:
             BadRequest: more rows than a batch holds, and the model does not split.
             TooLarge: more rows than the queue holds.
+            ModelFailed: more rows than a batch holds, and the model has returned outputs that cannot be joined.
         """
         level = 0 if self._levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
@@ -78,15 +84,20 @@ class Admission:
         max_rows = self._max_rows
         if not self._split or self._spec.max_batch_size == 0:
             raise BadRequest(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} "
-                "(it is configured with oversize: reject)"
+                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} and does not split "
+                "larger requests: send fewer rows at once, or write oversize: split in its configuration if rows are independent"
+            )
+        if self.mismatch is not None:
+            raise ModelFailed(
+                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} in one execution, and "
+                f"larger requests are no longer split: {self.mismatch}"
             )
         if request.rows > max_rows * self._most_parts:
             raise TooLarge(
                 f"the request has {request.rows} rows, which is more than the whole queue of model '{self._spec.name}' holds"
             )
         pieces = cut(request.inputs, request.rows, max_rows)
-        joint = Joint(whole, len(pieces))
+        joint = Joint(whole, len(pieces), lambda: self.mismatch)
         entries: list[Entry] = []
         for index, inputs in enumerate(pieces):
             part = InferRequest(

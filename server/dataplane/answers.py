@@ -10,8 +10,10 @@ from server.core.completion import Completion, Outcome
 from server.core.errors import HeadraceError, ModelFailed
 from server.core.request import BatchTimes, InferResponse
 from server.core.tensor import Array
+from server.dataplane.batch import split
 from server.dataplane.batching import CloseReason
 from server.dataplane.outlook import Outlook
+from server.dataplane.output_check import OutputCheck, OutputMismatch
 from server.dataplane.profile import Profile
 from server.dataplane.queue import Entry
 from server.observability.recorder import Recorder
@@ -28,8 +30,10 @@ class Answers:
         recorder: counts.
         deliver: settles answers; gives the number that still had a taker, if it knows.
         report: told how long an instance was busy with a batch, nanoseconds.
+        check: of the model's outputs.
         profile: learns how long batches compute; a new one if absent.
         outlook: learns what became of its predictions; None: there are none.
+        on_mismatch: called when the model returned outputs that are not those of the rows sent, before any answer.
 
     Attributes:
         profile: as above.
@@ -41,12 +45,16 @@ class Answers:
         recorder: Recorder,
         deliver: Deliver,
         report: Callable[[int], None],
+        check: OutputCheck,
         profile: Profile | None = None,
         outlook: Outlook | None = None,
+        on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None,
     ) -> None:
         self._recorder = recorder
         self._deliver = deliver
         self._report = report
+        self._check = check
+        self._on_mismatch = on_mismatch
         self._outlook = outlook
         self.profile = profile or Profile()
         self.at_work: set[object] = set()
@@ -56,6 +64,14 @@ class Answers:
         self.at_work.add(runner)
         if self._outlook is not None:
             self._outlook.changed = True
+
+    def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
+        """Check the outputs of a batch and cut them into every entry's rows; see `server.dataplane.batch.split`.
+
+        Raises:
+            OutputMismatch: they are not the outputs of the rows sent.
+        """
+        return split(outputs, entries, self._check)
 
     def settle(
         self,
@@ -122,6 +138,8 @@ class Answers:
         self._recorder.failed_batch(reason.value)
         if self._outlook is not None:
             self._outlook.changed = True
+        if isinstance(error, OutputMismatch):
+            self._on_mismatch(error)
         if len(entries) > 1:
             logger.debug("a batch of %d failed as a whole: running its members singly", len(entries))
             return [entry for entry in entries if not entry.completion.done]

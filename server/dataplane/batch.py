@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.core.errors import ModelFailed
 from server.core.resident import is_resident
 from server.core.tensor import Array
+from server.dataplane.output_check import OutputCheck
 from server.dataplane.queue import Entry
 
 # Staging buffers for this many different row shapes are kept; a model with wilder inputs allocates.
@@ -61,24 +61,25 @@ def _aligned(array: Array) -> Array:
     return array if array.flags.aligned and array.flags.c_contiguous else array.copy()
 
 
-def split(outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
-    """Every entry's rows of each output, as views.
+def split(outputs: dict[str, Array], entries: list[Entry], check: OutputCheck) -> list[dict[str, Array]]:
+    """Cut the outputs of a batch into every entry's rows, as views.
+
+    Args:
+        outputs: by name, as the execution returned them.
+        entries: the members of the batch, in the order of their rows.
+        check: of the model; a batch of one entry is checked, too.
 
     Raises:
-        ModelFailed: an output does not have one row per row of the input.
+        OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
     """
     if len(entries) == 1:
+        check.check(outputs, entries[0].rows)
         return [outputs]
-    rows = sum(entry.rows for entry in entries)
-    for name, array in outputs.items():
-        if array.ndim == 0 or array.shape[0] != rows:
-            raise ModelFailed(
-                f"output '{name}' has shape {list(array.shape)} for a batch of {rows}: its first dimension must be the "
-                "batch (set max_batch_size to 0 if the model does not batch)"
-            )
+    check.check(outputs, sum([entry.rows for entry in entries]))
     results: list[dict[str, Array]] = []
     start = 0
-    named = list(outputs.items())
+    # An output that the configuration leaves out may have no batch dimension.
+    named = [(name, outputs[name]) for name in check.names]
     for entry in entries:
         stop = start + entry.rows
         results.append({name: array[start:stop] for name, array in named})

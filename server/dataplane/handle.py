@@ -7,8 +7,10 @@ other thread of a program that holds a lease; the rest by the control thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from server.backends.base import Execution, LoadedModel, Standing, is_pipelined
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -24,6 +26,7 @@ from server.dataplane.crew import Crew
 from server.dataplane.instance import OnDeath, Runner, WarmUp
 from server.dataplane.order import FAR_NS, Order
 from server.dataplane.outlook import Outlook
+from server.dataplane.output_check import OutputCheck, OutputMismatch
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline
 from server.dataplane.plan import Planner
@@ -35,6 +38,8 @@ from server.dataplane.scheduler import Scheduler
 from server.dataplane.sequencer import Sequencer
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
+
+logger = logging.getLogger("headrace.model")
 
 _LATE = "the request's deadline had passed before it was queued"
 
@@ -103,10 +108,12 @@ class ModelHandle:
         )
         self._scheduler.on_dropped = self._outlook.missed
         self._scheduler.retry_after_s = self._outlook.retry_after_s
-        self._answers = Answers(recorder, deliver, planner.batch, self.profile, self._outlook)
+        self._answers = Answers(
+            recorder, deliver, planner.batch, OutputCheck(spec), self.profile, self._outlook, self._stop_batching
+        )
         self._alarms = Alarms(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
-        self._lock = threading.Lock()  # guards _leases, _closing and _wanted
+        self._lock = threading.Lock()  # guards _leases, _closing, _wanted, and the first mismatch of outputs
         self._leases, self._wanted, self._closing = 0, False, False
         self._idle = threading.Event()
         self._idle.set()
@@ -363,6 +370,23 @@ class ModelHandle:
         with self._lock:
             self._wanted = False
         settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
+
+    def _stop_batching(self, mismatch: OutputMismatch) -> None:
+        """Neither merge nor split any more: the model's outputs are not those of the rows sent. From any thread."""
+        with self._lock:
+            known = self._admission.mismatch is not None
+            self._admission.mismatch = mismatch
+        if known:
+            return
+        self.policy = replace(self.policy, batch=replace(self.policy.batch, merge=False))
+        self._scheduler.stop_merging()
+        self._outlook.stop_merging()
+        logger.error(
+            "model %s/%s runs every request alone until it is loaded again: %s",
+            self.spec.name,
+            self.spec.version,
+            mismatch,
+        )
 
     def _want(self) -> None:
         with self._lock:

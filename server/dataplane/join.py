@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from server.core.completion import Completion, Outcome
 from server.core.errors import HeadraceError, ModelFailed
@@ -17,10 +18,14 @@ class Joint:
     Args:
         whole: what the caller waits for.
         parts: how many parts there are.
+        refusal: why the parts must not be joined any more; None while they may be.
     """
 
-    def __init__(self, whole: Completion, parts: int) -> None:
+    def __init__(
+        self, whole: Completion, parts: int, refusal: Callable[[], HeadraceError | None] = lambda: None
+    ) -> None:
         self.whole = whole
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._outputs: list[dict[str, Array]] = [{} for _ in range(parts)]
         self._missing = parts
@@ -38,6 +43,9 @@ class Joint:
             self.whole.settle(self._joined())
 
     def _joined(self) -> Outcome:
+        refusal = self._refusal()
+        if refusal is not None:
+            return refusal
         try:
             return InferResponse(join(self._outputs))
         except HeadraceError as error:

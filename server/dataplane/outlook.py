@@ -18,6 +18,7 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import NamedTuple, Protocol
 
@@ -109,6 +110,10 @@ class Outlook:
         self._probed_ns = -NS_PER_S
         self._free: list[int] = []  # as of the last time that something changed
         self._free_until_ns = 0  # until then, if nothing changes
+
+    def stop_merging(self) -> None:
+        """Predict as for a model that runs every request alone."""
+        self._policy = replace(self._policy, merge=False)
 
     def admit(self, entries: list[Entry], now_ns: int) -> None:
         """Take a request that is due some time, before it is queued, or refuse it; notes what it is promised.

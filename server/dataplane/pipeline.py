@@ -19,7 +19,6 @@ from server.backends.base import ExecutionLost, Flight, PipelinedExecution, is_p
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.dataplane.answers import Answers
-from server.dataplane.batch import split
 from server.dataplane.batching import CloseReason
 from server.dataplane.filling import Filler
 from server.dataplane.instance import OnDeath
@@ -351,7 +350,7 @@ class Pipeline:
         try:
             outputs = self._execution.finish(flight)
             computed_ns = self._clock()
-            results = split(outputs, run.entries)
+            results = self._answers.split(outputs, run.entries)
         except ExecutionLost:
             raise
         except Exception as error:

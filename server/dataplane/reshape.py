@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from server.backends.base import Execution, Flight, PipelinedExecution, is_pipelined, is_prompt
 from server.core.tensor import Array
+from server.dataplane.output_check import OutputMismatch
 
 
 class ReshapingExecution:
@@ -70,7 +71,14 @@ class ReshapingExecution:
         return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
 
     def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
-        return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
+        try:
+            return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
+        except (IndexError, ValueError) as error:
+            shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in outputs.items())
+            raise OutputMismatch(
+                f"the model returned outputs that do not have the shapes of its configuration's reshape: {shapes}. The model is "
+                "at fault, not the request: write the reshape and dims that the model returns, or max_batch_size: 0"
+            ) from error
 
     def _reshaped(self, array: Array, shape: tuple[int, ...] | None) -> Array:
         if shape is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from server.core.clock import NS_PER_S, Clock, monotonic_ns
@@ -289,6 +290,11 @@ class Scheduler:
     def plan_by(self, planner: Planner) -> None:
         """Keep to what requests are due, by what is known of the times of batches."""
         self._selection.planner = planner
+
+    def stop_merging(self) -> None:
+        """Run every request alone from here on; batches that were taken already are not affected."""
+        with self._lock:
+            self._selection.policy = replace(self._selection.policy, merge=False)
 
     def set_instances(self, count: int) -> None:
         """How many instances pull."""

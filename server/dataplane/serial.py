@@ -9,7 +9,7 @@ from server.core.clock import Clock, monotonic_ns
 from server.core.request import BatchTimes
 from server.core.tensor import Array
 from server.dataplane.answers import Answers
-from server.dataplane.batch import Staging, split
+from server.dataplane.batch import Staging
 from server.dataplane.outlook import UnderWay
 from server.dataplane.queue import Entry
 from server.dataplane.scheduler import Scheduler
@@ -90,5 +90,5 @@ class SerialRunner:
         assembled_ns = self._clock()
         outputs = self._execution.run(inputs)
         computed_ns = self._clock()
-        results = split(outputs, entries)
+        results = self._answers.split(outputs, entries)
         return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results

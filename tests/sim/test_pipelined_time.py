@@ -19,6 +19,7 @@ from server.core.completion import settle_all
 from server.core.request import InferResponse
 from server.dataplane.answers import Answers
 from server.dataplane.batching import BatchPolicy
+from server.dataplane.output_check import OutputCheck
 from server.dataplane.pace import Pace
 from server.dataplane.pipeline import Pipeline, _Run
 from server.dataplane.queue import Entry
@@ -26,6 +27,7 @@ from server.dataplane.scheduler import Scheduler
 from server.dataplane.selection import Batch
 from server.dataplane.serial import SerialRunner
 from server.observability.recorder import Recorder
+from tests.fakes import SPEC
 from tests.slots import Slot, request
 from tests.virtual_pipeline import Cost, CostModel, VirtualPipeline
 
@@ -112,7 +114,7 @@ class World:
         pipeline._land()
 
     def _pipeline(self, device: VirtualPipeline) -> Pipeline:
-        answers = Answers(self.recorder, settle_all, lambda _busy_ns: None)
+        answers = Answers(self.recorder, settle_all, lambda _busy_ns: None, OutputCheck(SPEC))
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock)
         pace = Pace(self.policy.max_rows) if self.paced else None
         return Pipeline("virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock)

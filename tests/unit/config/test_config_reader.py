@@ -61,11 +61,14 @@ def test_a_model_without_a_free_first_dimension_everywhere_is_not_batched(
     assert config.input[0].dims == tuple(-1 if size == "b" else size for size in inputs["x"][1])
 
 
-def test_free_first_dimensions_of_different_names_raise_a_doubt(tmp_path: Path) -> None:
+def test_free_first_dimensions_of_different_names_are_no_batch(tmp_path: Path) -> None:
     write_model(tmp_path / "m", identity_model({"x": (FLOAT, ["batch", 3])}, {"y": (FLOAT, ["found", 4])}))
     (finding,) = read(tmp_path).findings
     assert not finding.fatal
-    assert '"found" of y' in finding.message
+    assert (read(tmp_path).config.max_batch_size, read(tmp_path).config.dynamic_batching) == (0, None)
+    assert '"found" of output' in finding.message
+    assert "max_batch_size is 0" in finding.message
+    assert "dynamic_batching: {}" in finding.cure
 
 
 @pytest.mark.parametrize(

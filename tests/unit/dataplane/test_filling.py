@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ from server.core.completion import Completion, Mailbox
 from server.core.errors import BadRequest
 from server.core.request import InferRequest
 from server.core.resident import ResidentRows
-from server.core.tensor import Array
+from server.core.tensor import FP32, Array, TensorSpec
 from server.dataplane import filling
 from server.dataplane.filling import Filler, _shares
 from server.dataplane.queue import Entry
 from tests.fake_pipeline import FakePipeline
+from tests.fakes import SPEC
 from tests.residents import read, resident
 from tests.unit.dataplane.test_pipeline_handle import play, served
 
@@ -173,7 +175,8 @@ def test_where_no_thread_can_be_had_the_instance_copies_alone(
 def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         model = FakePipeline()
-        handle = served(mailbox, model, fill_threads=3)
+        spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 1 << 18))})
+        handle = served(mailbox, model, spec=spec, fill_threads=3)
         for rows in (1, 4):
             x: Array = np.full((rows, 1 << 18), 3, np.float32)
             asked = InferRequest(inputs={"x": x}, rows=rows, shape_key=None, received_ns=1)

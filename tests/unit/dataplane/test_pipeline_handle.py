@@ -107,7 +107,8 @@ def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int,
             def close(self) -> None:
                 pass
 
-        spec = replace(SPEC, max_batch_size=0, inputs={"x": TensorSpec("x", FP32, shape)})
+        tensors = {"inputs": {"x": TensorSpec("x", FP32, shape)}, "outputs": {"y": TensorSpec("y", FP32, shape)}}
+        spec = replace(SPEC, max_batch_size=0, **tensors)
         handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
         requests = [ask(value) for value in (1, 2)]
         for value, request in enumerate(requests, 1):
@@ -254,7 +255,8 @@ def test_behind_reshape_rows_are_written_into_the_model_s_own_memory() -> None:
             def close(self) -> None:
                 pass
 
-        handle = served(mailbox, Model())
+        spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 2, 1))})
+        handle = served(mailbox, Model(), spec=spec)
         requests = [ask(1), ask(2, rows=2)]
         for request in requests:
             request.inputs["x"] = request.inputs["x"].reshape(request.rows, 1, 2)

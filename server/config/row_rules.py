@@ -1,0 +1,643 @@
+"""Rules for single ONNX operators: where the rows of a batch are in an output, given where they are in the inputs.
+
+A tensor that depends on the rows has one axis that counts them. The axis may hold more than rows: a reshape of (rows, heads, d)
+to (rows * heads, d) keeps every row's elements together. `Rows` says where on the axis a row is. An operator that computes across
+that axis raises `RowsMixed`; one whose effect is not shown here raises `NotShown`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+# Stands for the number of rows in every shape: a prime that no model has as a dimension.
+ROWS = 1_000_003
+# An end of a slice that is no less than this is none.
+_NO_END = (1 << 31) - 1
+
+
+class Rows(NamedTuple):
+    """Where the rows are: `axis` has the size outer * rows * inner, in this order.
+
+    Attributes:
+        axis: from 0.
+        outer: how often the whole batch is repeated along the axis.
+        inner: elements of each row along the axis.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+
+class RowsMixed(Exception):
+    """The operator computes across the rows of a batch, or with their number."""
+
+
+class NotShown(Exception):
+    """It is not shown that the operator keeps the rows apart."""
+
+
+@dataclass(slots=True)
+class Tensor:
+    """What is known of one tensor.
+
+    Attributes:
+        shape: with `ROWS` for the number of rows; None where it is not known.
+        rows: where the rows are; None for a tensor that has the same values whatever the rows are.
+        value: its elements, where they are few and known.
+        counted: for each element of `value`, True if it depends on the number of rows; None: no element does.
+        problem: why nothing can be shown for the tensor; None if all is well.
+    """
+
+    shape: Shape | None
+    rows: Rows | None = None
+    value: Values | None = None
+    counted: npt.NDArray[np.bool_] | None = None
+    problem: RowsMixed | NotShown | None = None
+
+    @property
+    def constant(self) -> bool:
+        """True if neither the rows nor their number have an effect on it."""
+        return self.rows is None and self.counted is None
+
+
+@dataclass(slots=True)
+class Call:
+    """One node with all that a rule needs.
+
+    Attributes:
+        op: the operator.
+        opset: version of the operator's domain.
+        inputs: None where an optional one is left out.
+        attributes: by name, as Python values.
+        shapes: of the outputs, None where not known.
+    """
+
+    op: str
+    opset: int
+    inputs: Sequence[Tensor | None]
+    attributes: Mapping[str, Any]
+    shapes: Sequence[Shape | None]
+
+    def input(self, index: int) -> Tensor | None:
+        """The input at `index`, None if it is left out."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    @property
+    def first(self) -> tuple[Tensor, Shape, Rows]:
+        """The first input, which must hold the rows."""
+        tensor = self.inputs[0]
+        if tensor is None or tensor.rows is None:
+            raise NotShown("takes the rows as another input than its first")
+        return tensor, shape_of(tensor), tensor.rows
+
+    def others_constant(self, first: int = 1) -> None:
+        """Require that no input from `first` on depends on the rows.
+
+        Raises:
+            NotShown: one does.
+        """
+        if any(tensor is not None and not tensor.constant for tensor in self.inputs[first:]):
+            raise NotShown("takes the rows in more inputs than its first")
+
+    def constants(self, index: int, attribute: str = "") -> list[int] | None:
+        """Whole numbers from an attribute or a constant input; None if neither is there.
+
+        Raises:
+            NotShown: the input is there, its values are not known before the model runs.
+        """
+        if attribute and attribute in self.attributes:
+            given = self.attributes[attribute]
+            return list(given) if isinstance(given, list | tuple) else [given]
+        tensor = self.input(index)
+        if tensor is None:
+            return None
+        if tensor.value is None or not tensor.constant:
+            raise NotShown("has axes that are not constants")
+        return [int(value) for value in tensor.value.reshape(-1)]
+
+    def constants_of(self, tensor: Tensor) -> list[float]:
+        """The values of a constant input.
+
+        Raises:
+            NotShown: they are not known before the model runs.
+        """
+        if tensor.value is None or not tensor.constant:
+            raise NotShown("has scales that are not constants")
+        return [float(value) for value in tensor.value.reshape(-1)]
+
+
+Rule = Callable[[Call], list[Rows | None]]
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """The shape of a tensor.
+
+    Raises:
+        NotShown: it is not known.
+    """
+    if tensor.shape is None:
+        raise NotShown("takes a tensor of unknown shape")
+    return tensor.shape
+
+
+def across() -> RowsMixed:
+    """The operator works along the batch dimension."""
+    return RowsMixed("computes across the rows of the batch")
+
+
+def reshaped(shape: Shape, rows: Rows, target: Shape) -> Rows:
+    """Where the rows are after a reshape, which keeps the order of the elements.
+
+    Raises:
+        NotShown: rows are not on one axis any more.
+    """
+    before = math.prod(shape[: rows.axis]) * rows.outer
+    axis = next((index for index, size in enumerate(target) if size % ROWS == 0), None)
+    if axis is not None:
+        leading = math.prod(target[:axis])
+        if leading and before % leading == 0:
+            outer = before // leading
+            if outer and (target[axis] // ROWS) % outer == 0:
+                return Rows(axis, outer, target[axis] // ROWS // outer)
+    raise NotShown("gives the batch dimension another meaning")
+
+
+def _same(call: Call) -> list[Rows | None]:
+    """Each element from one element at the same place."""
+    _, _, rows = call.first
+    call.others_constant()
+    return [rows] * len(call.shapes)
+
+
+def broadcast(call: Call) -> list[Rows | None]:
+    """Element by element of all inputs, aligned at their last axes."""
+    rank = max(len(shape_of(tensor)) for tensor in call.inputs if tensor is not None)
+    found: Rows | None = None
+    for tensor in call.inputs:
+        if tensor is None or tensor.rows is None:
+            continue
+        aligned = tensor.rows._replace(axis=tensor.rows.axis + rank - len(shape_of(tensor)))
+        if found is not None and found != aligned:
+            raise RowsMixed("combines the batch dimension with another dimension")
+        found = aligned
+    assert found is not None, "a rule is for inputs with rows"
+    for tensor in call.inputs:
+        if tensor is None or tensor.rows is not None:
+            continue
+        if tensor.counted is not None:
+            raise RowsMixed("computes with the number of rows")
+        shape = shape_of(tensor)
+        place = found.axis - rank + len(shape)
+        if place >= 0 and shape[place] != 1:
+            raise NotShown("combines the batch dimension with a fixed one")
+    return [found] * len(call.shapes)
+
+
+def _matmul_at(call: Call, left: int, right: int) -> list[Rows | None]:
+    """A matrix product of the inputs `left` and `right`; the others are constants."""
+    if any(not t.constant for i, t in enumerate(call.inputs) if t is not None and i not in (left, right)):
+        raise NotShown("takes the rows in its scales or zero points")
+    a, b = call.inputs[left], call.inputs[right]
+    if a is None or b is None:
+        raise NotShown("lacks an input")
+    (shape_a, shape_b), rank = (shape_of(a), shape_of(b)), max(len(shape_of(a)), len(shape_of(b)))
+    if len(shape_a) < 2 or len(shape_b) < 2:
+        raise NotShown("multiplies by a vector")
+    found: Rows | None = None
+    for tensor, shape, contracted, free in ((a, shape_a, 1, 2), (b, shape_b, 2, 1)):
+        if tensor.rows is None:
+            continue
+        from_end = len(shape) - tensor.rows.axis
+        if from_end == contracted:
+            raise across()
+        other, other_shape = (b, shape_b) if tensor is a else (a, shape_a)
+        aligned = tensor.rows._replace(axis=rank - from_end)
+        if found is not None and found != aligned:
+            raise RowsMixed("multiplies the rows by one another")
+        if from_end == free:
+            if other.rows is not None:
+                raise RowsMixed("multiplies the rows by one another")
+        elif other.rows is None and len(other_shape) >= from_end and other_shape[-from_end] != 1:
+            raise NotShown("combines the batch dimension with a fixed one")
+        found = aligned
+    return [found]
+
+
+def _matmul(call: Call) -> list[Rows | None]:
+    return _matmul_at(call, 0, 1)
+
+
+def _qlinear_matmul(call: Call) -> list[Rows | None]:
+    return _matmul_at(call, 0, 3)
+
+
+def _gemm(call: Call) -> list[Rows | None]:
+    _, _, rows = call.first
+    if call.input(1) is not None and not call.inputs[1].constant:  # type: ignore[union-attr]
+        raise RowsMixed("multiplies the rows by one another")
+    if rows.axis != (1 if call.attributes.get("transA", 0) else 0):
+        raise across()
+    bias = call.input(2)
+    out = rows._replace(axis=0)
+    if bias is not None:
+        if bias.counted is not None:
+            raise RowsMixed("computes with the number of rows")
+        shape = shape_of(bias)
+        if bias.rows is not None and (len(shape) != 2 or bias.rows != out):
+            raise RowsMixed("combines the batch dimension with another dimension")
+        if bias.rows is None and len(shape) == 2 and shape[0] != 1:
+            raise NotShown("combines the batch dimension with a fixed one")
+    return [out]
+
+
+def _leading(call: Call) -> list[Rows | None]:
+    """Operators that treat every entry of axis 0 alone: convolution, pooling, normalisation by channel."""
+    _, _, rows = call.first
+    call.others_constant()
+    if rows.axis != 0:
+        raise across()
+    return [rows] * len(call.shapes)
+
+
+def _max_pool(call: Call) -> list[Rows | None]:
+    if len(call.shapes) > 1:
+        raise NotShown("gives indices into the whole batch")
+    return _leading(call)
+
+
+def _dropout(call: Call) -> list[Rows | None]:
+    training = call.input(2)
+    if training is not None and (training.value is None or bool(training.value.any())):
+        raise NotShown("gives random values (training mode)")
+    return _same(call)
+
+
+def _batch_norm(call: Call) -> list[Rows | None]:
+    if call.attributes.get("training_mode", 0) or len(call.shapes) > 1:
+        raise RowsMixed("normalises over the rows of the batch (training mode)")
+    return _leading(call)
+
+
+def _along(call: Call, axes: Sequence[int], result: Rows | None = None) -> list[Rows | None]:
+    _, shape, rows = call.first
+    if any(axis % len(shape) == rows.axis for axis in axes):
+        raise across()
+    return [result or rows] * len(call.shapes)
+
+
+def _axis_of(default: int) -> Rule:
+    def rule(call: Call) -> list[Rows | None]:
+        call.others_constant()
+        return _along(call, [int(call.attributes.get("axis", default))])
+
+    return rule
+
+
+def _softmax(call: Call) -> list[Rows | None]:
+    if call.opset >= 13:
+        return _along(call, [int(call.attributes.get("axis", -1))])
+    _, shape, _ = call.first
+    axis = int(call.attributes.get("axis", 1)) % max(len(shape), 1)
+    return _along(call, range(axis, len(shape)))
+
+
+def _from_axis(default: int) -> Rule:
+    """Normalisation over all axes from one on."""
+
+    def rule(call: Call) -> list[Rows | None]:
+        call.others_constant()
+        _, shape, _ = call.first
+        axis = int(call.attributes.get("axis", default)) % len(shape)
+        return _along(call, range(axis, len(shape)))
+
+    return rule
+
+
+def _cumsum(call: Call) -> list[Rows | None]:
+    return _along(call, call.constants(1) or [])
+
+
+def _reduce(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    axes = call.constants(1, "axes")
+    if not axes:
+        if call.attributes.get("noop_with_empty_axes", 0):
+            return [rows]
+        raise across()
+    return [_without(call, [axis % len(shape) for axis in axes], rows)]
+
+
+def _arg(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    return [_without(call, [int(call.attributes.get("axis", 0)) % len(shape)], rows)]
+
+
+def _without(call: Call, axes: Sequence[int], rows: Rows) -> Rows:
+    if rows.axis in axes:
+        raise across()
+    if call.attributes.get("keepdims", 1):
+        return rows
+    return rows._replace(axis=rows.axis - sum(axis < rows.axis for axis in set(axes)))
+
+
+def _reshape(call: Call) -> list[Rows | None]:
+    """Reshape, Flatten, Squeeze, Unsqueeze: the order of the elements stays."""
+    _, shape, rows = call.first
+    target = call.shapes[0]
+    if target is None:
+        raise NotShown("gives a tensor of unknown shape")
+    return [reshaped(shape, rows, target)]
+
+
+def _squeeze(call: Call) -> list[Rows | None]:
+    if call.constants(1, "axes") is None:
+        raise NotShown("removes the batch dimension of a single row")
+    return _reshape(call)
+
+
+def _transpose(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    order = list(call.attributes.get("perm", range(len(shape) - 1, -1, -1)))
+    return [rows._replace(axis=order.index(rows.axis))]
+
+
+def _concat(call: Call) -> list[Rows | None]:
+    found = {tensor.rows for tensor in call.inputs if tensor is not None}
+    rows = next(rows for rows in found if rows is not None)
+    rank = next(len(shape_of(tensor)) for tensor in call.inputs if tensor is not None)
+    if int(call.attributes.get("axis", 0)) % rank == rows.axis:
+        raise RowsMixed("puts tensors one behind the other along the batch dimension")
+    if len(found) > 1:
+        raise NotShown("combines the batch dimension with another dimension")
+    return [rows]
+
+
+def _split(call: Call) -> list[Rows | None]:
+    call.others_constant()
+    return _along(call, [int(call.attributes.get("axis", 0))])
+
+
+def _slice(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    call.others_constant()
+    axes = call.constants(3, "axes")
+    if axes is None:
+        axes = list(range(len(call.constants(1, "starts") or shape)))
+    places = [axis % len(shape) for axis in axes]
+    if rows.axis in places:
+        place = places.index(rows.axis)
+        starts, ends = call.constants(1, "starts") or [], call.constants(2, "ends") or []
+        steps = call.constants(4) or [1] * len(places)
+        # PyTorch writes x[:] as a slice from 0 to the largest number.
+        if (starts[place], steps[place]) != (0, 1) or ends[place] < _NO_END:
+            raise RowsMixed("picks single rows of the batch")
+    return [rows]
+
+
+def _pad(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    call.others_constant()
+    pads, axes = call.constants(1, "pads") or [], call.constants(3)
+    places = [axis % len(shape) for axis in axes] if axes is not None else list(range(len(shape)))
+    if rows.axis in places:
+        place = places.index(rows.axis)
+        if pads[place] or pads[place + len(places)]:
+            raise RowsMixed("pads the batch dimension")
+    return [rows]
+
+
+def _resize(call: Call) -> list[Rows | None]:
+    tensor, shape, rows = call.first
+    if any(other is not None and other.rows is not None for other in call.inputs if other is not tensor):
+        raise NotShown("takes the rows in more inputs than its first")
+    target = call.shapes[0]
+    if target is None or len(target) != len(shape) or target[rows.axis] != shape[rows.axis]:
+        raise RowsMixed("resizes the batch dimension")
+    scales = call.input(2 if call.opset >= 11 else 1)
+    if scales is not None and scales.shape != (0,):
+        factors = call.constants_of(scales)
+        if "axes" in call.attributes or len(factors) != len(shape) or factors[rows.axis] != 1:
+            raise NotShown("may resize the batch dimension")
+    if call.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
+        raise NotShown("crops by a region of interest")
+    return [rows]
+
+
+def _gather(call: Call) -> list[Rows | None]:
+    data, indices = call.inputs[0], call.inputs[1]
+    if data is None or indices is None:
+        raise NotShown("lacks an input")
+    axis = int(call.attributes.get("axis", 0)) % len(shape_of(data))
+    if data.rows is not None and indices.rows is not None:
+        raise RowsMixed("looks up rows by other rows")
+    if not (data.constant or data.rows) or not (indices.constant or indices.rows):
+        raise RowsMixed("computes with the number of rows")
+    if indices.rows is not None:
+        return [indices.rows._replace(axis=indices.rows.axis + axis)]
+    assert data.rows is not None, "a rule is for inputs with rows"
+    if data.rows.axis == axis:
+        raise RowsMixed("picks single rows of the batch")
+    shift = len(shape_of(indices)) - 1 if data.rows.axis > axis else 0
+    return [data.rows._replace(axis=data.rows.axis + shift)]
+
+
+def _together_along(call: Call) -> list[Rows | None]:
+    """All inputs with the same rows, the operator along one other axis: GatherElements, ScatterElements."""
+    _, _, rows = call.first
+    if any(tensor is not None and tensor.rows != rows for tensor in call.inputs):
+        raise NotShown("takes the rows in some of its inputs only")
+    return _along(call, [int(call.attributes.get("axis", 0))])
+
+
+def _gather_nd(call: Call) -> list[Rows | None]:
+    data, indices = call.inputs[0], call.inputs[1]
+    shared = int(call.attributes.get("batch_dims", 0))
+    if data is not None and indices is not None:
+        if data.constant and indices.rows is not None and not shared:
+            if indices.rows.axis < len(shape_of(indices)) - 1:
+                return [indices.rows]
+        elif data.rows is not None and data.rows == indices.rows and data.rows.axis < shared:
+            return [data.rows]
+    raise NotShown("looks up rows by other rows")
+
+
+def _one_hot(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    call.others_constant()
+    axis = int(call.attributes.get("axis", -1)) % (len(shape) + 1)
+    return [rows._replace(axis=rows.axis + (axis <= rows.axis))]
+
+
+def _quantize(call: Call) -> list[Rows | None]:
+    _, shape, rows = call.first
+    call.others_constant()
+    scale = call.input(1)
+    single = scale is not None and math.prod(shape_of(scale)) == 1
+    if not single and int(call.attributes.get("axis", 1)) % len(shape) == rows.axis:
+        raise NotShown("has a scale for each row")
+    return [rows]
+
+
+def _expand(call: Call) -> list[Rows | None]:
+    tensor, target = call.inputs[0], call.shapes[0]
+    if tensor is None or target is None:
+        raise NotShown("gives a tensor of unknown shape")
+    if tensor.rows is not None:
+        shape = shape_of(tensor)
+        axis = tensor.rows.axis + len(target) - len(shape)
+        if target[axis] != shape[tensor.rows.axis]:
+            raise RowsMixed("repeats the rows of the batch")
+        return [tensor.rows._replace(axis=axis)]
+    return [filled(target)]
+
+
+def _tile(call: Call) -> list[Rows | None]:
+    tensor, target = call.inputs[0], call.shapes[0]
+    if tensor is None or target is None:
+        raise NotShown("gives a tensor of unknown shape")
+    shape = shape_of(tensor)
+    if tensor.rows is not None:
+        if target[tensor.rows.axis] != shape[tensor.rows.axis]:
+            raise RowsMixed("repeats the rows of the batch")
+        return [tensor.rows]
+    rows = filled(target)
+    if rows is not None and shape[rows.axis] != 1:
+        raise NotShown("repeats a constant as often as there are rows")
+    return [rows]
+
+
+def filled(target: Shape) -> Rows | None:
+    """Where the rows are in a tensor that is the same for each of them, made in a shape that has their number.
+
+    Raises:
+        NotShown: the shape depends on their number in another way.
+    """
+    axes = [axis for axis, size in enumerate(target) if size % ROWS == 0 and size]
+    if len(axes) != 1:
+        raise NotShown("makes a tensor whose shape depends on the number of rows")
+    return Rows(axes[0], 1, target[axes[0]] // ROWS)
+
+
+def _recurrent(call: Call) -> list[Rows | None]:
+    """LSTM, GRU, RNN: X, W, R, B, sequence_lens, initial_h, initial_c, P."""
+    _, _, rows = call.first
+    layout = int(call.attributes.get("layout", 0))
+    if rows != Rows(0 if layout else 1):
+        raise across()
+    expected = {4: Rows(0), 5: Rows(0 if layout else 1), 6: Rows(0 if layout else 1)}
+    for index, tensor in enumerate(call.inputs[1:], start=1):
+        if tensor is None:
+            continue
+        if tensor.rows != expected.get(index) or (tensor.rows is None and tensor.counted is not None):
+            raise NotShown("takes states that do not belong to the rows")
+    return [Rows(0) if layout else Rows(2), *[Rows(0) if layout else Rows(1)] * (len(call.shapes) - 1)]
+
+
+def _einsum(call: Call) -> list[Rows | None]:
+    left, arrow, right = str(call.attributes.get("equation", "")).replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in left or len(terms) != len(call.inputs):
+        raise NotShown("has an equation without explicit letters")
+    letters, found = set(), set()
+    for term, tensor in zip(terms, call.inputs, strict=True):
+        if tensor is not None and tensor.rows is not None:
+            letters.add(term[tensor.rows.axis])
+            found.add(tensor.rows._replace(axis=0))
+        elif tensor is None or not tensor.constant:
+            raise RowsMixed("computes with the number of rows")
+    if len(letters) != 1 or len(found) != 1:
+        raise RowsMixed("multiplies the rows by one another")
+    letter = letters.pop()
+    for term, tensor in zip(terms, call.inputs, strict=True):
+        if letter in term and (term.count(letter) > 1 or tensor is None or tensor.rows is None):
+            raise NotShown("combines the batch dimension with a fixed one")
+    if right.count(letter) != 1:
+        raise across()
+    return [found.pop()._replace(axis=right.index(letter))]
+
+
+def _trilu(call: Call) -> list[Rows | None]:
+    _, shape, _ = call.first
+    call.others_constant()
+    return _along(call, [len(shape) - 1, len(shape) - 2])
+
+
+def _mixes(text: str) -> Rule:
+    def rule(_call: Call) -> list[Rows | None]:
+        raise RowsMixed(text)
+
+    return rule
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_SAME = _words(
+    """Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast Ceil Celu Clip Cos Cosh Elu Erf Exp Floor Gelu HardSigmoid HardSwish
+    Identity IsInf IsNaN LeakyRelu Log Mish Neg Not Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign
+    Sqrt Swish Tan Tanh ThresholdedRelu"""
+)
+_BROADCAST = _words(
+    """Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or
+    PRelu Pow Sub Sum Where Xor"""
+)
+_LEADING = _words(
+    """AveragePool Conv ConvInteger ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool GroupNormalization
+    InstanceNormalization LRN LpPool QLinearConv SpaceToDepth"""
+)
+_REDUCE = _words(
+    """ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare"""
+)
+
+_NUMBER = "gives as many elements as the values of the whole batch make"
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_BROADCAST, broadcast),
+    **dict.fromkeys(_LEADING, _leading),
+    **dict.fromkeys(_REDUCE, _reduce),
+    **dict.fromkeys(("Reshape", "Flatten", "Unsqueeze"), _reshape),
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _from_axis(-1)),
+    **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
+    **dict.fromkeys(("GatherElements", "ScatterElements"), _together_along),
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _quantize),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _recurrent),
+    **dict.fromkeys(("NonZero", "Unique", "Compress", "NonMaxSuppression"), _mixes(_NUMBER)),
+    "BatchNormalization": _batch_norm,
+    "Concat": _concat,
+    "CumSum": _cumsum,
+    "DynamicQuantizeLinear": _mixes("scales by the smallest and largest value of the whole batch"),
+    "Dropout": _dropout,
+    "Einsum": _einsum,
+    "Expand": _expand,
+    "Gather": _gather,
+    "GatherND": _gather_nd,
+    "Gemm": _gemm,
+    "LpNormalization": _axis_of(-1),
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "MaxPool": _max_pool,
+    "OneHot": _one_hot,
+    "Pad": _pad,
+    "QLinearMatMul": _qlinear_matmul,
+    "Resize": _resize,
+    "Slice": _slice,
+    "Split": _split,
+    "Tile": _tile,
+    "Squeeze": _squeeze,
+    "TopK": _axis_of(-1),
+    "Transpose": _transpose,
+    "Trilu": _trilu,
+}

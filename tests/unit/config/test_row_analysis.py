@@ -1,0 +1,205 @@
+"""Which ONNX graphs keep the rows of a batch apart. The reverse is tested, too: real runs of merged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from loadtest.onnx_models import onnx_model
+from server.config.row_analysis import RowVerdict, analyse_rows
+from tests.onnx_blocks import small_cnn, transformer_block
+
+FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+Node = tuple[Any, ...]
+
+
+def verdict(
+    nodes: Sequence[Node],
+    shape: Sequence[int | str] = ("batch", 4),
+    constants: Mapping[str, Any] | None = None,
+    kind: int = FP32,
+    outputs: str = "Y",
+) -> RowVerdict:
+    """Of nodes as (operator, inputs, outputs, attributes), from X to Y."""
+    graph = helper.make_graph(
+        [
+            helper.make_node(op, inputs.split(), result.split(), **(more[0] if more else {}))
+            for op, inputs, result, *more in nodes
+        ],
+        "graph",
+        [helper.make_tensor_value_info("X", kind, shape)],
+        [helper.make_tensor_value_info(name, kind, None) for name in outputs.split()],
+        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()],
+    )
+    return analyse_rows(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), ["X"])
+
+
+SIZE_OF_BATCH: list[Node] = [("Shape", "X", "shape"), ("Gather", "shape zero", "rows")]
+NUMBERS = {"zero": np.array([0]), "one": np.array([1]), "rest": np.array([-1]), "two": np.array([2])}
+
+INDEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] = {
+    "element-wise": ([("Relu", "X", "a"), ("Add", "a bias", "Y")], ("batch", 4), {"bias": np.ones(4, np.float32)}),
+    "softmax over a row": ([("Softmax", "X", "Y", {"axis": -1})], ("batch", 4), {}),
+    "matrix": ([("MatMul", "X w", "Y")], ("batch", 4), {"w": np.ones((4, 3), np.float32)}),
+    "row sums": ([("ReduceSum", "X one", "Y")], ("batch", 4), NUMBERS),
+    "view by the size of the batch": (
+        [*SIZE_OF_BATCH, ("Concat", "rows rest", "t", {"axis": 0}), ("Reshape", "X t", "Y")], ("batch", 2, 3, 3), NUMBERS,
+    ),
+    "constant view": ([("Reshape", "X t", "Y")], ("batch", 2, 3, 3), {"t": np.array([-1, 18])}),
+    "heads and back": (
+        [
+            *SIZE_OF_BATCH,
+            ("Mul", "rows two", "r2"),
+            ("Concat", "r2 rest one", "t", {"axis": 0}),
+            ("Reshape", "X t", "a"),
+            ("Softmax", "a", "b", {"axis": 1}),
+            ("Concat", "rows rest", "u", {"axis": 0}),
+            ("Reshape", "b u", "Y"),
+        ],
+        ("batch", 2, 6), NUMBERS,
+    ),
+    "class token repeated for each row": (
+        [
+            *SIZE_OF_BATCH,
+            ("Concat", "rows rest rest", "t", {"axis": 0}),
+            ("Equal", "t rest", "missing"),
+            ("Where", "missing one t", "u"),
+            ("Expand", "token u", "tokens"),
+            ("Concat", "tokens X", "Y", {"axis": 1}),
+        ],
+        ("batch", 5, 8), {**NUMBERS, "token": np.ones((1, 1, 8), np.float32)},
+    ),
+    "positions of the sequence": (
+        [
+            ("Shape", "X", "shape"), ("Gather", "shape one", "length"),
+            ("Slice", "table zero length one", "positions"), ("Add", "X positions", "Y"),
+        ],
+        ("batch", "n", 8), {**NUMBERS, "table": np.ones((1, 512, 8), np.float32)},
+    ),
+    "slice of everything": (
+        [("Slice", "X zero end zero", "Y")], ("batch", 4), {**NUMBERS, "end": np.array([np.iinfo(np.int64).max])},
+    ),
+    "rows behind time": (
+        [
+            ("Transpose", "X", "a", {"perm": [1, 0, 2]}), ("Softmax", "a", "b", {"axis": 0}),
+            ("Transpose", "b", "Y", {"perm": [1, 0, 2]}),
+        ],
+        ("batch", "time", 3), {},
+    ),
+}  # fmt: skip
+
+DEPENDENT: dict[str, tuple[list[Node], Sequence[int | str], Mapping[str, Any]]] = {
+    "softmax over the batch": ([("Softmax", "X", "Y", {"axis": 0})], ("batch", 4), {}),
+    "running sum": ([("CumSum", "X z", "Y")], ("batch", 4), {"z": np.array(0)}),
+    "mean of all": ([("ReduceMean", "X", "m"), ("Sub", "X m", "Y")], ("batch", 4), {}),
+    "sort over the batch": (
+        [("Shape", "X", "s"), ("Gather", "s zero", "k"), ("TopK", "X k", "Y i", {"axis": 0})], ("batch", 4), NUMBERS,
+    ),
+    "reversed": (
+        [("Slice", "X a b zero a", "Y")], ("batch", 4), {**NUMBERS, "a": np.array([-1]), "b": np.array([-(1 << 40)])},
+    ),
+    "first row to all": ([("Gather", "X z", "f"), ("Add", "X f", "Y")], ("batch", 4), {"z": np.array(0)}),
+    "dynamic quantisation": ([("DynamicQuantizeLinear", "X", "q s z"), ("DequantizeLinear", "q s z", "Y")], ("batch", 4), {}),
+    "non-zero": ([("NonZero", "X", "n"), ("Transpose", "n", "Y")], ("batch", 4), {}),
+    "divided by the number of rows": (
+        [*SIZE_OF_BATCH, ("Cast", "rows", "r", {"to": FP32}), ("Div", "X r", "Y")], ("batch", 4), NUMBERS,
+    ),
+    "training-mode normalisation": (
+        [("BatchNormalization", "X v v v v", "Y m w", {"training_mode": 1})], ("batch", 4), {"v": np.ones(4, np.float32)},
+    ),
+    "rows times rows": ([("Transpose", "X", "t"), ("MatMul", "X t", "a"), ("MatMul", "a X", "Y")], ("batch", 4), {}),
+    "rows and columns swapped": ([("Transpose", "X", "Y")], ("batch", 4), {}),
+    "two elements for each row": ([("Reshape", "X t", "Y")], ("batch", 4), {"t": np.array([-1, 2])}),
+    "columns by the number of rows": (
+        [*SIZE_OF_BATCH, ("Sub", "rows two", "w"), ("Concat", "rows w", "t", {"axis": 0}), ("ConstantOfShape", "t", "c"),
+         ("ReduceSum", "c one", "d"), ("Add", "X d", "Y")],
+        ("batch", 4), NUMBERS,
+    ),
+    "single rows lose a dimension": ([("Squeeze", "X", "Y")], ("batch", 4), {}),
+    "noise": ([("RandomNormalLike", "X", "n"), ("Add", "X n", "Y")], ("batch", 4), {}),
+    "a part for all": (
+        [("Reshape", "X t", "a"), ("Softmax", "a", "b", {"axis": -1}), ("Reshape", "b u", "Y")],
+        ("batch", 4), {"t": np.array([1, -1]), "u": np.array([-1, 4])},
+    ),
+    "unknown operator": ([("Det", "X", "d"), ("Identity", "X", "Y0"), ("Add", "X d", "Y")], ("batch", 4, 4), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_rows_that_are_computed_from_themselves_only(name: str) -> None:
+    found = verdict(*INDEPENDENT[name])
+    assert found.independent, found.reason
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_rows_that_depend_on_others_or_may(name: str) -> None:
+    found = verdict(*DEPENDENT[name])
+    assert not found.independent
+    assert found.reason
+
+
+@pytest.mark.parametrize(
+    "name", ["softmax over the batch", "running sum", "dynamic quantisation", "non-zero", "mean of all"]
+)
+def test_the_reason_names_the_node(name: str) -> None:
+    found = verdict(*DEPENDENT[name])
+    assert found.mixed
+    assert 'node "' in found.reason
+
+
+def test_a_node_that_mixes_rows_for_no_output_does_not_matter() -> None:
+    assert verdict([("Softmax", "X", "unused", {"axis": 0}), ("Relu", "X", "Y")]).independent
+
+
+def test_every_output_counts() -> None:
+    found = verdict([("Relu", "X", "Y"), ("CumSum", "X z", "Z")], constants={"z": np.array(0)}, outputs="Y Z")
+    assert found.mixed
+    assert "CumSum" in found.reason
+
+
+def test_a_graph_inside_a_node_is_not_followed() -> None:
+    branch = helper.make_graph(
+        [helper.make_node("Softmax", ["X"], ["out"], axis=0)],
+        "g",
+        [],
+        [helper.make_tensor_value_info("out", FP32, None)],
+    )
+    found = verdict(
+        [("If", "yes", "Y", {"then_branch": branch, "else_branch": branch})], constants={"yes": np.array(True)}
+    )
+    assert not found.independent
+
+
+@pytest.mark.parametrize("build", [small_cnn, transformer_block])
+def test_common_networks_are_understood(build: Any) -> None:
+    model = build()
+    names = {tensor.name for tensor in model.graph.initializer}
+    found = analyse_rows(model, [info.name for info in model.graph.input if info.name not in names])
+    assert found.independent, found.reason
+
+
+def test_a_recurrent_network_is_understood() -> None:
+    rng = np.random.default_rng(0)
+    weights = {
+        "W": rng.standard_normal((1, 20, 3)).astype(np.float32),
+        "R": rng.standard_normal((1, 20, 5)).astype(np.float32),
+        "first": np.array([0]),
+    }
+    nodes = [
+        helper.make_node("Transpose", ["X"], ["time_first"], perm=[1, 0, 2]),
+        helper.make_node("LSTM", ["time_first", "W", "R"], ["", "last"], hidden_size=5),
+        helper.make_node("Squeeze", ["last", "first"], ["Y"]),
+    ]
+    model = onnx_model(nodes, {"X": (FP32, ("batch", "time", 3))}, {"Y": (FP32, ("batch", 5))}, weights)
+    found = analyse_rows(model, ["X"])
+    assert found.independent, found.reason
+
+
+def test_an_operator_that_does_not_exist_is_not_shown() -> None:
+    assert not verdict([("NoSuchOperator", "X", "Y")]).independent
