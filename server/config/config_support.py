@@ -19,7 +19,7 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 # Serving with these would give other answers than the author of the configuration expects. Pattern -> cure.
 REFUSED: dict[str, str] = {
     "runtime": "remove it; the backend's own runtime is used",
-    "sequence_batching": "stateful models are not served; keep the state in the client, as inputs and outputs",
+    "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
     "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
     "batch_input": "remove it; pass the counts as inputs of the request",
     "batch_output": "remove it; inputs of different shapes are not merged here",
@@ -35,9 +35,22 @@ REFUSED: dict[str, str] = {
     "instance_group.*.host_policy": "remove it; start the server under numactl or taskset instead",
     "cc_model_filenames": "remove it; one file serves every GPU, named by default_model_filename",
     "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
-    "model_transaction_policy.decoupled": "remove it; a request has one answer",
+    "model_transaction_policy.decoupled": "remove it if a request has one answer; else it comes with a later release",
     "model_repository_agents": "remove it; prepare the files before the server sees them",
     "response_cache.enable": "the response cache comes with a later release; remove it",
+}
+# What those of them ask for, in plain words.
+FEATURES: dict[str, str] = {
+    "sequence_batching": "sequences of requests with a state on the server",
+    "ensemble_scheduling": "an ensemble of models",
+    "batch_input": "inputs that the server computes from the batch",
+    "batch_output": "outputs that the server cuts by the inputs",
+    "input.*.allow_ragged_batch": "ragged batches of requests of different shapes",
+    "instance_group.*.rate_limiter": "a rate limiter for instances",
+    "model_operations.op_library_filename": "custom operators",
+    "model_transaction_policy.decoupled": "a decoupled model, which gives any number of answers to a request",
+    "model_repository_agents": "agents that change the model's files",
+    "response_cache.enable": "a cache of responses",
 }
 
 # Nothing is wrong without these: accepted, not kept, said once. Pattern -> what happens instead.
@@ -141,7 +154,8 @@ def screen(document: Document) -> list[Finding]:
     findings = []
     for pattern, cure in REFUSED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):
-            problem = Problem(loc, f'"{_dotted(loc)}" is not served here', cure)
+            feature = f": it asks for {FEATURES[pattern]}" if pattern in FEATURES else ""
+            problem = Problem(loc, f'"{_dotted(loc)}" is not served here{feature}', cure)
             if not _says_nothing(_take_out(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
                 findings.append(document.finding(problem))
     for pattern, instead in IGNORED.items():

@@ -110,6 +110,32 @@ BACKENDS: dict[str, Backend] = {
 }
 _PLATFORMS = {backend.platform: backend.name for backend in BACKENDS.values()}
 
+_TO_ONNX = "export the model to ONNX, and remove backend and platform"
+# Backends and platforms of Triton that are not here: what they run, and what to do instead.
+OTHER_BACKENDS: dict[str, tuple[str, str]] = {
+    "ensemble": ("an ensemble of models", "ensembles come with a later release; call the models one after the other"),
+    "python": (
+        "Python code (model.py)",
+        "export the model to ONNX; pictures are prepared by `preprocess`, anything else by the client",
+    ),
+    "vllm": ("a language model on vLLM", "serve it with vLLM itself"),
+    "tensorrtllm": ("a language model on TensorRT-LLM", "serve it with TensorRT-LLM itself"),
+    "pytorch": ("a TorchScript model", f"torch.onnx.export: {_TO_ONNX}"),
+    "pytorch_libtorch": ("a TorchScript model", f"torch.onnx.export: {_TO_ONNX}"),
+    "tensorflow": ("a TensorFlow model", f"python -m tf2onnx.convert: {_TO_ONNX}"),
+    "tensorflow_savedmodel": ("a TensorFlow SavedModel", f"python -m tf2onnx.convert --saved-model: {_TO_ONNX}"),
+    "tensorflow_graphdef": ("a TensorFlow GraphDef", f"python -m tf2onnx.convert --graphdef: {_TO_ONNX}"),
+    "openvino": ("an OpenVINO model", f"convert from the framework it was trained in: {_TO_ONNX}"),
+    "dali": (
+        "a DALI pipeline",
+        "remove it: `preprocess: {by: server}` of the model behind it resizes and normalises pictures",
+    ),
+    "fil": (
+        "a forest of trees (FIL)",
+        f"skl2onnx or onnxmltools convert XGBoost, LightGBM and scikit-learn: {_TO_ONNX}",
+    ),
+}
+
 # Longer than anybody waits for an answer in earnest: what is urgent keeps its rank, and nothing waits for ever.
 DEFAULT_AGING_US = 10_000_000
 
@@ -145,6 +171,13 @@ def _duplicates(field: str, tensors: tuple[ModelInput, ...] | tuple[ModelOutput,
         for index, name in enumerate(names)
         if name in names[:index]
     ]
+
+
+def _not_here(field: str, name: str) -> Problem:
+    """The refusal of a backend or platform that only Triton has, in plain words."""
+    feature, cure = OTHER_BACKENDS.get(name, ("", f"{_TO_ONNX}; served here: {', '.join(BACKENDS)}"))
+    what = f": it is {feature}" if feature else ""
+    return Problem((field,), f'{field} "{name[:80]}" is not served here{what}', cure)
 
 
 class ModelConfig(ConfigPart):
@@ -268,13 +301,10 @@ class ModelConfig(ConfigPart):
     def _identity_problems(self) -> list[Problem]:
         problem = name_problem(self.name) if self.name else None
         problems = [] if problem is None else [problem]
-        export = "export the model to ONNX and remove backend and platform"
-        if self.platform == "ensemble" or self.backend == "ensemble":
-            problems.append(Problem(("platform",), "ensembles are not served yet", "they come with a later release"))
-        elif self.platform and self.platform not in _PLATFORMS:
-            problems.append(Problem(("platform",), f'platform "{self.platform}" is not served here', export))
+        if self.platform and self.platform not in _PLATFORMS:
+            problems.append(_not_here("platform", self.platform))
         elif self.backend and self.backend not in BACKENDS:
-            problems.append(Problem(("backend",), f'backend "{self.backend}" is not served here', export))
+            problems.append(_not_here("backend", self.backend))
         elif self.backend and self.platform and _PLATFORMS[self.platform] != self.backend:
             message = f'platform "{self.platform}" does not go with backend "{self.backend}"'
             problems.append(

@@ -67,7 +67,7 @@ def test_words_of_enumerations_may_be_short() -> None:
         ({"name": "a/b"}, ("name",), "'a/b' cannot be a model's name"),
         ({"backend": "python"}, ("backend",), 'backend "python" is not served here'),
         ({"platform": "pytorch_libtorch"}, ("platform",), 'platform "pytorch_libtorch" is not served here'),
-        ({"platform": "ensemble"}, ("platform",), "ensembles are not served yet"),
+        ({"platform": "ensemble"}, ("platform",), "it is an ensemble of models"),
         ({"platform": "tensorrt_plan", "backend": "onnxruntime"}, ("platform",), "does not go with backend"),
         ({"input": [{"name": "x"}, {"name": "x"}]}, ("input", 1, "name"), 'input "x" is listed twice'),
         ({"input": [{"name": "x", "dims": [3, 0]}]}, ("input", 0, "dims", 1), "not 0"),
