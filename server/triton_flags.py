@@ -16,6 +16,7 @@ SAME: tuple[str, ...] = (
     "--metrics-port",
     "--trace-file",
     "--trace-rate",
+    "--metrics-config",
 )
 
 # Other names for options of ours that mean the same and take the same values.
@@ -55,7 +56,7 @@ ANSWERS: dict[str, str] = {
     "--exit-on-error": "write --strict (off by default: other models are served if one is broken)",
     "--strict-model-config": "not needed: what a configuration leaves out is read from the model, the rest is compared",
     "--disable-auto-complete-config": "not needed: only what a configuration leaves out is read from the model",
-    "--strict-readiness": "write --ready-when all or --ready-when any",
+    "--strict-readiness": "not here yet: /v2/health/ready is 200 while each model that serves has a living instance",
     "--model-load-thread-count": "not needed: models are loaded one after the other",
     "--model-load-retry-count": "not here: load a model again with POST /v2/repository/models/NAME/load",
     "--model-load-gpu-limit": _MEMORY,
@@ -107,7 +108,6 @@ ANSWERS: dict[str, str] = {
     "--allow-cpu-metrics": "not needed: /metrics has the processor",
     "--metrics-address": _ONE_ADDRESS,
     "--metrics-interval-ms": "not needed: metrics are read when /metrics is",
-    "--metrics-config": "not needed: histograms are always there, see docs/metrics.md",
     "--trace-config": "write --trace-file FILE and --trace-rate N, or --otlp-endpoint URL for OpenTelemetry",
     "--trace-level": _TRACES,
     "--trace-count": _TRACES,

@@ -108,6 +108,8 @@ PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
 _DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
 # ... but an empty one of these still turns it on.
 _ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling")
+# Blocks of which every field is refused: an empty one is left out, as it says nothing.
+_ONLY_REFUSED = ("model_operations", "model_transaction_policy", "response_cache")
 _DEFAULT_WORDS = ("default", "auto", "cpu", "model")
 
 
@@ -140,7 +142,7 @@ def _take_out(data: dict[str, object], loc: Location) -> object:
     """Removes the value at `loc`, and the block around it if that is then empty and not part of our schema."""
     parent = _parent(data, loc)
     value: object = parent.pop(loc[-1])
-    if len(loc) == 2 and loc[0] in ("model_operations", "model_transaction_policy", "response_cache") and not parent:
+    if len(loc) == 2 and loc[0] in _ONLY_REFUSED and not parent:
         data.pop(str(loc[0]))
     return value
 
@@ -152,6 +154,9 @@ def screen(document: Document) -> list[Finding]:
         A fatal finding for each field refused, a warning for each that has no effect.
     """
     findings = []
+    for name in _ONLY_REFUSED:
+        if document.data.get(name) == {}:
+            del document.data[name]
     for pattern, cure in REFUSED.items():
         for loc in list(_places(document.data, tuple(pattern.split(".")))):
             feature = f": it asks for {FEATURES[pattern]}" if pattern in FEATURES else ""
