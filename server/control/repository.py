@@ -116,6 +116,14 @@ def is_model_folder(path: Path) -> bool:
         return False
 
 
+def folder_names(path: Path) -> list[str]:
+    """The names of the folders in `path`, for suggestions; none if it cannot be read."""
+    try:
+        return [entry.name for entry in path.iterdir() if os.path.isdir(entry)]
+    except OSError:
+        return []
+
+
 def _skipped(path: Path) -> Skipped | None:
     """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
     if path.name.startswith("."):

@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
-from server.control.repository import Skipped, folders, is_model_folder
+from server.control.repository import Skipped, folder_names, folders, is_model_folder
+from server.core.command_line import did_you_mean
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput
 
@@ -69,7 +70,9 @@ def inspect(path: Path, load: bool = True) -> list[Inspection]:
     path = Path(os.path.abspath(path))
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
-        return [_only(Finding(path.name, None, state, "name a model repository, or one model's folder"))]
+        suggestion = did_you_mean(path.name, folder_names(path.parent))
+        cure = " ".join(filter(None, (suggestion, "name a model repository, or one model's folder")))
+        return [_only(Finding(path.name, None, state, cure))]
     if is_model_folder(path):
         inspections = [_read(path, path.parent)]
         return _loaded(inspections, path.parent) if load else inspections

@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from tritonclient.grpc import model_config_pb2
 
+from engines.__main__ import main as engines_main
 from server import settings, triton_flags
 from server.__main__ import main
 from server.config.config_binding import bind
@@ -20,6 +21,7 @@ from server.config.config_json import read_config_json
 from server.config.config_support import FEATURES, REFUSED
 from server.core.command_line import Parser
 from server.core.errors import Finding
+from tests.models import add_model, affine
 
 PAGE = (Path(__file__).parents[3] / "docs" / "from-triton.md").read_text()
 _ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
@@ -54,6 +56,8 @@ def parsed(*words: str) -> settings.Settings:
     return settings.from_arguments(parser.parse_args(words))
 
 
+# Ends before it listens; should it not, it takes free ports.
+SERVE = ("serve", "--http-port", "0", "--grpc-port", "0")
 VALUES = {
     "--model-control-mode": "poll",
     "--trace-file": "f",
@@ -74,7 +78,7 @@ def test_a_flag_that_is_taken_does_what_ours_does(flag: str) -> None:
 @pytest.mark.parametrize("form", ["{}=1", "{} 1", "{}"])
 def test_any_other_flag_is_answered(flag: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serve", *form.format(flag).split()])
+        main([*SERVE, *form.format(flag).split()])
     assert ended.value.code == 2
     assert f"unknown option {flag} of tritonserver: {FLAGS[flag]}" in capsys.readouterr().err
 
@@ -91,12 +95,12 @@ def test_options_that_answers_name_are_there() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--htp-port", "1"], "unknown option --htp-port: did you mean --http-port?"),
-        (["serve", "--model-control=pol"], "did you mean poll?"),
+        ([*SERVE, "--htp-port", "1"], "unknown option --htp-port: did you mean --http-port?"),
+        ([*SERVE, "--model-control=pol"], "did you mean poll?"),
         (["serv"], "did you mean serve?"),
         (["explain", "m", "--jsn"], "unknown option --jsn: did you mean --json?"),
         (["infer", "m", "--log-verbose=1"], "unknown option --log-verbose"),
-        (["serve", "a", "--strict", "b"], "unexpected: b"),
+        ([*SERVE, "a", "--strict", "b"], "unexpected: b"),
     ],
 )
 def test_misspelt_words_are_answered(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,3 +286,24 @@ def test_a_refusal_names_the_feature_in_plain_words(config: dict[str, Any], word
     assert found
     assert any(words in finding.message for finding in found), [str(finding) for finding in found]
     assert all(finding.cure for finding in found)
+
+
+# Names of models
+
+
+@pytest.mark.parametrize("command", ["build", "inspect", "compare", "tune", "simulate", "validate"])
+def test_a_misspelt_model_is_answered_with_the_nearest(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    add_model(tmp_path, "resnet50", affine())
+    model, folder = "resnt50", str(tmp_path / "resnt50")
+    if command in ("build", "inspect", "compare"):
+        status = engines_main([command, model, "--model-repository", str(tmp_path)])
+    elif command == "validate":
+        status = main([command, folder])
+    else:
+        more = ["--profile", "450+20n", "--rate", "10"] if command == "simulate" else []
+        status = main([command, model, "--model-repository", str(tmp_path), *more])
+    assert status != 0
+    out = capfd.readouterr()
+    assert "did you mean resnet50?" in " ".join((out.out + out.err).split())
