@@ -16,8 +16,13 @@ TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMING_HEADER = "headrace-timing"
 # Of Open Request Cost Aggregation, by the name that Triton gives it.
 LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+# Triton's: an error ends its gRPC stream with the error's code, instead of being a message of it.
+STREAM_ERROR_HEADER = "triton_grpc_error"
 
-_OURS = (TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER)
+_OURS = (
+    *(TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER),
+    STREAM_ERROR_HEADER,
+)
 _CLIENT = re.compile(CLIENT_PATTERN)
 _TIMEOUT = re.compile(r"[0-9]{1,20}")
 # A deadline further away than this is none; it also keeps a million years from overflowing a timer.
@@ -35,6 +40,7 @@ class Asked:
         timing: the answer is to tell where its time has gone.
         load_format: in which the answer is to tell the model's load, in lower case; "" for not at all.
         trace: that of the caller, None if it has none.
+        ends_stream: the first error of a gRPC stream ends it.
     """
 
     client: str = ""
@@ -42,6 +48,7 @@ class Asked:
     timing: bool = False
     load_format: str = ""
     trace: TraceContext | None = None
+    ends_stream: bool = False
 
     def deadline_ns(self, begun_ns: int, transport_ns: int = 0) -> int:
         """The earlier of the request's deadline, if it began at `begun_ns`, and the transport's; monotonic, 0 for none."""
@@ -82,9 +89,10 @@ class AskedHeaders:
         return Asked(
             client,
             _timeout_ns(headers.get(TIMEOUT_HEADER, "0")),
-            _flag(headers.get(TIMING_HEADER, "0")),
+            _flag(TIMING_HEADER, headers.get(TIMING_HEADER, "0")),
             headers.get(LOAD_FORMAT_HEADER, "").strip().lower(),
             trace_context(headers.get(TRACEPARENT_HEADER, ""), headers.get(TRACESTATE_HEADER, "")),
+            _flag(STREAM_ERROR_HEADER, headers.get(STREAM_ERROR_HEADER, "0")),
         )
 
 
@@ -100,8 +108,8 @@ def _timeout_ns(text: str) -> int:
     return timeout_ns if timeout_ns <= MAX_TIMEOUT_NS else 0
 
 
-def _flag(text: str) -> bool:
+def _flag(name: str, text: str) -> bool:
     found = _FLAGS.get(text.strip().lower())
     if found is None:
-        raise BadRequest(f"{TIMING_HEADER}: {text[:32]!r} is neither 1 nor 0")
+        raise BadRequest(f"{name}: {text[:32]!r} is neither 1 nor 0")
     return found

@@ -54,6 +54,7 @@ class InferStreams:
         """The method: ModelInferRequest in, ModelStreamInferResponse out; an error ends its request, not the stream.
 
         Raises:
+            HeadraceError: of a request, if the stream's metadata have `triton_grpc_error: true`; all behind it is abandoned.
             Cancelled: the client has left; all that was in flight is abandoned.
             Unavailable: the server stops; what was in flight has been answered.
         """
@@ -77,14 +78,15 @@ class _Turn:
 
     Attributes:
         request_bytes: size of its message.
-        answer: an encoded error, or a request whose completion is settled; None while it is computed.
+        answer: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
+            ends the stream.
     """
 
     __slots__ = ("answer", "request_bytes")
 
     def __init__(self, request_bytes: int) -> None:
         self.request_bytes = request_bytes
-        self.answer: Pending | Message | None = None
+        self.answer: Pending | Message | HeadraceError | None = None
 
 
 class _Stream:
@@ -142,6 +144,8 @@ class _Stream:
                 if isinstance(answer, Pending):
                     await self._call.write(self._finish(answer))
                     self._call.held.shrink(turn.request_bytes)
+                elif isinstance(answer, HeadraceError):
+                    raise answer
                 elif answer is not None:
                     await self._call.write(answer)
                 self._in_flight -= 1
@@ -175,12 +179,10 @@ class _Stream:
                 raise
         except HeadraceError as error:
             forget_frames(error)
-            self._turns.append(turn)
-            self._settled(turn, _error(error, request_id))
+            self._refused(turn, error, request_id)
             return
         except Exception:
-            self._turns.append(turn)
-            self._settled(turn, _error(fault(), request_id))
+            self._refused(turn, fault(), request_id)
             return
         self._queued.add(pending)
         if pending.plan.unordered:
@@ -189,7 +191,11 @@ class _Stream:
             self._turns.append(turn)
             pending.completion.then(partial(self._settled, turn, pending))
 
-    def _settled(self, turn: _Turn, answer: Pending | Message) -> None:
+    def _refused(self, turn: _Turn, error: HeadraceError, request_id: str) -> None:
+        self._turns.append(turn)
+        self._settled(turn, error if self._asked.ends_stream else _error(error, request_id))
+
+    def _settled(self, turn: _Turn, answer: Pending | Message | HeadraceError) -> None:
         turn.answer = answer
         turns = self._turns
         if turns[0] is not turn:
@@ -209,6 +215,8 @@ class _Stream:
             parts = self._infer.finish(pending)
         except HeadraceError as error:
             forget_frames(error)
+            if self._asked.ends_stream:
+                raise
             return _error(error, pending.id)
         size = sum(map(len, parts)) + len(_FINAL)
         return [_INFER_RESPONSE + varint(size), *parts, _FINAL]

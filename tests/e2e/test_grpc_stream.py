@@ -91,8 +91,8 @@ def test_an_error_ends_its_request_and_not_the_stream(grpc_client: triton.Infere
     answers = collect.take(5)
     grpc_client.stop_stream()
     assert sorted(result.get_response().id for result, error in answers if error is None) == ["0", "4"]
-    texts = sorted(str(error) for _, error in answers if error is not None)
-    assert ["'X'" in texts[0], "'nothing' is not found" in texts[1], "refused the values" in texts[2]] == [True] * 3
+    texts = [str(error) for _, error in answers if error is not None]
+    assert ["'nothing' is not found" in texts[0], "'X'" in texts[1], "refused the values" in texts[2]] == [True] * 3
 
 
 def test_errors_carry_the_id(grpc_channel: grpc.Channel) -> None:
@@ -160,6 +160,35 @@ def test_unordered_answers_overtake(grpc_channel: grpc.Channel) -> None:
     asked = [unordered(steps("slow", STEPS_PER_S // 2)), *fast]
     answers = [pb.ModelStreamInferResponse.FromString(m) for m in grpc_channel.stream_stream(STREAM)(iter(asked))]
     assert [answer.infer_response.id for answer in answers] == [*map(str, range(8)), "slow"]
+
+
+@pytest.mark.parametrize("bad", ["nothing", "affine"])
+def test_an_error_ends_the_stream_where_that_is_asked_for(grpc_channel: grpc.Channel, bad: str) -> None:
+    """Triton's metadata `triton_grpc_error`: what came before the error is answered first."""
+    x = np.ones((1, 4), np.float32)
+    asked = [
+        steps("0", STEPS_PER_S // 4),
+        message("row_sums", "1", x),
+        message(bad, "2", x),
+        message("row_sums", "3", x),
+    ]
+    call = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "true"),))
+    ids: list[str] = []
+    with pytest.raises(grpc.RpcError) as caught:
+        ids.extend(pb.ModelStreamInferResponse.FromString(answer).infer_response.id for answer in call)
+    expected = grpc.StatusCode.NOT_FOUND if bad == "nothing" else grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.code() is expected
+    answers = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "false"),))
+    assert [pb.ModelStreamInferResponse.FromString(m).infer_response.id for m in answers] == ["0", "1", "2", "3"]
+
+
+def test_an_error_of_the_model_ends_the_stream_too(grpc_channel: grpc.Channel) -> None:
+    spoilt = message("table_lookup", "1", np.array([[99]], np.int64), "INT64")
+    asked = [message("row_sums", "0", np.ones((1, 4), np.float32)), spoilt]
+    call = grpc_channel.stream_stream(STREAM)(iter(asked), metadata=(("triton_grpc_error", "true"),))
+    assert pb.ModelStreamInferResponse.FromString(next(call)).infer_response.id == "0"
+    with pytest.raises(grpc.RpcError, match="refused the values"):
+        next(call)
 
 
 def test_an_empty_stream(grpc_channel: grpc.Channel) -> None:
