@@ -12,7 +12,7 @@ from rich.console import Console
 from engines.arguments import add_cache, add_places, add_version
 from engines.build import Built, find_fp32, make, make_best, stamp_of
 from engines.errors import BuildError, CallError
-from engines.progress import Report
+from engines.progress import Report, printed
 from engines.project import Project, all_projects, open_project
 from engines.spec import BuildSpec, spec_of
 from engines.store import Store
@@ -33,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
     )
     parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
+    # For the server, which starts builders: lines "progress SHARE PHASE" on standard output.
+    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     add_places(parser)
     add_cache(parser)
 
@@ -90,7 +92,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
             if isinstance(project, BuildError):
                 outcomes.append(Outcome("", None, False, False, str(project), 0.0))
                 continue
-            outcome = build_one(project, options, target, store, display.report(project.name))
+            report = display.report(project.name)
+            outcome = build_one(project, options, target, store, printed(report) if options.progress else report)
             outcomes.append(outcome)
             display.finish(outcome)
     show_outcomes(console, open_console(stderr=True), outcomes, target.describe())

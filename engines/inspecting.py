@@ -27,7 +27,7 @@ from engines.targets.base import Array, Layer, ShapeRange, Target
 from engines.targets.choice import choose_target
 from server.config.durable import write_durably
 from server.config.layer_report import LAYERS_FILE
-from server.config.stamps import choose_in, config_digest, onnx_digest
+from server.config.stamps import choose_in, onnx_digest
 from server.core.console import is_pipe
 from server.core.errors import ConfigError
 
@@ -113,12 +113,12 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
     """
     folder = project.source.parent
     try:
-        digests = onnx_digest(project.source), config_digest(project.config)
+        digest = onnx_digest(project.source)
     except ConfigError as error:
         raise BuildError(str(error)) from error
     reasons = []
     for target in targets:
-        choice = choose_in(folder, *digests, target.describe())
+        choice = choose_in(folder, digest, project.config, target.describe())
         if choice.stamp is not None and choice.path is not None:
             return _inspect(project, target, choice.path, choice.stamp.precision, "", rows)
         reasons.append(choice.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 # Called with the share of the work that is done, 0..1, and a few words on what is being done.
@@ -15,3 +16,19 @@ def silent(_done: float, _note: str) -> None:
 def part(report: Report, start: float, end: float) -> Report:
     """A report on a part of the work, which goes from `start` to `end` of the whole."""
     return lambda done, note: report(start + (end - start) * min(max(done, 0.0), 1.0), note)
+
+
+def printed(report: Report) -> Report:
+    """The same, and a line "progress SHARE PHASE" on standard output for each whole percent or phase."""
+    last = ""
+
+    def tell(done: float, note: str) -> None:
+        nonlocal last
+        line = f"progress {min(max(done, 0.0), 1.0):.2f} {note}"
+        if line != last:
+            last = line
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+        report(done, note)
+
+    return tell

@@ -11,7 +11,7 @@ from engines.errors import BuildError
 from engines.project import Project, open_project
 from engines.store import Entry, Store
 from server.config.machine import Machine, onnxruntime_machine
-from server.config.stamps import STAMP_FILE, Stamp, artefact_problem, config_digest, is_artefact_name, read_stamps
+from server.config.stamps import STAMP_FILE, Stamp, artefact_problem, is_artefact_name, read_stamps, stamp_fits
 from server.core.errors import ConfigError
 
 # How an artefact that is published stands: it is served on this machine; on another one; nowhere, since the model or its
@@ -186,6 +186,6 @@ def _survey_version(
 def _stale(stamp: Stamp, project: Project, digest: str) -> str:
     if stamp.onnx_sha256 != digest:
         return f"built from another {project.source.name}"
-    if stamp.config_digest != config_digest(project.config):
+    if not stamp_fits(stamp, project.config):
         return f"built for another configuration (precision {stamp.asked})"
     return ""

@@ -2,14 +2,16 @@
 
 python tests/fake_builder.py ORDERS MODEL_FOLDER --version N --target T
 
-ORDERS is a folder: `engine.onnx` is published; `calls` gets a line for each start and each SIGTERM; while `hold` is there it
-waits; `fail` holds what it says before it fails; with `deaf` it does not heed SIGTERM.
+ORDERS is a folder: `engine.onnx` is published; for TensorRT `engine.plan`, with the stamp's fields in `tensorrt.json`.
+`calls` gets a line for each start and each SIGTERM. While `hold` is there it waits; while `progress` is there too, which it has
+printed before. `fail` holds what it says before it fails; with `deaf` it does not heed SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -94,7 +96,15 @@ def main() -> int:
         print("digits int8 refused")
         sys.stderr.write((orders / "fail").read_text())
         return 1
-    publish(options.folder, options.version, (orders / "engine.onnx").read_bytes())
+    if (orders / "progress").exists():
+        print((orders / "progress").read_text(), flush=True)
+        while (orders / "progress").exists():
+            time.sleep(0.01)
+    if options.target == "tensorrt":
+        told = json.loads((orders / "tensorrt.json").read_text())
+        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", **told)
+    else:
+        publish(options.folder, options.version, (orders / "engine.onnx").read_bytes())
     return 0
 
 

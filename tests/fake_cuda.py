@@ -305,6 +305,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
     monkeypatch.setattr(driver, "_contexts", {})
     monkeypatch.setattr(device, "driver_major", lambda: 580)
+    monkeypatch.setattr(device, "is_visible", lambda: cuda.devices > 0)
     # There is a compiler on some machines, but never a GPU behind this that would load what it makes.
     monkeypatch.setattr(loading, "compile_cuda", _no_compiler)
     library = _Library(cuda)

@@ -113,6 +113,11 @@ def _started(trt: Any) -> TensorRt:
     return TensorRt(trt)
 
 
+def gpu_is_visible() -> bool:
+    """True if an NVIDIA driver and a GPU are there; starts neither CUDA nor TensorRT."""
+    return gpus.is_visible()
+
+
 def installed(device: int = 0) -> Installed:
     """What plans for one GPU of this machine depend on.
 

@@ -131,8 +131,14 @@ def complete_from_model(
 def _instances(config: ModelConfig) -> InstanceGroup:
     if config.backend != "tensorrt":
         return InstanceGroup()
+    # Without `model_fields_set`, which marks it as not written (`is_default`).
+    return InstanceGroup.model_construct(_fields_set=set(), kind="KIND_GPU", count=instances_on_each_gpu(config))
+
+
+def instances_on_each_gpu(config: ModelConfig) -> int:
+    """Instances on each GPU of a model whose configuration names no instance group."""
     many = config.max_batch_size > 0 and config.isolation == "none"
-    return InstanceGroup(kind="KIND_GPU", count=_ON_EACH_GPU if many else 1)
+    return _ON_EACH_GPU if many else 1
 
 
 def _batch_size(config: ModelConfig, signature: OnnxSignature) -> tuple[int, list[Problem]]:

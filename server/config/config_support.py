@@ -18,7 +18,6 @@ _TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
 
 # Serving with these would give other answers than the author of the configuration expects. Pattern -> cure.
 REFUSED: dict[str, str] = {
-    "runtime": "remove it; the backend's own runtime is used",
     "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
     "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
     "batch_input": "remove it; pass the counts as inputs of the request",
@@ -61,8 +60,6 @@ IGNORED: dict[str, str] = {
 
 # Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
 WITHOUT_EFFECT: dict[str, str] = {
-    "instance_group.*.kind": "instances run on GPUs with backend: tensorrt alone",
-    "instance_group.*.gpus": "instances run on GPUs with backend: tensorrt alone",
     "metric_tags": "metrics carry the model's name and version",
     "optimization.graph": "ONNX Runtime does all its graph optimisations",
     "optimization.priority": "all models are equal",
@@ -74,9 +71,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 # ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
 TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
-
-# ... and for what a backend of the configuration's heeds.
-_OF_TENSORRT = ("instance_group.*.kind", "instance_group.*.gpus")
 
 # `parameters` that a backend here reads. Which backend runs a model is decided when it is loaded, so all of them are allowed.
 BACKEND_PARAMETERS: tuple[str, ...] = (
@@ -168,10 +162,7 @@ def screen(document: Document) -> list[Finding]:
             problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
             if not _says_nothing(_take_out(document.data, loc)):
                 findings.append(document.finding(problem, fatal=False))
-    on_gpus = document.data.get("backend") == "tensorrt" or document.data.get("platform") == "tensorrt_plan"
     for pattern, instead in WITHOUT_EFFECT.items():
-        if on_gpus and pattern in _OF_TENSORRT:
-            continue
         for loc in _places(document.data, tuple(pattern.split("."))):
             value = _parent(document.data, loc)[loc[-1]]
             if not _says_nothing(value) and not _read_by_build(document.data, loc):

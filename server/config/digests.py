@@ -9,7 +9,13 @@ from pathlib import Path
 from server.config.document import refuse
 from server.config.onnx_signature import external_files
 from server.core.model_config import ModelConfig
-from server.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
+from server.core.optimization_config import (
+    HEADRACE_OPTIMIZATION_FIELDS,
+    PRECISIONS,
+    Optimization,
+    asked_precision,
+    tensorrt_accelerator,
+)
 
 
 def onnx_digest(path: Path) -> str:
@@ -51,6 +57,35 @@ def config_digest(config: ModelConfig) -> str:
         tensor.model_dump(mode="json", include={"name", "data_type", "dims", "reshape"}) for tensor in config.input
     ]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def fits_config(stored_digest: str, asked: str, config: ModelConfig) -> bool:
+    """True if an artefact was built for a configuration, or for what the configuration says now.
+
+    `headrace build --precision int8` stores the digest of the configuration as it was. If `precision: int8` is written into the
+    file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was built.
+
+    Args:
+        stored_digest: `config_digest` of the configuration at the time of the build.
+        asked: the precision that was asked for then, by the configuration or the command line.
+        config: complete.
+    """
+    if stored_digest == config_digest(config):
+        return True
+    if asked != asked_precision(config.optimization):
+        return False
+    variants = _with_other_precisions(config.optimization)
+    return any(stored_digest == config_digest(config.model_copy(update={"optimization": one})) for one in variants)
+
+
+def _with_other_precisions(told: Optimization) -> list[Optimization]:
+    """The same optimisation with every other way to say a precision, or none."""
+    variants = [told.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
+    accelerator = tensorrt_accelerator(told)
+    # Triton's accelerator may have been added for its precision alone.
+    if accelerator is not None and not set(accelerator.parameters) - {"precision_mode"}:
+        variants += [one.model_copy(update={"execution_accelerators": None}) for one in variants]
+    return variants
 
 
 def shown_file(path: Path) -> str:

@@ -119,8 +119,9 @@ of a `config.yaml`:
 
 **Engines.** `headrace build` makes what `optimization` asks for, beside `model.onnx`, and the server takes it where it was made
 for this machine, this model and this configuration; else it serves `model.onnx` and says why. In place of `precision` and
-`workspace_mb` there may be Triton's own `execution_accelerators` with `tensorrt`. `build_on_load: true` builds what is missing
-in a process of its own while `model.onnx` serves, and then swaps.
+`workspace_mb` there may be Triton's own `execution_accelerators` with `tensorrt`. On a machine with a GPU and TensorRT what is
+missing is built in a process of its own while `model.onnx` serves, and then swapped in; [On GPUs](gpu.md) has the rule, and
+`build_on_load` switches it off, or on for a CPU.
 
 **Pictures in, classes out.** `preprocess` tells how a picture becomes the input. Clients do it (`headrace infer` does) and send
 what the model takes, or the server does it and they send pixels, a quarter of the bytes; `postprocess` gives them the best
@@ -190,7 +191,7 @@ def _matches(pattern: str, path: tuple[str, ...]) -> bool:
 
 def _status(path: tuple[str, ...]) -> str:
     if path == ("instance_group", "*", "kind"):
-        return "GPUs with `backend: tensorrt`, else the CPU"
+        return "docs/gpu.md has the rule"
     if path[0] == "optimization" and is_own(path):
         return "when an engine is built"
     for pattern, instead in WITHOUT_EFFECT.items():

@@ -23,11 +23,12 @@ from typing import Annotated, Any, ClassVar, NoReturn
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from server.config.digests import config_digest, onnx_digest, shown_file
+from server.config.digests import config_digest, fits_config, onnx_digest, shown_file
 from server.config.document import refuse
 from server.config.durable import locked_folder, write_durably
 from server.config.machine import Machine
 from server.core.errors import ConfigError
+from server.core.model_config import ModelConfig
 
 __all__ = [
     "STAMP_FILE",
@@ -43,6 +44,7 @@ __all__ = [
     "onnx_digest",
     "put_stamp",
     "read_stamps",
+    "stamp_fits",
     "write_stamp",
 ]
 
@@ -254,7 +256,12 @@ def put_stamp(folder: Path, stamp: Stamp) -> None:
 
 
 def choose(
-    stamps: Sequence[Stamp], folder: Path, onnx_sha256: str, config_digest: str, machine: Machine, check: bool = True
+    stamps: Sequence[Stamp],
+    folder: Path,
+    onnx_sha256: str,
+    config: ModelConfig | str,
+    machine: Machine,
+    check: bool = True,
 ) -> Choice:
     """The artefact to serve on a machine, or why there is none.
 
@@ -262,7 +269,7 @@ def choose(
         stamps: of the folder.
         folder: of the version.
         onnx_sha256: of the model now.
-        config_digest: of the configuration now.
+        config: the configuration now, complete; or its digest, where a precision written since the build is not to count.
         machine: this one.
         check: read the whole artefact and compare its digest, not its size alone.
     """
@@ -274,14 +281,22 @@ def choose(
         return Choice(None, None, f"built for {others}; this is {machine}")
     if stamp.onnx_sha256 != onnx_sha256:
         return Choice(None, None, "built from another model.onnx")
-    if stamp.config_digest != config_digest:
+    fits = stamp.config_digest == config if isinstance(config, str) else stamp_fits(stamp, config)
+    if not fits:
         return Choice(None, None, f"built for another configuration (precision {stamp.asked})")
     path = folder / stamp.artefact
     wrong = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
     return Choice(None, None, wrong) if wrong else Choice(stamp, path, "")
 
 
-def choose_in(folder: Path, onnx_sha256: str, config_digest: str, machine: Machine, check: bool = True) -> Choice:
+def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
+    """True if a stamp's artefact was built for a configuration; see `fits_config`."""
+    return fits_config(stamp.config_digest, stamp.asked, config)
+
+
+def choose_in(
+    folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine, check: bool = True
+) -> Choice:
     """`choose` from the stamps in a folder, also while a builder publishes there; a `build.json` that is wrong is a reason."""
     choice = Choice(None, None, "")
     for _ in range(_LOOKS):
@@ -289,7 +304,7 @@ def choose_in(folder: Path, onnx_sha256: str, config_digest: str, machine: Machi
             stamps = read_stamps(folder)
         except ConfigError as error:
             return Choice(None, None, f"{error.findings[0].path} {error.findings[0].message}")
-        choice = choose(stamps, folder, onnx_sha256, config_digest, machine, check)
+        choice = choose(stamps, folder, onnx_sha256, config, machine, check)
         if not choice.reason.endswith(_MISSING):
             break
     return choice

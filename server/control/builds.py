@@ -11,13 +11,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 logger = logging.getLogger("headrace.builds")
 
-BUILDER: tuple[str, ...] = (sys.executable, "-m", "engines", "build")
+BUILDER: tuple[str, ...] = (sys.executable, "-m", "engines", "build", "--progress")
 # Serving goes first: a process of this niceness gets a tenth of what one of ours gets where both want the core.
 _NICENESS = 10
 # How long a builder that is called off may take to put away what it has begun.
@@ -26,6 +26,9 @@ _OVER = "engines are not built any more; the server's log has the cause"
 _TAIL_BYTES = 16 * 1024
 _TAIL_LINES = 3
 _MAX_REASON = 400
+_MAX_PHASE = 60
+PROGRESS = "progress"
+"""First word of a builder's lines on standard output that say how far it is, in front of a share from 0 to 1 and the phase."""
 _PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"()]+[\\/])*")
 _FRAME = re.compile("[\u2500-\u257f]")
 
@@ -40,6 +43,7 @@ class Order:
         folder: of the model, in a repository.
         target: the runtime that is to load the engine.
         digest: of all that the engine is made from.
+        options: of the builder's command line, more than these.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Order:
     folder: Path
     target: str
     digest: str
+    options: tuple[str, ...] = field(default=(), compare=False)
 
 
 class Builds:
@@ -59,15 +64,23 @@ class Builds:
     Args:
         command: of the builder, to which the model's folder and options are added.
         on_end: called with an order and why it failed, "" if it did not; not for orders that were called off.
+        on_progress: called with an order when its build begins, and when it has come further.
     """
 
-    def __init__(self, command: Sequence[str], on_end: Callable[[Order, str], None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        on_end: Callable[[Order, str], None],
+        on_progress: Callable[[Order], None] = lambda _order: None,
+    ) -> None:
         self._command = tuple(command)
         self._on_end = on_end
+        self._on_progress = on_progress
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waiting: list[Order] = []
         self._current: Order | None = None
+        self._progress = ""  # of the current one, in words
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: dict[Order, str] = {}
         self._started = False
@@ -101,6 +114,24 @@ class Builds:
         """Why an order failed, "" if it did not; None while it waits or is worked on."""
         with self._lock:
             return self._ended.get(order)
+
+    def forget(self, order: Order) -> None:
+        """Work on an order again, though it has ended, if it is wanted again."""
+        with self._lock:
+            self._ended.pop(order, None)
+
+    def words(self, order: Order, engine: str) -> str:
+        """How far an order is, in words, while it has not ended.
+
+        Args:
+            order: that is wanted.
+            engine: what it makes, e.g. "TensorRT FP16".
+        """
+        with self._lock:
+            if order in self._waiting:
+                return f"{engine} waits to be built"
+            done = f" ({self._progress})" if self._current == order and self._progress else ""
+            return f"building {engine}{done}, usually a minute or two"
 
     def stop(self) -> None:
         """Call everything off and take nothing new; returns at once, see `join`."""
@@ -150,7 +181,7 @@ class Builds:
                 self._changed.wait()
             if self._stopping:
                 return None
-            self._current = self._waiting.pop(0)
+            self._current, self._progress = self._waiting.pop(0), ""
             return self._current
 
     def _settle(self, order: Order, failure: str) -> None:
@@ -176,23 +207,55 @@ class Builds:
 
     def _build(self, order: Order) -> str:
         """Run the builder; why it failed, or ""."""
-        logger.info("model %s version %s: an engine is being built while it serves", order.name, order.version)
-        words = [*self._command, str(order.folder), "--version", order.version, "--target", order.target]
+        logger.info("model %s version %s: its engine for %s is being built", order.name, order.version, order.target)
+        self._on_progress(order)
+        words = [
+            *self._command,
+            str(order.folder),
+            "--version",
+            order.version,
+            "--target",
+            order.target,
+            *order.options,
+        ]
         try:
             with tempfile.TemporaryFile() as output:
                 # A group of its own, so that Ctrl-C reaches us alone; in our session, where niceness tells us apart.
                 process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output, process_group=0
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, process_group=0
                 )
                 _step_back(process)
                 with self._lock:
                     self._process = process
                     if self._current != order:
                         self._call_off()
-                status = process.wait()
+                with process:
+                    for line in process.stdout or ():
+                        self._read_progress(order, line)
+                status = process.returncode
                 return "" if status == 0 else _reason(status, output, order)
         except OSError as error:
             return f"the builder cannot be started: {error.strerror}"
+
+    def _read_progress(self, order: Order, line: bytes) -> None:
+        """Take note of a line such as "progress 0.45 timing 8 rows"; a builder may say other things too."""
+        word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
+        number, _, phase = rest.partition(" ")
+        try:
+            share = float(number) if word == PROGRESS else -1.0
+        except ValueError:
+            return
+        if not 0 <= share <= 1:
+            return
+        phase = "".join(c for c in phase if c.isprintable())[:_MAX_PHASE]
+        with self._lock:
+            if self._current != order:
+                return
+            progress = f"{share:.0%}, {phase}" if phase else f"{share:.0%}"
+            changed, self._progress = progress != self._progress, progress
+        if changed:
+            logger.debug("model %s version %s: its engine is built to %s", order.name, order.version, progress)
+            self._on_progress(order)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

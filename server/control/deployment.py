@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
 from server.config.document import Document, refuse
+from server.config.serving_plan import Plan, asks_for_tensorrt, samples_seen
 from server.config.triton_json import to_triton_json
-from server.control.artefacts import Plan, look_at_samples, told_of
+from server.control.artefacts import told_of
 from server.control.builds import Builds, Order
 from server.control.draining import Drains
 from server.control.file_look import GONE, Look, look_at_version, look_at_versions, without_builds
@@ -58,11 +59,13 @@ class _Signature:
         files: of the version.
         config: digest of the configuration and what goes with it.
         samples: that its engine would be built with.
+        engines: of the version in the state folder, for where its own folder cannot be written.
     """
 
     files: Look
     config: str
     samples: tuple[tuple[str, int, int], ...]
+    engines: Look
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,19 +82,32 @@ class _Version:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A version that is LOADING until its engine is built."""
+
+    signature: _Signature
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Model:
-    """What serves of a model, and what it was loaded from."""
+    """What serves of a model, what waits for its engine, and what both were loaded from."""
 
     source: Source
     folder: ModelFolder
     versions: dict[str, _Version]
+    waiting: dict[str, _Waiting]
+
+    def plan(self, number: str) -> Plan:
+        """Of a version that serves or waits."""
+        waiting = self.waiting.get(number)
+        return self.versions[number].plan if waiting is None else waiting.plan
 
     def order(self, number: str) -> Order | None:
         """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
-        plan, source = self.versions[number].plan, self.source
-        if not plan.build or source.private is not None or source.config is not None:
+        if number not in self.versions and number not in self.waiting:
             return None
-        return Order(source.name, number, source.path.absolute(), plan.target, plan.build)
+        return _order(self.source, number, self.plan(number))
 
 
 class Deployments:
@@ -141,52 +157,107 @@ class Deployments:
                 self._registry.prune(source.name, keep=[""])
             raise
         chosen: dict[str, _Version] = {}
+        waiting: dict[str, _Waiting] = {}
         failures: list[ConfigError] = []
         self._registry.forget(source.name, "")
         wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
         for number in wanted:
-            signature = _Signature(looks.get(number, GONE), _digest(folder), look_at_samples(folder))
+            signature = self._signature(source, folder, number, looks.get(number, GONE))
             try:
                 kept = self._kept(folder, number, signature, live.get(number))
-                chosen[number] = kept or self._build(source, folder, number, signature)
+                made = kept or self._build(source, folder, number, signature)
             except ConfigError as error:
                 failures.append(error)
+                continue
+            if isinstance(made, _Version):
+                chosen[number] = made
+            elif number in live and live[number].handle.ready:
+                # What serves goes on until the engine is there.
+                chosen[number] = replace(live[number], signature=made.signature, plan=made.plan)
+            else:
+                waiting[number] = made
         if failures and serves:
             self._discard(source.name, chosen)
             self._keep(source.name, failures[0])
         else:
-            self._swap(source, folder, wanted, chosen)
+            self._swap(source, folder, wanted, chosen, waiting)
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
+
+    def _signature(self, source: Source, folder: ModelFolder, number: str, files: Look) -> _Signature:
+        engines = self._loader.engines(source.path, int(number))
+        look = GONE if engines is None else look_at_version(engines)
+        return _Signature(files, _digest(folder), samples_seen(folder), look)
 
     def built(self, order: Order, failure: str) -> None:
         """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
         name, number = order.name, order.version
         model = self._live.get(name)
-        if model is None or number not in model.versions or model.order(number) != order:
+        if model is None or model.order(number) != order:
             return
-        version = model.versions[number]
         BUILDS.count(name, "failed" if failure else "built")
+        version = model.versions.get(number)
         if failure:
             logger.error("model %s version %s: no engine was built: %s", name, number, failure)
-            self._registry.note(name, self._remark(model, number), number)
+            self._say(model, number)
             return
-        files = look_at_version(order.folder / number)
-        mine = model.folder.config.default_model_filename
-        if not version.handle.ready or without_builds(files, mine) != without_builds(version.signature.files, mine):
+        old = model.waiting[number].signature if version is None else version.signature
+        files, mine = look_at_version(order.folder / number), model.folder.config.default_model_filename
+        ready = version is None or version.handle.ready
+        if not ready or without_builds(files, mine) != without_builds(old.files, mine):
             # Who wants the files as they are now will load them, with the engine if it fits them.
-            reason = "an engine is built, but the model's files have changed meanwhile: load the model again"
-            self._registry.note(name, reason, number)
+            self._say(
+                model, number, "an engine is built, but the model's files have changed meanwhile: load the model again"
+            )
             return
-        signature = replace(version.signature, files=files)
+        signature = self._signature(model.source, model.folder, number, files)
         try:
-            new = self._kept(model.folder, number, signature, version)
-            new = new or self._build(model.source, model.folder, number, signature)
+            kept = self._kept(model.folder, number, signature, version)
+            new = kept or self._build(model.source, model.folder, number, signature)
         except ConfigError as error:
             self._keep(name, error)
             return
+        if isinstance(new, _Waiting):
+            reason = new.plan.remark.partition(": ")[2]
+            self._say(model, number, f"its engine was built, but does not fit: {reason} ({new.plan.cure})")
+            return
         wanted = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
-        self._swap(model.source, model.folder, wanted, {**model.versions, number: new})
+        waiting = {other: one for other, one in model.waiting.items() if other != number}
+        self._swap(model.source, model.folder, wanted, {**model.versions, number: new}, waiting)
+
+    def progress(self, order: Order) -> None:
+        """The builder of an order has come further: the index says so."""
+        model = self._live.get(order.name)
+        if model is not None and model.order(order.version) == order:
+            self._say(model, order.version, "")
+
+    def _say(self, model: _Model, number: str, note: str = "") -> None:
+        """Renew what index and metadata say beside a version.
+
+        Args:
+            model: of the version.
+            number: of the version.
+            note: why the engine that was built cannot be taken, "" if none was.
+        """
+        name, version = model.source.name, model.versions.get(number)
+        text = note or self._remark(model, number)
+        if version is not None:
+            self._registry.note(name, text, number)
+            _set_not_on_gpu(version, note or self._not_on_gpu(model, number))
+        elif note or self._failure(model, number):
+            self._registry.mark(name, number, State.UNAVAILABLE, text)
+        else:
+            self._registry.wait(name, number, text)
+
+    def _failure(self, model: _Model, number: str) -> str:
+        """Why the engine of a version could not be built; "" if it could, or while that is open."""
+        order = model.order(number)
+        return "" if order is None else self._builds.failure(order) or ""
+
+    def _not_on_gpu(self, model: _Model, number: str) -> str:
+        """Why a version does not run on the GPU, "" if it does or nothing is to be said."""
+        plan, failure = model.plan(number), self._failure(model, number)
+        return f"building its engine failed: {failure}" if failure and plan.not_on_gpu else plan.not_on_gpu
 
     def unload(self, name: str) -> None:
         """Take nothing new for a model; what it has is answered in the background."""
@@ -222,13 +293,16 @@ class Deployments:
         plan = _guarded(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
         return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
 
-    def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version:
-        """A new version, warm but not yet published."""
+    def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version | _Waiting:
+        """A new version, warm but not yet published; or one that waits until its engine is built."""
         name = source.name
-        if self._registry.state(name, number) is not State.READY:
+        if self._registry.state(name, number) not in (State.READY, State.LOADING):
             self._registry.mark(name, number, State.LOADING)
         try:
             plan, handle = self._open(folder, number)
+            if handle is None:
+                self._check_order(source, number, plan)
+                return _Waiting(signature, plan)
             now, mine = look_at_version(source.path / number), folder.config.default_model_filename
             if without_builds(now, mine) != without_builds(signature.files, mine):
                 self._drains.begin(name, number, handle, lambda: None)
@@ -242,12 +316,29 @@ class Deployments:
             source.private.hold()
         return _Version(handle, signature, plan, source.private)
 
-    def _open(self, folder: ModelFolder, number: str) -> tuple[Plan, ModelHandle]:
-        """A handle on the engine, or on the model's own file where there is none or it is broken."""
+    def _check_order(self, source: Source, number: str, plan: Plan) -> None:
+        """A version can wait only for an engine that will be built.
+
+        Raises:
+            ConfigError: nothing is built from what a client has sent.
+        """
+        order = _order(source, number, plan)
+        if order is None:
+            message = "has no engine for this machine's GPU, and none is built from what a load request brings"
+            raise refuse(f"{source.name}/{number}", None, message, "write fallback: onnxruntime, or KIND_AUTO")
+        if self._builds.failure(order) is not None:
+            self._builds.forget(order)
+
+    def _open(self, folder: ModelFolder, number: str) -> tuple[Plan, ModelHandle | None]:
+        """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
         version, what = int(number), f"{folder.name} version {number}"
         plan = _guarded(lambda: self._loader.plan(folder, version), what)
+        if plan.waits:
+            return plan, None
         if plan.remark and plan.stamp is None:
-            level, cure = (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})")
+            level, cure = (
+                (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})" if plan.cure else "")
+            )
             logger.log(level, "model %s: %s%s", what, plan.remark, cure)
         while True:
             try:
@@ -255,7 +346,8 @@ class Deployments:
                 break
             except ConfigError as error:
                 # An engine that finds no room is no broken one: the CPU takes its place only where somebody wants that.
-                crowded = isinstance(error, NoRoom) and folder.config.fallback is None
+                asked = folder.config.fallback is None and asks_for_tensorrt(folder.config)
+                crowded = isinstance(error, NoRoom) and asked
                 spare = None if crowded else plan.replaced(error)
                 if spare is None:
                     raise plan.refused(error) from error
@@ -265,27 +357,36 @@ class Deployments:
             logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
             if plan.remark:
                 logger.warning("model %s: %s", what, plan.remark)
+        elif plan.not_on_gpu and not plan.remark:
+            logger.info("model %s runs on the CPU: %s", what, plan.not_on_gpu)
         return plan, handle
 
     def _remark(self, model: _Model, number: str) -> str:
-        """What the index says beside READY."""
-        told, handle = self._told_of_build(model, number), model.versions[number].handle
-        if not handle.parked:
+        """What the index says beside READY, or beside LOADING while the version waits for its engine."""
+        told, version = self._told_of_build(model, number), model.versions.get(number)
+        if version is None or not version.handle.parked:
             return told
-        problem = self._loader.residency.problem(handle)
+        problem = self._loader.residency.problem(version.handle)
         parked = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
         return f"{parked}; {told}" if told else parked
 
     def _told_of_build(self, model: _Model, number: str) -> str:
-        plan, order = model.versions[number].plan, model.order(number)
+        plan, order = model.plan(number), model.order(number)
         if plan.stamp is not None or not plan.remark:
             return plan.remark
+        cured = f"{plan.remark} ({plan.cure})" if plan.cure else plan.remark
         if order is None:
-            return f"{plan.remark} ({plan.cure})"
+            return cured
         failure = self._builds.failure(order)
-        if failure is None:
-            return f"{plan.remark}; it is being built"
-        return f"{plan.remark}; building it failed: {failure}" if failure else f"{plan.remark} ({plan.cure})"
+        if failure is not None:
+            return f"{plan.remark}; building it failed: {failure}" if failure else cured
+        version = model.versions.get(number)
+        if version is None:
+            meanwhile = "requests are refused until then (KIND_GPU)"
+        else:
+            place = str(version.handle.spec.parameters.get("headrace.device", "CPU"))
+            meanwhile = f"{place if place != 'CPU' else 'the CPU'} serves meanwhile"
+        return f"{self._builds.words(order, plan.engine)}; {meanwhile}"
 
     def _moved(self, handle: ModelHandle) -> None:
         """A version was parked, is back, or could not be brought back."""
@@ -294,21 +395,30 @@ class Deployments:
         if model is not None and number in model.versions and model.versions[number].handle is handle:
             self._registry.note(name, self._remark(model, number), number)
 
-    def _swap(self, source: Source, folder: ModelFolder, wanted: list[str], chosen: dict[str, _Version]) -> None:
+    def _swap(
+        self,
+        source: Source,
+        folder: ModelFolder,
+        wanted: list[str],
+        chosen: dict[str, _Version],
+        waiting: dict[str, _Waiting],
+    ) -> None:
         name = folder.name
         handles = {number: version.handle for number, version in chosen.items()}
         labels = {label: str(version) for label, version in folder.config.labels.items()}
         before = self._versions(name)
-        model = _Model(source, folder, chosen)
-        orders = [order for number in chosen if (order := model.order(number)) is not None]
+        model = _Model(source, folder, chosen, waiting)
+        orders = [order for number in (*chosen, *waiting) if (order := model.order(number)) is not None]
         if orders:
             BUILDS.declare_each((name, result) for result in ("built", "failed"))
         self._builds.want(name, orders)
         remarks = {number: self._remark(model, number) for number in chosen}
         self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config), remarks))
         self._live.pop(name, None)
-        if chosen:
+        if chosen or waiting:
             self._live[name] = model
+        for number in waiting:
+            self._registry.wait(name, number, self._remark(model, number))
         for number, version in before.items():
             if number in chosen and chosen[number].handle is version.handle:
                 continue
@@ -339,6 +449,23 @@ class Deployments:
         if self._registry.state(name, number) not in (None, State.UNKNOWN, State.LOADING):
             self._registry.mark(name, number, State.LOADING)
         self._registry.mark(name, number, State.UNAVAILABLE, str(error))
+
+
+def _order(source: Source, number: str, plan: Plan) -> Order | None:
+    """The engine that a plan has built; None where none is, or where a client has sent files or a configuration."""
+    if not plan.build or source.private is not None or source.config is not None:
+        return None
+    return Order(source.name, number, source.path.absolute(), plan.target, plan.build)
+
+
+def _set_not_on_gpu(version: _Version, reason: str) -> None:
+    """Renew what the metadata say; the control thread alone writes, a reader sees the old mapping's value or the new one."""
+    parameters = version.handle.spec.parameters
+    if isinstance(parameters, dict):
+        if reason:
+            parameters["headrace.not_on_gpu"] = reason
+        else:
+            parameters.pop("headrace.not_on_gpu", None)
 
 
 def _guarded(act: Callable[[], _T], what: str) -> _T:

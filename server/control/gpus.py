@@ -10,6 +10,7 @@ from server.backends.isolated_backend import IsolatedModel
 from server.backends.tensorrt_api import installed
 from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
 from server.backends.tensorrt_plan import Tensor
+from server.config.config_completion import instances_on_each_gpu
 from server.config.machine import Machine
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig
@@ -43,16 +44,15 @@ def memory_bytes(device: int) -> int:
 def devices_of(config: ModelConfig) -> list[int]:
     """The GPU of each instance: as many as a group counts on each of its GPUs, on all the machine's where it names none.
 
-    Raises:
-        ConfigError: a group is to run on the CPU.
+    Groups of KIND_CPU beside others are for where no GPU is.
     """
     devices: list[int] = []
     for group in config.instance_group:
         if group.kind == "KIND_CPU":
-            cure = "write KIND_GPU or remove kind, or serve the model with backend: onnxruntime"
-            raise ConfigError([Finding(config.name, None, "TensorRT does not run on the CPU (KIND_CPU)", cure)])
+            continue
+        count = instances_on_each_gpu(config) if group.is_default else group.count
         for device in group.gpus or range(gpu_count()):
-            devices += [device] * group.count
+            devices += [device] * count
     return devices or [0]
 
 

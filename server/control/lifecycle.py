@@ -29,7 +29,8 @@ class State(Enum):
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.UNKNOWN: frozenset({State.LOADING, State.UNAVAILABLE, State.UNLOADED}),
-    State.LOADING: frozenset({State.READY, State.UNAVAILABLE}),
+    # UNLOADED: nothing of it served yet, since it waited for its engine.
+    State.LOADING: frozenset({State.READY, State.UNAVAILABLE, State.UNLOADED}),
     # A version that is replaced stays READY: there is no moment in which it does not serve.
     State.READY: frozenset({State.UNLOADING, State.UNAVAILABLE}),
     # READY: one of its instances that had died is back.

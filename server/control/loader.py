@@ -11,14 +11,16 @@ from pathlib import Path
 from server.backends.base import Backend, Execution, LoadedModel
 from server.config.config_reader import ModelFolder
 from server.config.digests import onnx_digest
-from server.control.artefacts import Plan, check_engine, engine_parameters, plan
+from server.config.machine import Machine
+from server.config.serving_plan import GpuRuntime, Plan, engine_folder, serving_plan
+from server.control.artefacts import check_engine, version_parameters
 from server.control.measuring import Measuring
 from server.control.profile_store import NOTHING_KEPT, KeptProfile, ProfileStore, cores
 from server.control.residency import Residency
 from server.control.warmup import WarmUp, make_warmups
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from server.core.completion import Mailbox
-from server.core.errors import ConfigError, Finding
+from server.core.errors import ConfigError, Finding, Unsupported
 from server.core.ledger import Account, NoRoom
 from server.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from server.core.model_config import RateLimits as ConfiguredLimits
@@ -69,6 +71,7 @@ class Loader:
         gpu_memory_fraction: of each GPU's memory, what all versions together may take.
         profile_s: how long each version is measured before it serves; 0: not at all.
         profiles: where profiles outlive the process; None: nowhere.
+        state: the state folder, where engines of models lie whose folder cannot be written; None: there are none.
     """
 
     mailbox: Mailbox
@@ -80,6 +83,7 @@ class Loader:
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.0
     profiles: ProfileStore | None = None
+    state: Path | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> Plan:
         """Choose what runs a version, and which of its files.
@@ -87,7 +91,19 @@ class Loader:
         Raises:
             ConfigError: nothing here runs it, or its file cannot be read.
         """
-        return plan(folder, version, self._runtime(folder, version))
+        from server.backends.tensorrt_api import gpu_is_visible
+
+        gpu = GpuRuntime(self._tensorrt_machine, gpu_is_visible)
+        return serving_plan(folder, version, gpu, self.engines(folder.path, version))
+
+    def engines(self, model: Path, version: int) -> Path | None:
+        """Where engines of a version lie if its own folder cannot be written; None: nowhere.
+
+        Args:
+            model: the model's folder.
+            version: its number.
+        """
+        return None if self.state is None else engine_folder(self.state, model, version)
 
     def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
         """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.
@@ -109,10 +125,9 @@ class Loader:
         check_engine(chosen, config)
         seen = _look(chosen.file)
         model = self._open(folder, version, chosen)
-        policy = handle_policy(config)
+        policy = handle_policy(config, on_gpu=bool(model.devices))
         spec = replace(model_spec(folder, version), resident_devices=model.resident_devices)
-        if chosen.stamp is not None:
-            spec = replace(spec, parameters=engine_parameters(chosen.stamp))
+        spec = replace(spec, parameters=version_parameters(chosen, model.devices))
         handle = ModelHandle(
             spec=spec,
             policy=replace(policy, instances=model.instances),
@@ -154,29 +169,33 @@ class Loader:
         self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: KeptProfile | None
     ) -> Measuring:
         limit_ns, known = int(self.profile_s * NS_PER_S), NOTHING_KEPT if kept is None else kept.read()
+        if not model.devices:
+            config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
         return Measuring(config, model, model.instances, handle.profile, limit_ns, kept=known)
 
     def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
         """The model in memory."""
-        config, residents = folder.config, frozenset[int]()
+        config, residents, devices = folder.config, frozenset[int](), list[int]()
         account = self.residency.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
             if chosen.runtime == "tensorrt":
-                instances, model, steps = self._on_gpus(chosen, config, steps, account)
+                devices, model, steps = self._on_gpus(chosen, config, steps, account)
+                instances = len(devices)
                 # The CPU prepares pictures of the host's memory.
                 residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
             else:
                 instances = handle_policy(config).instances
                 model = self._opened(chosen.runtime, config).load(chosen.file, instances, dict(config.parameters))
-            return _BookedModel(with_pictures(_reshaping(model, config), steps), account, instances, residents)
+            inner = with_pictures(_reshaping(model, config), steps)
+            return _BookedModel(inner, account, instances, residents, tuple(devices))
         except BaseException:
             account.close()
             raise
 
     def _on_gpus(
         self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
-    ) -> tuple[int, LoadedModel, Steps]:
+    ) -> tuple[list[int], LoadedModel, Steps]:
         from server.backends.isolated_backend import IsolatedBackend
         from server.backends.tensorrt_backend import TensorRtBackend, TensorRtModel, gpu_count
         from server.control.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
@@ -184,7 +203,7 @@ class Loader:
         devices = devices_of(config)
         backend, parameters = self._opened(chosen.runtime, config), backend_parameters(config, devices)
         if not isinstance(backend, TensorRtBackend | IsolatedBackend):
-            return len(devices), backend.load(chosen.file, len(devices), parameters), steps
+            return devices, backend.load(chosen.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
             self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(chosen.file, len(devices), parameters, account)
@@ -195,7 +214,7 @@ class Loader:
         except BaseException:
             model.close()
             raise
-        return len(devices), model, steps
+        return devices, model, steps
 
     def _opened(self, runtime: str, config: ModelConfig) -> Backend:
         """A backend, in this process or in one of the model's own."""
@@ -205,19 +224,21 @@ class Loader:
             return isolated(runtime, config)
         return self.backend(runtime)
 
-    def _runtime(self, folder: ModelFolder, version: int) -> str:
-        """The configuration's backend; ONNX Runtime in its place where that is allowed and the ONNX file is there."""
-        config = folder.config
+    def _tensorrt_machine(self) -> Machine:
+        """This machine's first GPU as TensorRT sees it.
+
+        Raises:
+            Unsupported, ConfigError: there is no GPU or no TensorRT.
+        """
         try:
-            self.backend(config.backend)
-            return config.backend
-        except ConfigError:
-            allowed = config.fallback is not None or config.build_on_load
-            if not allowed or not folder.source_file(version).is_file():
-                raise
-        other = config.fallback or "onnxruntime"
-        logger.warning("model %s: backend %s is not here, %s runs its ONNX file", config.name, config.backend, other)
-        return other
+            self.backend("tensorrt")
+        except ConfigError as error:
+            if isinstance(error.__cause__, Unsupported):
+                raise error.__cause__ from None
+            raise
+        from server.control.gpus import tensorrt_machine
+
+        return tensorrt_machine()
 
 
 def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
@@ -242,17 +263,23 @@ def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
     return ModelSpec(config.name, str(version), config.platform, inputs, outputs, config.max_batch_size)
 
 
-def handle_policy(config: ModelConfig) -> HandlePolicy:
-    """How the model treats its requests."""
+def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
+    """How the model treats its requests.
+
+    Args:
+        config: complete.
+        on_gpu: GPUs run it, else the CPU does.
+    """
     batching = config.dynamic_batching
     merge = batching is not None and config.max_batch_size > 0
     batching = batching or DynamicBatching()
     queue = batching.default_queue_policy
     levels = max(batching.priority_levels, 1)
+    max_rows = max(config.max_batch_size if on_gpu else cpu_batch_size(config), 1)
     return HandlePolicy(
         batch=BatchPolicy(
-            max_rows=max(config.max_batch_size, 1),
-            preferred_rows=tuple(sorted(batching.preferred_batch_size)),
+            max_rows=max_rows,
+            preferred_rows=tuple(sorted(rows for rows in batching.preferred_batch_size if rows <= max_rows)),
             max_delay_ns=batching.max_queue_delay_microseconds * NS_PER_US,
             merge=merge,
             objective_ns=int((config.slo.p99_ms or 0) * NS_PER_MS),
@@ -272,6 +299,12 @@ def handle_policy(config: ModelConfig) -> HandlePolicy:
         sharing=_sharing(config.fair_sharing),
         rate_limits=_rate_limits(config.rate_limits),
     )
+
+
+def cpu_batch_size(config: ModelConfig) -> int:
+    """Rows that run together at most where the CPU runs a model; 0 if it has no batch dimension."""
+    bound = config.cpu_max_batch_size
+    return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
 
 
 def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
@@ -336,6 +369,7 @@ class _BookedModel:
         account: of its memory.
         instances: how many executions may be asked for.
         resident_devices: numbers of the GPUs that read inputs where they lie.
+        devices: number of the GPU of each instance; empty on the CPU.
         last: called once it is closed, e.g. to keep its profile.
     """
 
@@ -343,6 +377,7 @@ class _BookedModel:
     account: Account
     instances: int
     resident_devices: frozenset[int]
+    devices: tuple[int, ...]
     last: list[Callable[[], None]] = field(default_factory=list)
 
     def execution(self, index: int) -> Execution:

@@ -32,8 +32,8 @@ _MAX_TIME_NS = 3600 * 10**9
 _TIMES = 32
 # What of a configuration changes how long a batch takes, beside the model's file.
 _FIELDS = {
-    "max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output", "preprocess", "postprocess",
-    "isolation",
+    "max_batch_size", "cpu_max_batch_size", "backend", "instance_group", "parameters", "optimization", "input", "output",
+    "preprocess", "postprocess", "isolation",
 }  # fmt: skip
 
 

@@ -110,7 +110,7 @@ class Reconciler:
         self._residency = loader.residency
         self._residency.on_wanted = self._memory_wanted
         self._drains = Drains(registry, self._residency.forget)
-        self._builds = Builds(builder, self._engine_built)
+        self._builds = Builds(builder, self._engine_built, self._engine_progress)
         self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repository_lost = False
@@ -211,6 +211,9 @@ class Reconciler:
 
     def _engine_built(self, order: Order, failure: str) -> None:
         self._post(lambda: self._deployments.built(order, failure))
+
+    def _engine_progress(self, order: Order) -> None:
+        self._post(lambda: self._deployments.progress(order))
 
     # On any thread
 

@@ -164,6 +164,13 @@ class Registry:
                 if model == name and record.state is State.READY and version in ("", number):
                     record.reason = reason
 
+    def wait(self, name: str, version: str, reason: str) -> None:
+        """Tell why a version is still LOADING."""
+        with self._lock:
+            record = self._records.get((name, version))
+            if record is not None and record.state is State.LOADING:
+                record.reason = reason
+
     def died(self, name: str, version: str) -> None:
         """All instances of the version that serves have died."""
         with self._lock:
@@ -197,7 +204,7 @@ class Registry:
             for (model, _), record in self._records.items():
                 if model != name or record.state in (State.UNLOADING, State.UNLOADED):
                     continue
-                if record.state is not State.UNKNOWN:
+                if record.state not in (State.UNKNOWN, State.LOADING):
                     record.state = step(record.state, State.UNLOADING)
                 record.state, record.reason = step(record.state, State.UNLOADED), reason
 
@@ -270,7 +277,7 @@ class Registry:
             if record.state is State.UNAVAILABLE:
                 return Unavailable(f"model {shown} cannot be served: {record.reason}")
             if record.state in (State.UNKNOWN, State.LOADING):
-                return Unavailable(f"model {shown} is being loaded")
+                return Unavailable(f"model {shown} is being loaded" + (f": {record.reason}" if record.reason else ""))
         if records:
             return Unavailable(f"model {shown} is not loaded")
         if (name and name_problem(name) is not None) or (version and not is_version(version)):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from server.core.config_base import (
     ConfigPart,
@@ -22,6 +22,7 @@ from server.core.config_base import (
     Flag,
     Location,
     ParameterText,
+    PositiveCount,
     Problem,
     Problems,
     SizeBytes,
@@ -251,10 +252,26 @@ class ModelConfig(ConfigPart):
     fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
         default=None, description="What runs the model where its own backend cannot."
     )
-    build_on_load: Flag = Field(
-        default=False,
+    # Triton's message has a text of this name, for a backend's library; empty there, it says nothing here.
+    runtime: Annotated[
+        Literal["auto", "onnxruntime", "tensorrt"],
+        *one_of(("auto", "onnxruntime", "tensorrt")),
+        BeforeValidator(lambda value: value or "auto"),
+    ] = Field(
+        default="auto",
+        description="What runs the model: `auto`, the best that this machine has for it (docs/gpu.md has the table); "
+        "`onnxruntime` keeps it on the CPU; `tensorrt` asks for a GPU.",
+    )
+    build_on_load: Flag | None = Field(
+        default=None,
         description="Build the engine that `optimization` asks for where there is none for this machine, in a process of its own "
-        "while the ONNX file serves; then swap.",
+        "while the ONNX file serves; then swap. If absent: yes on a machine with a GPU and TensorRT, where a precision, the "
+        "TensorRT backend or KIND_GPU is asked for; never on a CPU.",
+    )
+    cpu_max_batch_size: PositiveCount | None = Field(
+        default=None,
+        description="Rows that run together at most where the CPU runs the model, if that is fewer than `max_batch_size`: a GPU "
+        "wants batches that only make a CPU's callers wait. Larger requests are split.",
     )
     gpu_memory_budget: SizeBytes | None = Field(
         default=None,
@@ -359,7 +376,9 @@ HEADRACE_FIELDS: tuple[str, ...] = (
     "fair_sharing",
     "priority_aging_microseconds",
     "fallback",
+    "runtime",
     "build_on_load",
+    "cpu_max_batch_size",
     "gpu_memory_budget",
     "keep_loaded",
     "isolation",

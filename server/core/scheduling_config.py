@@ -105,6 +105,11 @@ class InstanceGroup(ConfigPart):
     count: PositiveCount = Field(default=1, description="Instances (on each GPU of `gpus`, for KIND_GPU).")
     gpus: tuple[Count, ...] = Field(default=(), description="GPU numbers; all the machine's GPUs if absent.")
 
+    @property
+    def is_default(self) -> bool:
+        """True if the configuration names no instance group and this one stands in for it."""
+        return not self.model_fields_set & {"kind", "count", "gpus"}
+
     @model_validator(mode="after")
     def _check(self) -> InstanceGroup:
         if self.kind == "KIND_CPU" and self.gpus:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from server.core.errors import Unsupported
-from server.cuda import driver
+from server.cuda import driver, libcuda
 
+# What the driver shows of a GPU that it has: on Linux, on Windows' subsystem for Linux, on Jetson.
+_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvgpu"))
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
 _NVML_VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
@@ -29,6 +31,15 @@ class Gpu(NamedTuple):
     capability: str
     driver: int
     memory_bytes: int
+
+
+def is_visible() -> bool:
+    """True if an NVIDIA driver and a GPU are there; loads the driver's library, but starts nothing."""
+    try:
+        libcuda.library()
+    except OSError:
+        return False
+    return any(path.exists() for path in _DEVICE_FILES)
 
 
 def count() -> int:

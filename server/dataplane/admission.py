@@ -82,9 +82,11 @@ class Admission:
 
     def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
         max_rows = self._max_rows
-        if not self._split or self._spec.max_batch_size == 0:
+        # The CPU may run fewer rows together than a request may have.
+        allowed = max(max_rows, self._spec.max_batch_size)
+        if self._spec.max_batch_size == 0 or (not self._split and request.rows > allowed):
             raise BadRequest(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} and does not split "
+                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {allowed} and does not split "
                 "larger requests: send fewer rows at once, or write oversize: split in its configuration if rows are independent"
             )
         if self.mismatch is not None:

@@ -50,6 +50,15 @@ def run(
     return asyncio.run(main())
 
 
+# A plan without its ONNX file: where no GPU is, nothing can serve it.
+ELSEWHERE = """
+backend: "tensorrt"
+max_batch_size: 4
+input [{ name: "X" data_type: TYPE_FP32 dims: [ 16 ] }]
+output [{ name: "Y" data_type: TYPE_FP32 dims: [ 4 ] }]
+"""
+
+
 def states(registry: Registry) -> dict[tuple[str, str], str]:
     return {(str(row["name"]), str(row["version"])): str(row["state"]) for row in registry.index()}
 
@@ -69,7 +78,9 @@ def test_broken_models_are_set_aside_and_the_others_serve(tmp_path: Path) -> Non
     add_model(tmp_path, "good", affine())
     add_model(tmp_path, "garbage", b"this is no model")
     add_model(tmp_path, "misspelt", affine(), config="max_batch_sise: 4")
-    add_model(tmp_path, "elsewhere", affine(), config='backend: "tensorrt"')
+    (add_model(tmp_path, "elsewhere", affine(), config=ELSEWHERE) / "1" / "model.onnx").rename(
+        tmp_path / "elsewhere" / "1" / "model.plan"
+    )
     (tmp_path / "empty").mkdir()
 
     async def check(registry: Registry) -> None:

@@ -100,7 +100,7 @@ def test_every_gpu_gets_the_instances(trt: Any, cuda: LateCuda, tmp_path: Path) 
 )
 def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: str, reason: str) -> None:
     repository = tmp_path / "repository"
-    put(repository, 1, config=TENSORRT + config)
+    put(repository, 1, config=TENSORRT + config + "build_on_load: false\n")
     other = {**machine(), "device": "NVIDIA A10", "capability": "8.6"}
     publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=other)
     told = serves(repository, 1)[0] if config else refused(repository)
@@ -212,11 +212,16 @@ def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
     cuda.devices = 0
     repository = tmp_path / "repository"
     put(repository, 1, config=TENSORRT)
+    reason = "model.onnx serves on the CPU: this machine has no NVIDIA GPU: check that nvidia-smi lists one"
+    assert serves(repository, 1) == (reason, 1)
+    put(repository, 1, config=TENSORRT + "fallback: onnxruntime\n")
+    assert serves(repository, 1) == (reason, 1)
+    tensors = "input: [{name: X, data_type: fp32, dims: [16]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
+    put(repository, 1, config=TENSORRT + tensors)
+    (repository / "m" / "1" / "model.onnx").rename(repository / "m" / "1" / "model.plan")
     told = refused(repository)
     assert "backend 'tensorrt' is not available on this machine: this machine has no NVIDIA GPU" in told
-    assert "fallback: onnxruntime" in told
-    put(repository, 1, config=TENSORRT + "fallback: onnxruntime\n")
-    assert serves(repository, 1) == ("", 1)
+    assert "put model.onnx beside it, which the CPU can serve" in told
 
 
 def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:

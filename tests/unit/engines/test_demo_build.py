@@ -266,5 +266,6 @@ def test_configs_read_as_what_they_are(model, demo_repository):
         name, batch = parsed.name, parsed.max_batch_size
         label_files = [output.label_filename or None for output in parsed.output]
     assert name == model.name
-    assert batch == {"tiny": 64, "digits": 64}.get(name, 8)
+    large = dict.fromkeys(("resnet50", "efficientnet_lite0"), 128)
+    assert batch == {"tiny": 64, "digits": 64, **large}.get(name, 8)
     assert [file for file in label_files if file] == [file for file in model.files if file.startswith("labels")]
