@@ -1,4 +1,7 @@
-"""Triton's classification extension: the best classes of each row as text, `score:index[:label]`."""
+"""Triton's classification extension: the best classes of each row as text, `score:index[:label]`.
+
+A score is written as C++'s `std::to_string` does: integers plainly, floats with six digits.
+"""
 
 from __future__ import annotations
 
@@ -40,4 +43,5 @@ def classify(array: Array, spec: TensorSpec, count: int, batched: bool) -> Array
 
 def _line(value: float, index: int, labels: tuple[str, ...]) -> bytes:
     label = f":{labels[index]}" if index < len(labels) else ""
-    return f"{value:f}:{index}{label}".encode()
+    score = f"{value:f}" if isinstance(value, float) else str(value)
+    return f"{score}:{index}{label}".encode()
