@@ -159,7 +159,7 @@ class Reconciler:
             Overloaded: too many loads wait.
             Unavailable: the server is stopping.
         """
-        self._check("load", name)
+        self._check(name)
         if (config is not None or files) and not self._control.allow_override:
             option = "--allow-model-override"
             raise Forbidden(
@@ -185,12 +185,14 @@ class Reconciler:
             Overloaded: too many commands wait.
             Unavailable: the server is stopping.
         """
-        self._check("unload", name)
+        self._check(name)
         await self._do(lambda: self._unload(name))
 
-    def _check(self, verb: str, name: str) -> None:
+    def _check(self, name: str) -> None:
         if self._control.mode != "explicit":
-            raise Forbidden(f"clients may not {verb} models: start the server with --model-control explicit")
+            raise Forbidden(
+                "explicit model load / unload is not allowed: start the server with --model-control explicit"
+            )
         problem = name_problem(name)
         if problem is not None:
             raise BadRequest(f"{problem.message}: {problem.cure}")
