@@ -255,6 +255,42 @@ def test_kubernetes_runs_the_image_as_it_is_made() -> None:
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
 
 
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_compose_keeps_what_is_built_in_a_volume_and_models_read_only(profile: str) -> None:
+    (server,) = [s for name, s in services(COMPOSE_PROFILES=profile).items() if name.startswith("headrace")]
+    found = mounts(server)
+    assert found["/models"].endswith(":ro")
+    assert re.fullmatch(r"(\w+_)?state:rw", found["/var/lib/headrace"])
+    for file in DOCKERFILES:
+        variables = " ".join(rest for word, rest in instructions(file) if word == "ENV")
+        assert "HOME=/var/lib/headrace " in variables
+        assert environment(file)["HEADRACE_STATE_DIR"].startswith("/var/lib/headrace/")
+        assert environment(file)["HEADRACE_MODEL_REPOSITORY"] == "/models"
+
+
+def test_kubernetes_on_a_gpu_differs_by_image_gpu_memory_and_a_claim_for_engines() -> None:
+    cpu, cpu_service = yaml.safe_load_all(MANIFEST.read_text())
+    gpu, claim, gpu_service = yaml.safe_load_all(MANIFEST.with_name("headrace-gpu.yaml").read_text())
+    assert gpu_service == cpu_service
+    pods = [one["spec"]["template"]["spec"] for one in (cpu, gpu)]
+    (cpu_container,), (gpu_container,) = (pod["containers"] for pod in pods)
+    assert gpu_container["image"] == "headrace:gpu"
+    assert gpu_container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert claim["kind"] == "PersistentVolumeClaim"
+    home = {"name": "home", "persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}
+    assert home in pods[1]["volumes"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in gpu_container["volumeMounts"]}
+    assert environment(DOCKERFILES[1])["HEADRACE_STATE_DIR"].startswith(mounted["home"] + "/")
+    # One claim and one GPU: a second pod beside the first would wait for both.
+    assert gpu["spec"]["strategy"] == {"type": "Recreate"}
+
+    for key in ("image", "resources"):
+        gpu_container[key] = cpu_container[key]
+    pods[1]["volumes"] = pods[0]["volumes"]
+    gpu["spec"]["strategy"] = cpu["spec"]["strategy"]
+    assert gpu == cpu
+
+
 def test_kubernetes_waits_for_requests_in_flight() -> None:
     deployment, _ = yaml.safe_load_all(MANIFEST.read_text())
     pod = deployment["spec"]["template"]["spec"]
