@@ -1,0 +1,322 @@
+"""Runs what README.md and docs/ tell a reader to type, and reads the configurations that they show.
+
+Commands run in a folder that looks like the root of the repository after `make serve`, against one server on free ports.
+A command that cannot run here stands in `NOT_RUN`, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server.config.config_reader import read_config_text
+from tests.serving import HOST, ROOT, Server, serving
+from tests.tools import tool
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+# What a line of an indented or unnamed block begins with if a shell is to run it.
+COMMAND = re.compile(
+    r"(headrace|\.venv/bin/\w+|make|curl|docker|kubectl|pip|python|pytest|cd|source|k6|perf_analyzer|jq|[A-Z_]+=\S+) "
+)
+# What is not run, and why. `make` and `python -m loadtest` are not run either, but checked: see `checked`.
+NOT_RUN = (
+    (
+        r"docker |(\w+=\S+ )*docker |cd deploy",
+        "needs Docker; tests/unit/deploy/test_containers.py and `make image-test`",
+    ),
+    (r"kubectl ", "needs a cluster; tests/unit/deploy/test_containers.py"),
+    (r"(k6|perf_analyzer|jq) ", "programs of others"),
+    (r"pip install ", "needs a package index"),
+    (r"headrace (build|compare) ", "takes minutes; tests/e2e/test_build_command.py"),
+    (r"pytest -s tests/gpu", "needs a GPU"),
+)
+# So that a command takes seconds.
+SHORTER = (
+    (r"^(headrace simulate.*?) --seconds [\d.]+", r"\g<1>"),
+    (r"^headrace simulate ", "headrace simulate --seconds 0.2 "),
+    (r"^headrace tune ", "headrace tune --seconds 0.02 --instances 1 --repeats 1 --max-batch-size 4 "),
+    (r"^(headrace serve .*--model-repository )model_repository", r"\g<1>my_models"),
+)
+SERVED = ("add_sub", "digits", "efficientnet_lite0", "resnet50", "tiny")
+COMMAND_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A block of a page.
+
+    Attributes:
+        page: its file.
+        line: number of the block's first line.
+        kind: language of a fenced block, "" if it has none, "indented" for the others.
+        text: without fence and indent.
+    """
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    def commands(self) -> list[str]:
+        """Shell commands, continued lines joined, comments behind them removed."""
+        found: list[str] = []
+        open_ = ""
+        for line in self.text.splitlines() if self.kind in ("indented", "", "sh", "bash") else ():
+            if not open_ and not COMMAND.match(line.strip() + " "):
+                continue
+            open_ = f"{open_}\n{line}" if open_ else line.strip()
+            if open_.endswith("\\") or not _is_complete(open_):
+                continue
+            found.append(re.sub(r"\s+#.*$", "", open_) if "\n" not in open_ else open_)
+            open_ = ""
+        return [re.split(r" {3,}", command)[0] if command.startswith("make ") else command for command in found]
+
+
+def _is_complete(text: str) -> bool:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def snippets(page: str) -> list[Snippet]:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found, index = [], 0
+    while index < len(lines):
+        fence = re.match(r"(\s*)```(\w*)", lines[index])
+        if fence:
+            end = next(i for i in range(index + 1, len(lines)) if lines[i].strip().startswith("```"))
+            text = "\n".join(line.removeprefix(fence[1]) for line in lines[index + 1 : end])
+            found.append(Snippet(page, index + 2, fence[2], text))
+        elif lines[index].startswith("    ") and not (index and lines[index - 1].strip()):
+            end = index
+            while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
+                end += 1
+            found.append(
+                Snippet(page, index + 1, "indented", "\n".join(line[4:] for line in lines[index:end]).rstrip())
+            )
+            end -= 1
+        else:
+            end = index
+        index = end + 1
+    return found
+
+
+ALL = [snippet for page in PAGES for snippet in snippets(page)]
+COMMANDS = [(f"{snippet.page}:{snippet.line}", command) for snippet in ALL for command in snippet.commands()]
+
+
+def not_run(command: str) -> str:
+    """Why a command is not run; "" if it is."""
+    return next((why for pattern, why in NOT_RUN if re.match(pattern, command)), "")
+
+
+@dataclass
+class Shell:
+    """A folder like the repository's root after `make serve`, and a server.
+
+    Attributes:
+        folder: the folder.
+        server: it runs on free ports in place of 8000 and 8001.
+    """
+
+    folder: Path
+    server: Server
+
+    def run(self, command: str, environment: dict[str, str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Run a command in bash; what it prints.
+
+        Raises:
+            AssertionError: its exit status is not 0.
+        """
+        command = re.sub(r"(127\.0\.0\.1|localhost):8000", self.server.address, command)
+        command = re.sub(r"\bcurl\b", "curl --fail-with-body -sS", command)
+        if re.match(r"(\.venv/bin/)?headrace (infer|explain) ", command):
+            command += f" --url {self.server.url}"
+        command = shorter(command)
+        words = ["bash", "-c", command]
+        done = subprocess.run(
+            words, cwd=self.folder, env=environment, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout + done.stderr
+
+    def serve(self, command: str, environment: dict[str, str]) -> None:
+        """Start a server by a command, wait until it is ready, end it by SIGTERM."""
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port = free.getsockname()[1]
+        # Without a repository on the command line a small one is served.
+        settings = {
+            "HEADRACE_HTTP_PORT": str(port),
+            "HEADRACE_GRPC_PORT": "0",
+            "HEADRACE_MODEL_REPOSITORY": "my_models",
+        }
+        log = self.folder / "serve.log"
+        with log.open("wb") as stream:
+            words = ["bash", "-c", f"exec {shorter(command)}"]
+            process = subprocess.Popen(
+                words, cwd=self.folder, env=environment | settings, stdout=stream, stderr=subprocess.STDOUT
+            )
+        try:
+            end = time.monotonic() + COMMAND_TIMEOUT_S
+            while not _is_ready(port):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < end, log.read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def shorter(command: str) -> str:
+    """The same command for less data or time."""
+    for pattern, replacement in SHORTER:
+        command = re.sub(pattern, replacement, command)
+    return command
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/v2/health/ready", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
+    tool("curl")
+    folder = tmp_path_factory.mktemp("root")
+    shutil.copytree(ROOT / "model_repository", folder / "model_repository", copy_function=os.link)
+    if not (folder / "model_repository" / "digits" / "1" / "model.onnx").exists():
+        pytest.skip("the demo models are not built: make models")
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "docs").symlink_to(ROOT / "docs")
+    # A small stand-in for the reader's own models.
+    for name in ("resnet50", "bert"):
+        shutil.copytree(folder / "model_repository" / "tiny", folder / "my_models" / name)
+        config = folder / "my_models" / name / "config.pbtxt"
+        config.write_text(re.sub(r'name: "tiny"', f'name: "{name}"', config.read_text()))
+    np.savez(folder / "requests.npz", input=np.ones((4, 16), np.float32))
+    np.zeros((1, 3, 224, 224), np.float32).tofile(folder / "image.f32")
+    (folder / "model.onnx").symlink_to(folder / "model_repository" / "tiny" / "1" / "model.onnx")
+    options = ["--model-control", "explicit", *(word for name in SERVED for word in ("--load-model", name))]
+    with serving(folder / "model_repository", folder, *options) as server:
+        yield Shell(folder, server)
+
+
+def environment(with_venv: bool) -> dict[str, str]:
+    """Variables of a reader's shell; with or without the environment's programs on the path."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    folder = str(Path(sys.prefix) / "bin")
+    path = [entry for entry in inherited["PATH"].split(os.pathsep) if entry != folder and not _has_headrace(entry)]
+    return inherited | {"PATH": os.pathsep.join([folder, *path] if with_venv else path), "COLUMNS": "120"}
+
+
+def _has_headrace(folder: str) -> bool:
+    return (Path(folder) / "headrace").exists()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(where.startswith(f"{page}:") for where, _ in COMMANDS)])
+def test_the_commands_of_a_page_run_as_typed(page: str, shell: Shell) -> None:
+    # The README is read first, in a shell that knows no `headrace`; the other pages are read after it.
+    variables = environment(with_venv=page != "README.md")
+    for where, command in COMMANDS:
+        if not where.startswith(f"{page}:") or not_run(command):
+            continue
+        try:
+            if command.startswith("source .venv/bin/activate"):
+                assert "VIRTUAL_ENV" in shell.run(f"{command} && env", variables)
+                variables = environment(with_venv=True)
+            elif re.match(r"(\.venv/bin/)?headrace serve\b", command):
+                shell.serve(command, variables)
+            elif checked(command) is None:
+                shell.run(command, variables)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            raise AssertionError(f"{where}: {error}") from None
+
+
+def checked(command: str) -> list[str] | None:
+    """What is run in place of a command that takes minutes: a dry run of make, or a program's help; None for others."""
+    words = shlex.split(command, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words.pop(0)
+    if words[0] == "make":
+        return ["make", "-n", *words[1:]]
+    if words[0].endswith("python") and words[1:2] == ["-m"]:
+        return [sys.executable, "-m", words[2], "--help"]
+    return None
+
+
+CHECKED = sorted({" ".join(map(shlex.quote, words)) for _, command in COMMANDS if (words := checked(command))})
+
+
+@pytest.mark.parametrize("command", CHECKED)
+def test_targets_of_make_and_modules_are_there(command: str) -> None:
+    done = subprocess.run(shlex.split(command), cwd=ROOT, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-1000:]
+
+
+PYTHON = [snippet for snippet in ALL if snippet.kind == "python"]
+
+
+@pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
+def test_python_runs(snippet: Snippet, shell: Shell) -> None:
+    code = snippet.text.replace("127.0.0.1:8000", shell.server.address)
+    code = code.replace("127.0.0.1:8001", shell.server.grpc_address)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=shell.folder, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+CONFIGURATIONS = [
+    snippet
+    for snippet in ALL
+    if snippet.kind == "yaml"
+    or (snippet.kind in ("", "pbtxt") and re.search(r"^\w+ \{ .*\}|^parameters \{", snippet.text, re.M))
+]
+
+
+@pytest.mark.parametrize("snippet", CONFIGURATIONS, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
+def test_configurations_are_read(snippet: Snippet) -> None:
+    name = "config.yaml" if snippet.kind == "yaml" else "config.pbtxt"
+    config, findings = read_config_text(snippet.text, f"m/{name}")
+    assert [str(finding) for finding in findings if "is missing" not in str(finding)] == []
+    assert config is not None or not snippet.text.strip("# \n")
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [snippet for snippet in ALL if snippet.kind == "json"],
+    ids=lambda snippet: f"{snippet.page}:{snippet.line}",
+)
+def test_json_is_json(snippet: Snippet) -> None:
+    json.loads(snippet.text)
+
+
+def test_every_reason_not_to_run_something_is_needed() -> None:
+    unused = [why for pattern, why in NOT_RUN if not any(re.match(pattern, command) for _, command in COMMANDS)]
+    assert unused == []
