@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # One process, so that signals and the exit status need no handing on.
         os.execv(sys.executable, [sys.executable, "-m", "engines", *given])
     try:
+        if given[:1] and given[0].endswith(".onnx"):
+            raise ValueError(f"{given[0]!r} is no command: did you mean headrace serve {shlex.join(given)}?")
         if given[:1] == ["health"]:
             return _health(given[1:])
         Parser.words = given
@@ -89,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("health", help="exit status 0 while a server is ready")
 
     validate = commands.add_parser("validate", help="check a model repository without serving it")
-    validate.add_argument("path", nargs="+", type=Path, help="a model repository, or the folder of one model")
+    validate.add_argument(
+        "path", nargs="+", type=Path, help="a model repository, the folder of one model, or an ONNX file"
+    )
     text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
     validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
     validate.set_defaults(run=_validate)

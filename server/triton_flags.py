@@ -60,6 +60,7 @@ ANSWERS: dict[str, str] = {
     "--model-load-thread-count": "not needed: models are loaded one after the other",
     "--model-load-retry-count": "not here: load a model again with POST /v2/repository/models/NAME/load",
     "--model-load-gpu-limit": _MEMORY,
+    "--model-config-name": "not here: a model has one configuration, config.pbtxt or config.yaml in its folder",
     "--model-namespacing": "not here: a model's name is unique across all repositories",
     "--enable-peer-access": "not needed: a model uses one GPU for each instance",
     "--allow-http": "not needed: HTTP is always served",

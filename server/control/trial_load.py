@@ -25,12 +25,14 @@ from server.core.completion import Mailbox
 from server.core.errors import ConfigError, Finding
 
 _CLOSE_TIMEOUT_S = 30.0
+# A server runs each model for a while before it serves, to measure it; a few runs find what fails in them.
+_MEASURE_S = 0.02
 
 
 def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
     """Load one model through the server's own `Deployments` and close it again.
 
-    Nothing is measured before it serves, and no engine is built.
+    It is run for a moment, as a server measures it before it serves; no engine is built.
 
     Args:
         name: of the model.
@@ -42,7 +44,7 @@ def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
     """
     registry, residency, loop = Registry(), Residency(), asyncio.new_event_loop()
     drains = Drains(registry, residency.forget)
-    loader = Loader(Mailbox(loop), histograms=False, residency=residency)
+    loader = Loader(Mailbox(loop), histograms=False, residency=residency, profile_s=_MEASURE_S)
     # Never started, so that orders for engines only wait.
     builds = Builds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)

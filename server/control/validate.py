@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from server.config.config_reader import ModelFolder, read_model_folder, served_versions
+from server.control.file_repository import open_paths
 from server.control.repository import Skipped, folder_names, folders, is_model_folder
 from server.core.command_line import did_you_mean
 from server.core.errors import ConfigError, Finding
@@ -53,7 +54,8 @@ def validate_repository(path: Path, load: bool = True) -> list[Finding]:
     """Every finding of a repository, or of the one model whose folder `path` is.
 
     Args:
-        path: a repository, or one model's folder; findings name files relative to it (to the folder around a model).
+        path: a repository, one model's folder, or an ONNX file; findings name files relative to it (to the folder around a
+            model or file).
         load: load the models too, in a process of their own; False: only read their files.
     """
     return [finding for inspection in inspect(path, load) for finding in inspection.findings]
@@ -68,6 +70,9 @@ def inspect(path: Path, load: bool = True) -> list[Inspection]:
     """
     # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
     path = Path(os.path.abspath(path))
+    if path.is_file() and path.suffix == ".onnx":
+        with open_paths([path]) as named:
+            return inspect(named.repositories[0], load)
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         suggestion = did_you_mean(path.name, folder_names(path.parent))
@@ -204,7 +209,7 @@ def main(paths: Sequence[Path], console: Console, load: bool = True) -> int:
 
 def _from_here(finding: Finding, path: Path, single: bool) -> Finding:
     """The finding with its file as it can be opened from where the command was typed."""
-    if finding.path == os.path.basename(os.path.abspath(path)):
+    if path.is_file() or finding.path == os.path.basename(os.path.abspath(path)):
         return replace(finding, path=str(path))
     if single:
         return replace(finding, path=str(path / Path(*Path(finding.path).parts[1:])))

@@ -392,3 +392,25 @@ def test_flags_of_tritonserver_are_taken_or_answered(good: Path, tmp_path: Path)
     assert "unknown option --strict-model-config of tritonserver: not needed: what a configuration leaves out" in text
     assert "unknown option --backend-config of tritonserver: write `parameters`" in text
     assert "unknown option --htp-port: did you mean --http-port?" in text
+
+
+def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:
+    with serving(good, tmp_path) as server:
+        for words in (["explain", "row_sum"], ["infer", "row_sum", "--json-input", str(tmp_path / "x.json")]):
+            (tmp_path / "x.json").write_bytes(row(2))
+            done = subprocess.run(
+                [*COMMAND, *words, "--url", server.url],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+            assert done.returncode == 1
+            assert "did you mean" in done.stderr, done.stderr
+            assert "row_sums" in done.stderr
+    done = subprocess.run(
+        [*COMMAND, "m.onnx", "--http-port", "0"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "did you mean headrace serve m.onnx --http-port 0?" in done.stderr

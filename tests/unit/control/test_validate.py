@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from server.control import validate
 from server.control.validate import main, validate_repository
 from tests.unit.config.onnx_models import write_model
 
@@ -88,3 +89,47 @@ def test_neither_onnx_runtime_nor_a_server_is_imported(repository: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_an_onnx_file_may_be_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "m")
+    file = (tmp_path / "m" / "1" / "model.onnx").rename(tmp_path / "my model.onnx")
+    status, lines = run(file)
+    assert (status, lines[0]) == (0, "OK my_model 1: x FP32[-1,16] -> y FP32[-1,16], batches of up to 4")
+    file.write_bytes(b"no model")
+    status, lines = run(file)
+    assert status == 1
+    assert lines[0].startswith(f"{file}: error: is no ONNX model")
+
+
+def test_a_model_that_crashes_its_runtime_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each child stands for a server's process: one that a model kills is named, and the others are loaded by the next."""
+    for name in ("a", "b", "c"):
+        write_model(tmp_path / name)
+    code = (
+        "import os, signal, sys; from server.control import trial_load as t; load = t.trial_load\n"
+        "def crashing(name, folder, repository):\n"
+        "    if name == 'b':\n"
+        "        print('free(): invalid pointer', file=sys.stderr, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    return load(name, folder, repository)\n"
+        "t.trial_load = crashing; t.main()"
+    )
+    monkeypatch.setattr(validate, "TRIAL_LOAD", (sys.executable, "-c", code))
+    status, lines = run(tmp_path)
+    assert status == 1
+    assert [line for line in lines if "error: " in line] == [
+        f"{tmp_path}/b: error: loading the model ends the process with SIGSEGV: free(): invalid pointer (check the model's file "
+        "and the libraries of its runtime; `isolation: process` keeps the server alive)"
+    ]
+    assert [line.split()[1] for line in lines if line.startswith("OK ")] == ["a", "c"]
+
+
+def test_files_alone_are_read_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "m")
+    monkeypatch.setattr(validate, "TRIAL_LOAD", ("/nonexistent",))
+    out = io.StringIO()
+    assert main([tmp_path], Console(file=out, width=40), load=False) == 0
+    assert "OK m 1: " in out.getvalue()
