@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
 from loadtest.onnx_models import onnx_model
 from server.config.row_analysis import RowVerdict, analyse_rows
 from tests.onnx_blocks import small_cnn, transformer_block
+from tests.random_models import FOUND_ENDS, MIXED_STEPS, OTHER_ENDS, Sample, sample
 
 FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -203,3 +206,40 @@ def test_a_recurrent_network_is_understood() -> None:
 
 def test_an_operator_that_does_not_exist_is_not_shown() -> None:
     assert not verdict([("NoSuchOperator", "X", "Y")]).independent
+
+
+def alone_and_together(made: Sample, seed: int) -> bool:
+    """True if the rows of three requests in one batch have the outputs that they have alone."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = ort.InferenceSession(made.model.SerializeToString(), options, ["CPUExecutionProvider"])
+    rng = np.random.default_rng(seed)
+    parts = [rng.integers(-3, 4, (rows, made.width)).astype(np.float32) for rows in (2, 1, 4)]
+    together = session.run(made.outputs, {"X": np.concatenate(parts)})
+    alone = [session.run(made.outputs, {"X": part}) for part in parts]
+    return all(
+        len(whole.shape) > 0
+        and all(each[index].shape[:1] == part.shape[:1] for each, part in zip(alone, parts, strict=True))
+        and whole.shape == (7, *alone[0][index].shape[1:])
+        and np.allclose(whole, np.concatenate([each[index] for each in alone]), 1e-5, 1e-5, equal_nan=True)
+        for index, whole in enumerate(together)
+    )
+
+
+def test_what_is_shown_to_be_independent_is_so_when_it_runs() -> None:
+    shown = 0
+    for seed in range(int(os.environ.get("HEADRACE_RANDOM_GRAPHS", "150"))):
+        made = sample(seed)
+        found = analyse_rows(made.model, ["X"])
+        if found.independent:
+            shown += 1
+            assert alone_and_together(made, seed), (made.name, made.steps)
+        elif not set(" ".join(made.steps).replace("=", " ").split()) & {
+            *MIXED_STEPS,
+            *FOUND_ENDS,
+            *OTHER_ENDS,
+            "scalar",
+        }:
+            raise AssertionError(f"{made.name} {made.steps} keeps rows apart: {found.reason}")
+    assert shown > 20
