@@ -69,7 +69,7 @@ class HeadraceServer:
         self._settings = settings
         self._announce = announce
         self._only = only or {}
-        self._registry = Registry()
+        self._registry = Registry(settings.ready_when)
         self._residency = Residency()
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None

@@ -56,6 +56,7 @@ class Settings:
         poll_interval_s: how often model control poll looks.
         load_model: models to load at start; "*" is all.
         strict: refuse to start if a model cannot be served.
+        ready_when: the server is ready while a model serves (any), or while every model that should be served is READY (all).
         allow_client_shm: let clients register shared memory.
         allow_model_override: let a load request bring its own configuration.
         cache_bytes: of the response cache.
@@ -88,6 +89,7 @@ class Settings:
     poll_interval_s: float = 2.0
     load_model: tuple[str, ...] = ()
     strict: bool = False
+    ready_when: Literal["any", "all"] = "any"
     allow_client_shm: bool = False
     allow_model_override: bool = False
     cache_bytes: int = 0
@@ -133,6 +135,9 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     metrics_port = env.port("METRICS_PORT", None)
     add("--metrics-port", type=_port, default=metrics_port, metavar="N", help="port of /metrics (the HTTP port)")
     _add_flag(parser, env, "strict", "refuse to start if a model cannot be served")
+    ready_when = env.choice("READY_WHEN", "any", ("any", "all"))
+    text = "ready while a model serves, or while every model that should be served is READY (%(default)s)"
+    add("--ready-when", choices=("any", "all"), default=ready_when, help=text)
     _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
     _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
     add(
@@ -203,6 +208,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         model_control=args.model_control,
         load_model=tuple(args.load_model or args.default_load_model),
         strict=args.strict,
+        ready_when=args.ready_when,
         allow_client_shm=args.allow_client_shm,
         allow_model_override=args.allow_model_override,
         cache_bytes=args.cache_bytes,

@@ -94,10 +94,13 @@ class Overview:
         for row in self._registry.index():
             handle = handles.get((str(row["name"]), str(row["version"])))
             models.append({**row, "serving": None if handle is None else _serving(handle)})
+        models_ready, models_expected = self._registry.model_counts()
         return {
             "time_ns": now_ns,
             "uptime_ns": now_ns - self._started_ns,
             "ready": self._registry.ready(),
+            "models_ready": models_ready,
+            "models_expected": models_expected,
             "buckets_per_doubling": 1 << SCHEMA,
             "models": models,
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from server.control.lifecycle import State, step
 from server.control.similar_names import SimilarNames
@@ -15,6 +16,8 @@ from server.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from server.core.model_config import is_version, name_problem
 from server.dataplane.handle import ModelHandle
 from server.observability.statistics import to_triton
+
+ReadyWhen = Literal["any", "all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,20 @@ class _Record:
     reason: str
 
 
-class Registry:
-    """All models and what became of them."""
+# Not counted by readiness: never loaded, or unloaded on purpose.
+_ASIDE = frozenset({State.UNLOADING, State.UNLOADED})
 
-    def __init__(self) -> None:
+
+class Registry:
+    """All models and what became of them.
+
+    Args:
+        ready_when: "any": the server is ready while a model serves; "all": while every model that should serve does.
+    """
+
+    def __init__(self, ready_when: ReadyWhen = "any") -> None:
         self._lock = threading.Lock()
+        self._ready_when = ready_when
         self._serving: Mapping[str, Serving] = {}
         self._records: dict[tuple[str, str], _Record] = {}
         self._similar: tuple[Mapping[str, Serving], SimilarNames] = ({}, SimilarNames(()))
@@ -115,12 +127,34 @@ class Registry:
             ]
 
     def ready(self) -> bool:
-        """True once the first loading is over, while every version that serves has a living instance, and its process if any."""
-        return self._complete and all(
+        """Whether the server is ready for traffic.
+
+        Never before the first loading is over, while the server drains, or while a version that serves has lost all its
+        instances or its process: that is a fault of this replica, which another one may not have. A version that cannot be
+        loaded is broken in every replica: with "all" it makes the server not ready, with "any" only if no model serves.
+        Versions that are not to be served (never loaded, unloaded) do not count, nor does one that is loaded later on, until
+        its loading has ended. A server that has nothing to serve is ready.
+        """
+        serving = self._serving
+        if not self._complete or not all(
             handle.ready and ((standing := handle.standing) is None or standing.up)
-            for serving in self._serving.values()
-            for handle in serving.handles.values()
-        )
+            for model in serving.values()
+            for handle in model.handles.values()
+        ):
+            return False
+        if serving and self._ready_when == "any":
+            return True
+        with self._lock:
+            return not any(record.state is State.UNAVAILABLE for record in self._records.values())
+
+    def model_counts(self) -> tuple[int, int]:
+        """How many models are READY in every version that should be served, and how many should be served."""
+        with self._lock:
+            states: dict[str, bool] = {}
+            for (name, _), record in self._records.items():
+                if record.state not in _ASIDE:
+                    states[name] = states.get(name, True) and record.state is State.READY
+        return sum(states.values()), len(states)
 
     # For metrics
 

@@ -29,7 +29,7 @@ class ControlPlane:
         self.services = services
 
     def ready(self) -> bool:
-        """True while every model that should be served can be."""
+        """Whether the server is ready for traffic; see `server.control.registry.Registry.ready`."""
         return self.services.models.ready()
 
     def live(self) -> dict[str, object]:
@@ -39,7 +39,10 @@ class ControlPlane:
     def require_ready(self) -> dict[str, object]:
         """Readiness as KServe's client reads it; raises Unavailable unless `ready`."""
         if not self.ready():
-            raise Unavailable("the server is not ready: it is starting, draining, or a model is not available")
+            raise Unavailable(
+                "the server is not ready: it is starting or draining, or models are not available; "
+                "the repository index (POST /v2/repository/index) says which, and why"
+            )
         return {"ready": True}
 
     def server_metadata(self) -> dict[str, object]:

@@ -108,6 +108,13 @@ def routes(services: Services, max_body_bytes: int) -> list[Route]:
     ]
 
 
+READY_TEXT = (
+    "200 while a model serves, with --ready-when all while every model that should be served is READY; 503 until the first "
+    "loading is over, while the server drains, and while a model that served has lost all its instances; "
+    "a server with nothing to serve is ready"
+)
+
+
 def _server(control: ControlPlane) -> Iterator[Route]:
     yield Route(
         "GET",
@@ -121,7 +128,7 @@ def _server(control: ControlPlane) -> Iterator[Route]:
         "GET",
         "/v2/health/ready",
         "health",
-        "200 while every model that should be served can be",
+        READY_TEXT,
         lambda call: control.require_ready(),
         bodies.ServerReady,
         statuses=(503,),

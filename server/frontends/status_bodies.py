@@ -59,7 +59,9 @@ class Status(Struct, forbid_unknown_fields=True):
     version: str
     time_ns: Annotated[int, Meta(ge=0, description="when this was so, by a clock of the server's own")]
     uptime_ns: _Count
-    ready: bool
+    ready: Annotated[bool, Meta(description="what /v2/health/ready says")]
+    models_ready: Annotated[int, Meta(ge=0, description="models of which every version that should be served is READY")]
+    models_expected: Annotated[int, Meta(ge=0, description="models that should be served")]
     buckets_per_doubling: Annotated[int, Meta(ge=1, description="of times, in `latency`")]
     models: list[VersionStatus]
 

@@ -39,7 +39,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         models.add_model(repository, name, models.pictures(), files=files)
     models.add_model(repository, "affine", models.affine())
     models.add_model(repository, "broken", b"this is no ONNX file")
-    (repository / HOSTILE).mkdir()
+    (repository / HOSTILE / "1").mkdir(parents=True)  # with a folder of a version, or it would be skipped
     inspect = [sys.executable, "-m", "engines", "inspect", "plain", "--publish", "--model-repository", str(repository)]
     subprocess.run(inspect, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return repository
@@ -95,7 +95,13 @@ def affine(server: Server, width: int = 16, rows: int = 1) -> int:
 
 def test_every_model_is_there_with_its_state_and_reason(page: Page) -> None:
     assert page.text("#summary") == "3 serving, 2 not"
-    assert page.text("#ready") == "ready"
+    # The broken model and the folder whose name is none do not make the server unready, but they are seen.
+    assert page.text("#ready") == "3 of 5 ready"
+    assert page.evaluate("document.getElementById('ready').className") == "badge warn"
+    red, green, blue = page.evaluate(
+        "getComputedStyle(document.getElementById('ready')).color.match(/[0-9]+/g).map(Number)"
+    )
+    assert red > green > blue, "amber"
     for name in ("affine", "plain", "ranked"):
         assert page.evaluate(f"{card(name)}.querySelector('.badge').innerText") == "READY"
         assert page.evaluate(f"{card(name)}.querySelector('.figures').innerText").split()[-1] == "1/1"

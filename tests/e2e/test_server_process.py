@@ -14,8 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import onnx
 import pytest
+import tritonclient.grpc as triton_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import models
 from tests.e2e.conftest import CONTRADICTING
@@ -67,6 +70,45 @@ def test_strict_refuses_to_start_with_a_broken_model(mixed: Path, tmp_path: Path
 def test_strict_serves_when_all_is_well(good: Path, tmp_path: Path) -> None:
     with serving(good, tmp_path, "--strict") as server:
         assert index(server) == {"row_sums": "READY", "busy": "READY"}
+
+
+def probes(server: Server) -> set[object]:
+    """What every probe says of the server's readiness: HTTP, ServerReady, grpc.health.v1, the metric, the page's status."""
+    pb, kind = health_pb2, health_pb2.HealthCheckResponse
+    with (
+        grpc.insecure_channel(server.grpc_address) as channel,
+        triton_grpc.InferenceServerClient(server.grpc_address) as client,
+    ):
+        standard = health_pb2_grpc.HealthStub(channel).Check(pb.HealthCheckRequest(service="")).status == kind.SERVING
+        status, _, _ = server.request("GET", "/v2/health/ready")
+        gauge = re.search(r"^headrace_ready (.+)$", server.request("GET", "/metrics")[2].decode(), re.MULTILINE)
+        assert gauge is not None
+        assert status in (200, 503)
+        return {status == 200, client.is_server_ready(), standard, float(gauge[1]) == 1}
+
+
+@pytest.mark.parametrize("engine", ["grpcio", "fast"])
+@pytest.mark.parametrize("rule", ["any", "all"])
+def test_every_probe_says_what_ready_when_asks_for(
+    good: Path, mixed: Path, tmp_path: Path, rule: str, engine: str
+) -> None:
+    options = ("--ready-when", rule, "--grpc-engine", engine, "--model-control", "explicit")
+    models_at_start = ("--load-model", "row_sums", "--load-model", "wrong")
+    with serving(mixed, tmp_path, "--model-repository", str(good), *options, *models_at_start) as server:
+        # One serves, one is quarantined, one was never asked for.
+        assert probes(server) == {rule == "any"}
+        status = json.loads(server.request("GET", "/v2/status")[2])
+        assert (status["models_ready"], status["models_expected"]) == (1, 2)
+        document = json.loads(server.request("GET", "/openapi.json")[2])
+        summary = document["paths"]["/v2/health/ready"]["get"]["summary"]
+        assert "200 while a model serves, with --ready-when all while every model" in summary
+        assert server.request("POST", "/v2/repository/models/row_sums/unload")[0] == 200
+        assert probes(server) == {False}, "nothing of what should serve does"
+        assert server.request("POST", "/v2/repository/models/wrong/unload")[0] == 200
+        assert probes(server) == {True}, "nothing is to be served"
+        assert server.request("POST", "/v2/repository/models/busy/load")[0] == 200
+        assert probes(server) == {True}
+        server.stop()
 
 
 def test_the_environment_sets_every_option_and_the_command_line_beats_it(

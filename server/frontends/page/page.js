@@ -23,8 +23,10 @@ function show() {
   const serving = status.models.filter((model) => model.serving);
   say(at("version"), status.version);
   say(at("uptime"), `up ${duration(status.uptime_ns / 1e9)}`);
-  say(at("ready"), status.ready ? "ready" : "not ready");
-  at("ready").className = `badge ${status.ready ? "good" : "bad"}`;
+  const { models_ready: ready, models_expected: expected } = status;
+  const some = ready < expected ? `${ready} of ${expected}` : "";
+  say(at("ready"), status.ready ? (some ? `${some} ready` : "ready") : (some ? `not ready: ${some}` : "not ready"));
+  at("ready").className = `badge ${!status.ready ? "bad" : some ? "warn" : "good"}`;
   const rates = history.rates();
   const recent = serving.map((model) => history.recent(keyOf(model)));
   const latency = together(recent.map((each) => each.latency));

@@ -56,6 +56,112 @@ def test_only_the_tables_steps_are_legal(current: State, following: State) -> No
             step(current, following)
 
 
+class Scene:
+    """Two registries with the same history, one for each value of --ready-when."""
+
+    def __init__(self, runner: asyncio.Runner, make: Callable[[], ModelHandle]) -> None:
+        self.registries = {"any": Registry(), "all": Registry("all")}
+        self.handles: dict[str, ModelHandle] = {}
+        self.runner = runner
+        self._make = make
+
+    def mark(self, name: str, *states: State) -> None:
+        for registry in self.registries.values():
+            for state in states:
+                registry.mark(name, "1", state, "because")
+
+    def serve(self, name: str) -> None:
+        self.handles[name] = self._make()
+        self.mark(name, State.LOADING)
+        for registry in self.registries.values():
+            registry.publish(name, Serving({"1": self.handles[name]}))
+
+    def unload(self, name: str) -> None:
+        for registry in self.registries.values():
+            registry.publish(name, None)
+            registry.withdraw(name, "unloaded")
+
+    def complete(self, complete: bool = True) -> None:
+        for registry in self.registries.values():
+            registry.set_complete(complete)
+
+    @property
+    def ready(self) -> tuple[bool, bool]:
+        """Of any and of all."""
+        return self.registries["any"].ready(), self.registries["all"].ready()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.registries["all"].model_counts()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with loop_with_handles() as (runner, make):
+        yield Scene(runner, make)
+
+
+def test_a_server_with_nothing_to_serve_is_ready(scene: Scene) -> None:
+    assert scene.ready == (False, False), "the first loading is not over"
+    scene.complete()
+    assert scene.ready == (True, True)
+    scene.mark("asleep", State.UNLOADED)
+    assert scene.ready == (True, True), "never loaded, in explicit mode"
+    assert scene.counts == (0, 0)
+
+
+def test_a_quarantined_model_counts_for_all_and_for_any_only_where_it_is_alone(scene: Scene) -> None:
+    scene.mark("broken", State.LOADING, State.UNAVAILABLE)
+    scene.complete()
+    assert scene.ready == (False, False)
+    assert scene.counts == (0, 1)
+    scene.serve("good")
+    assert scene.ready == (True, False)
+    assert scene.counts == (1, 2)
+    scene.unload("broken")
+    assert scene.ready == (True, True), "unloaded on purpose"
+    assert scene.counts == (1, 1)
+
+
+def test_a_model_that_is_loaded_later_counts_once_its_loading_has_ended(scene: Scene) -> None:
+    scene.serve("good")
+    scene.complete()
+    scene.mark("later", State.LOADING)
+    assert scene.ready == (True, True)
+    assert scene.counts == (1, 2)
+    scene.mark("later", State.UNAVAILABLE)
+    assert scene.ready == (True, False)
+    scene.serve("later")
+    assert scene.ready == (True, True)
+    assert scene.counts == (2, 2)
+
+
+def test_the_last_model_is_unloaded_on_purpose(scene: Scene) -> None:
+    scene.serve("good")
+    scene.complete()
+    scene.unload("good")
+    assert scene.ready == (True, True)
+
+
+def test_a_model_whose_instances_have_died_counts_for_both(scene: Scene) -> None:
+    scene.serve("good")
+    scene.serve("dead")
+    scene.complete()
+    assert scene.ready == (True, True)
+    kill(scene.runner, scene.handles["dead"])
+    for registry in scene.registries.values():
+        registry.died("dead", "1")
+    assert scene.ready == (False, False), "another replica may serve it"
+    assert scene.counts == (1, 2)
+
+
+def test_a_server_that_drains_is_not_ready(scene: Scene) -> None:
+    scene.serve("good")
+    scene.complete()
+    scene.complete(False)
+    assert scene.ready == (False, False)
+
+
 def test_the_index_says_unloaded_as_triton_does() -> None:
     registry = Registry()
     registry.mark("m", "", State.UNLOADED, "not loaded")

@@ -295,6 +295,6 @@ def test_kubernetes_waits_for_requests_in_flight() -> None:
     deployment, _ = yaml.safe_load_all(MANIFEST.read_text())
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    drain = {variable["name"]: float(variable["value"]) for variable in container["env"]}["HEADRACE_DRAIN_TIMEOUT_S"]
+    drain = float({variable["name"]: variable["value"] for variable in container["env"]}["HEADRACE_DRAIN_TIMEOUT_S"])
     pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod["terminationGracePeriodSeconds"] > pause + drain

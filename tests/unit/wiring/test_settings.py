@@ -34,6 +34,7 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "model_control": ("poll", "poll"),
         "load_model": ("m", ("m",)),
         "strict": ("1", True),
+        "ready_when": ("all", "all"),
         "allow_client_shm": ("true", True),
         "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
