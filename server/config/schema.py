@@ -106,7 +106,7 @@ The reasons are in [decision 0001](decisions/0001-batching-without-configuration
 **Outputs are checked for every batch**: one row for each row sent, and the dimensions declared. If a model returns anything
 else, a merged batch runs again request by request. A request whose own outputs are wrong gets status 500 (`INTERNAL`) with the
 shape that came and the shape expected. From then on that version runs every request alone, and refuses requests larger than
-`max_batch_size`, until it is loaded again.
+`max_batch_size`, until it is loaded again: because its files have changed, or by unload and load.
 
 **Check it** with `headrace validate model_repository`: it loads every model as the server does, in a process of its own, and
 reports file, line, what is wrong and the cure; `--no-load` only reads the files. A model is OK exactly if a server would serve

@@ -22,6 +22,7 @@ from server.dataplane.output_check import OutputCheck, OutputMismatch
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.reshape import ReshapingExecution
 from server.observability.recorder import Recorder
+from server.pipelines.execution import PictureExecution
 from tests.fake_pipeline import FakePipeline
 from tests.fakes import SPEC, FakeModel, ask
 
@@ -68,7 +69,18 @@ def prompt(change: Change) -> WrongPipeline:
     return WrongPipeline(change, prompt=True)
 
 
-PATHS = pytest.mark.parametrize("make", [serial, pipelined, prompt])
+class Pictured(WrongPipeline):
+    """Behind the steps for pictures, as the server prepares them."""
+
+    def execution(self, index: int) -> Any:
+        return PictureExecution(self, None, None, True)
+
+
+def pictured(change: Change) -> Pictured:
+    return Pictured(change)
+
+
+PATHS = pytest.mark.parametrize("make", [serial, pipelined, prompt, pictured])
 
 
 def play(model: Any, scenario: Callable[[ModelHandle], Awaitable[None]], spec: ModelSpec = SPEC, rows: int = 8) -> None:
