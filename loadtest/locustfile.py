@@ -14,6 +14,7 @@ call of grpcio would stop all of them; grpcio's own gevent support (experimental
 from __future__ import annotations
 
 import random
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Mapping
@@ -126,6 +127,19 @@ BATCHES = _batch_questions()
 PAGES = ("/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/stats", "/v2/models/tiny/load", "/metrics")
 
 grpc.experimental.gevent.init_gevent()
+
+
+_failed = False
+
+
+@events.request.add_listener
+def _print_first_error(request_type: str, name: str, exception: BaseException | None, **_more: object) -> None:
+    """Print the first error as it happens: the summary comes at the end, when it is too late to stop."""
+    global _failed
+    if exception is not None and not _failed:
+        _failed = True
+        sys.stderr.write(f"first error: {request_type} {name}: {exception}\n")
+        sys.stderr.flush()
 
 
 @events.init_command_line_parser.add_listener

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 P99_MS = 1000.0
+SMALL_MODELS = ("tiny", "digits", "add_sub")
+ALL_MODELS = (*SMALL_MODELS, "efficientnet_lite0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +20,14 @@ class Mix:
     Attributes:
         text: what it stands for.
         users: weight of each class of users, by the class's name.
+        models: that they ask, in the order in which they are looked for.
         think_s: how long a user pauses between an answer and the next question, on average; 0: not at all.
         p99_ms: by pattern of the names of requests, what else than `P99_MS` has to hold; the first that matches counts.
     """
 
     text: str
     users: Mapping[str, int]
+    models: tuple[str, ...] = ALL_MODELS
     think_s: float = 0.0
     p99_ms: Mapping[str, float] = field(default_factory=dict)
 
@@ -48,6 +52,7 @@ MIXES: Mapping[str, Mix] = {
     "nightly": Mix(
         "jobs that send full batches without a pause, beside a few people who wait for theirs",
         {"BatchUser": 2, "JsonUser": 2, "OnlookerUser": 1},
+        SMALL_MODELS,
         p99_ms={"* x64": 2000.0},
     ),
 }

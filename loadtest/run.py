@@ -1,17 +1,21 @@
 """`python -m loadtest.run`: locust, headless, against a Headrace of its own or a running one, with thresholds.
 
-Exit status: 0 if every answer was right and p99 within its bound, 1 if not, 2 if the test could not be run.
+Exit status: 0 if every answer was right and p99 within its bound, 1 if not, 2 if the test could not be run: the server or a
+model is not there, or locust fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from loadtest.crowd import SHAPES
-from loadtest.mixes import MIXES, P99_MS
+from loadtest.mixes import MIXES, P99_MS, Mix
 from loadtest.servers import HEADRACE_COMMAND, HOST, ROOT, ServerFailed, headrace, running
 
 RESULTS = ROOT / "loadtest" / "results"
@@ -44,6 +48,10 @@ class Line:
     p99_ms: float
 
 
+class TargetNotReady(RuntimeError):
+    """The server or a model that the load needs is not there; the text says what to do."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the scenarios, print the summary, give the exit status."""
     options = _parser().parse_args(arguments)
@@ -52,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stem = RESULTS / time.strftime("%Y%m%d-%H%M%S")
     try:
         with _target(options) as (host, grpc_address):
+            check_target(host, grpc_address, MIXES[options.mix])
             console.print(f"{options.mix}: {MIXES[options.mix].text}", markup=False, highlight=False)
             console.print(
                 f"{options.users} users ({options.shape}) for {options.duration_s} s on {host}", highlight=False
@@ -61,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"locust exited with {status}: see what it says above", style="red")
             return 2
         lines = summarise(json.loads(stem.with_suffix(".json").read_text()), options.duration_s)
-    except (ServerFailed, OSError, subprocess.TimeoutExpired) as error:
-        console.print(str(error), style="red", markup=False)
+    except (TargetNotReady, ServerFailed, OSError, subprocess.TimeoutExpired) as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 2
     console.print(_table(lines))
     console.print(f"report: {stem.with_suffix('.html').relative_to(ROOT)}")
@@ -72,6 +81,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not problems:
         console.print("PASS  failures and p99 are within their bounds", style="bold green")
     return int(bool(problems))
+
+
+def check_target(host: str, grpc_address: str, mix: Mix, timeout_s: float = 5.0) -> None:
+    """Check that the server and the models of a mix are there, before any load.
+
+    Args:
+        host: URL of the server.
+        grpc_address: host and port of gRPC; used only where the mix has users of gRPC.
+        mix: users and models.
+        timeout_s: of each question.
+
+    Raises:
+        TargetNotReady: the first thing that is missing.
+    """
+    start = "start one with `headrace serve`, or leave out --host for a server of its own"
+    _get(f"{host}/v2/health/ready", f"no server is ready at {host}", start, timeout_s)
+    for model in mix.models:
+        cure = "the load needs the demo models: `make models` builds them, `headrace serve` serves them"
+        _get(f"{host}/v2/models/{model}/ready", f"model {model} is not ready at {host}", cure, timeout_s)
+    if any(user.startswith("Grpc") for user in mix.users):
+        # Imported where it is needed: runs over HTTP do without.
+        from tritonclient.grpc import InferenceServerClient
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            with InferenceServerClient(grpc_address) as client:
+                client.is_server_ready(client_timeout=timeout_s)
+        except InferenceServerException as error:
+            cure = "name the port of gRPC with --grpc-address HOST:PORT"
+            raise TargetNotReady(f"no server answers gRPC at {grpc_address}: {error.message()}; {cure}") from None
+
+
+def _get(url: str, problem: str, cure: str, timeout_s: float) -> None:
+    """GET a URL that must answer 200.
+
+    Raises:
+        TargetNotReady: it does not; with the server's own words, or the system's.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s):
+            return
+    except urllib.error.HTTPError as error:
+        body = error.read(1000).decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):
+            body = json.loads(body)["error"]
+        reason = f"{error.code} {body}".strip()
+    except urllib.error.URLError as error:
+        reason = str(error.reason)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+    raise TargetNotReady(f"{problem}: {reason}; {cure}")
 
 
 def summarise(entries: Sequence[Mapping[str, Any]], duration_s: float) -> list[Line]:

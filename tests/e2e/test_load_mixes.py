@@ -15,6 +15,7 @@ import pytest
 
 from loadtest.mixes import MIXES
 from tests.e2e.test_demo_models import DEMO
+from tests.models import add_model, affine
 from tests.serving import ROOT, Server, serving
 
 MODELS = ("tiny", "digits", "add_sub", "efficientnet_lite0")
@@ -61,6 +62,31 @@ def test_a_threshold_that_is_missed_fails(demo: Server) -> None:
     assert done.returncode == 1, done.stdout
     assert "FAIL  tiny JSON: p99 is" in done.stdout
     assert "FAIL  digits" not in done.stdout
+
+
+def test_a_missing_model_is_said_before_the_load(tmp_path: Path) -> None:
+    add_model(tmp_path / "repository", "tiny", affine())
+    with serving(tmp_path / "repository", tmp_path) as server:
+        done = load(server, "--mix", "nightly")
+    assert done.returncode == 2, done.stdout
+    assert f"model digits is not ready at {server.url}: 404 " in done.stdout
+    assert "make models" in done.stdout
+    assert "report:" not in done.stdout, "nothing was run"
+    done = load(server, "--mix", "nightly")
+    assert done.returncode == 2, done.stdout
+    assert f"no server is ready at {server.url}" in done.stdout
+
+
+def test_the_first_error_is_printed_as_it_happens(tmp_path: Path) -> None:
+    for name in ("tiny", "digits", "add_sub"):
+        add_model(tmp_path / "repository", name, affine())
+    with serving(tmp_path / "repository", tmp_path) as server:
+        done = load(server, "--mix", "nightly")
+    assert done.returncode == 1, done.stdout
+    first = done.stdout.index("first error: POST ")
+    assert "status 400: " in done.stdout[first : first + 200]
+    assert done.stdout.count("first error") == 1
+    assert first < done.stdout.index("FAIL  ")
 
 
 def k6(server: Server, folder: Path, *settings: str) -> tuple[int, dict[str, Any]]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from loadtest.crowd import SHAPES, users_at
 from loadtest.mixes import MIXES
-from loadtest.run import Line, _parser, allowed_p99_ms, percentile, summarise, verdicts
+from loadtest.run import Line, TargetNotReady, _parser, allowed_p99_ms, check_target, percentile, summarise, verdicts
 from loadtest.servers import ROOT
 
 
@@ -105,3 +111,72 @@ def test_a_crowd_changes_as_its_shape_says() -> None:
     assert [users_at("steps", time, 20) for time in moments] == [5, 10, 15, 15, 20]
     assert [users_at("spike", time, 20) for time in moments] == [4, 4, 20, 4, 4]
     assert [users_at("wave", time, 20) for time in (0.0, 0.25, 0.5, 0.75)] == [2, 20, 2, 20]
+
+
+# --- Before the load --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(statuses: Mapping[str, int]) -> Iterator[str]:
+    """The URL of an HTTP server that answers 200, but for the paths named."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = statuses.get(self.path, 200)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"{}" if status == 200 else b'{"error":"the words of the server"}')
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def unused_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("statuses", "said"),
+    [
+        ({"/v2/health/ready": 503}, "no server is ready at .+: 503 the words of the server; start one with"),
+        (
+            {"/v2/models/digits/ready": 404},
+            "model digits is not ready at .+: 404 the words of the server; .*make models",
+        ),
+        ({"/v2/models/tiny/ready": 503, "/v2/models/digits/ready": 404}, "model tiny is not ready"),
+    ],
+)
+def test_what_is_missing_is_said_before_the_load(statuses: Mapping[str, int], said: str) -> None:
+    with answering(statuses) as url, pytest.raises(TargetNotReady, match=said):
+        check_target(url, "", MIXES["nightly"])
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    url = f"http://127.0.0.1:{unused_port()}"
+    with pytest.raises(TargetNotReady, match=f"no server is ready at {re.escape(url)}: .*refused"):
+        check_target(url, "", MIXES["nightly"])
+    with pytest.raises(TargetNotReady, match="no server is ready"):
+        check_target("nonsense", "", MIXES["nightly"])
+
+
+def test_grpc_is_asked_only_where_it_is_used() -> None:
+    with answering({}) as url:
+        check_target(url, "127.0.0.1:1", MIXES["nightly"])
+        with pytest.raises(TargetNotReady, match=r"no server answers gRPC at 127\.0\.0\.1:1: .*--grpc-address"):
+            check_target(url, "127.0.0.1:1", MIXES["everything"], timeout_s=2.0)
+
+
+def test_every_mix_names_the_models_that_its_users_ask() -> None:
+    """Read from the text: to import the users would put gevent under everything."""
+    text = (ROOT / "loadtest" / "locustfile.py").read_text()
+    classes = {node.name: ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    for name, mix in MIXES.items():
+        pictures = any(re.search("PHOTOGRAPHS|ALBUM", classes[user]) for user in mix.users)
+        assert ("efficientnet_lite0" in mix.models) == pictures, name
