@@ -26,6 +26,7 @@ _LENGTH = struct.Struct("<I")
 _MAX_ELEMENTS = 1 << 62
 # Of a tensor without data, in its other dimensions: a model may make as many outputs of them.
 _MAX_EMPTY_ELEMENTS = 1 << 24
+_MAX_SEARCHED_ELEMENTS = 256
 _BF16_INFINITY = 0x7F80
 _BF16_MAX = float.fromhex("0x1.fep127")
 
@@ -178,23 +179,28 @@ def to_json(array: Array, datatype: Datatype) -> object:
     values: npt.NDArray[Any] = (
         (flat.astype(np.uint32) << 16).view(np.float32) if datatype is BF16 else np.ascontiguousarray(flat)
     )
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        return _non_finite_json(values)
-    return values
+    if values.dtype.kind != "f":
+        return values
+    # orjson writes null for NaN and infinities. In a short text a search for it is cheaper than two calls of NumPy.
+    if values.size <= _MAX_SEARCHED_ELEMENTS:
+        text = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.Fragment(_with_literals(text, values) if b"null" in text else text)
+    if np.isfinite(values).all():
+        return values
+    return orjson.Fragment(_with_literals(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY), values))
 
 
-def _non_finite_json(values: npt.NDArray[Any]) -> orjson.Fragment:
-    """A JSON array with the literals NaN, Infinity and -Infinity, as Triton writes them.
+def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
+    """Write NaN, Infinity and -Infinity, as Triton does, in place of orjson's null.
 
     Args:
-        values: floats, one-dimensional and contiguous.
+        text: what orjson has written for `values`.
+        values: floats, one-dimensional.
     """
-    # orjson writes null for each of them, and a number has no letter but e.
-    parts = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY).split(b"null")
     special = values[~np.isfinite(values)]
     literals = np.where(np.isnan(special), b"NaN", np.where(special > 0, b"Infinity", b"-Infinity")).tolist()
     literals.append(b"")
-    return orjson.Fragment(b"".join(chain.from_iterable(zip(parts, literals, strict=True))))
+    return b"".join(chain.from_iterable(zip(text.split(b"null"), literals, strict=True)))
 
 
 def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
