@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 # Names beyond these are not indexed, and no more than three are suggested.
-MAX_NAMES = 1024
+MAX_NAMES = 256
 MAX_SUGGESTIONS = 3
 _MAX_LENGTH = 64
 _SEPARATORS = re.compile(r"[._\-\s]+")

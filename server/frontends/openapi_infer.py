@@ -136,7 +136,7 @@ HEADERS: list[dict[str, Any]] = [
     {
         "name": "Inference-Header-Content-Length",
         "in": "header",
-        "description": "bytes of JSON at the start of the body (unpacked); without it all of the body is JSON",
+        "description": "bytes of JSON at the start of the body (unpacked); 0: the body is one tensor; without it all is JSON",
         "schema": _HEADER_SIZE,
     },
     {
@@ -148,7 +148,7 @@ HEADERS: list[dict[str, Any]] = [
     {
         "name": "Accept-Encoding",
         "in": "header",
-        "description": "gzip and deflate are offered for answers of 1 KiB and more",
+        "description": "gzip and deflate are offered, by their weights, for answers of 1 KiB and more",
         "schema": {"type": "string", "examples": ["gzip"]},
     },
     {
@@ -183,7 +183,9 @@ OPERATION: dict[str, Any] = {
     "description": (
         "The body is JSON, or JSON with the bytes of tensors behind it; then `Inference-Header-Content-Length` tells the size "
         "of the JSON, in the request as in the answer. Numbers are little-endian; every element of BYTES has its length as "
-        "four bytes in front. The media type of a request is not looked at."
+        "four bytes in front. The media type of a request is not looked at. A raw binary request is the data of a model's one "
+        "input and nothing else, with the header `Inference-Header-Content-Length: 0`: one row, at most one free dimension, all "
+        "outputs in binary. NaN and infinities among JSON's numbers are `NaN`, `Infinity` and `-Infinity`."
     ),
     "requestBody": {
         "required": True,
