@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engines.publishing import DEFAULT_STATE
 from engines.store import DEFAULT_ROOT
 from engines.targets.choice import NAMES
 
@@ -36,3 +37,9 @@ def add_one_model(parser: argparse.ArgumentParser) -> None:
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """`--cache DIR`."""
     parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+
+
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """`--state-dir DIR`, as of the server."""
+    text = "where engines go if the model's folder cannot be written; the server's --state-dir"
+    parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE, metavar="DIR", help=text)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from engines.arguments import add_cache, add_places, add_version
+from engines.arguments import add_cache, add_places, add_state, add_version
 from engines.build import Built, find_fp32, make, make_best, stamp_of
 from engines.errors import BuildError, CallError
 from engines.progress import Report, printed
 from engines.project import Project, all_projects, open_project
+from engines.publishing import publishing_folder
 from engines.spec import BuildSpec, spec_of
 from engines.store import Store
 from engines.targets.base import Target
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
     add_places(parser)
     add_cache(parser)
+    add_state(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def build_one(project: Project, options: argparse.Namespace, target: Target, sto
         if entry is None:
             raise BuildError("the engine has gone from the store meanwhile: build it again")
         stamp = stamp_of(built, entry, project, spec.precision, overridden, forced)
-        store.publish(entry, project.version_folder, stamp)
+        store.publish(entry, publishing_folder(project, options.state_dir), stamp)
         seconds, repository = time.monotonic() - started_s, str(project.folder.path.parent)
         fp32 = _fp32_rows_per_s(project, built, target, store)
         return Outcome(project.name, built, True, forced, "", seconds, repository, fp32)

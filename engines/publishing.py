@@ -10,14 +10,43 @@ from contextlib import suppress
 from pathlib import Path
 
 from engines.errors import BuildError
+from engines.project import Project
 from engines.store_errors import disk_error, free_bytes
 from server.config.durable import is_temporary, locked_folder, sync, temporary_name
+from server.config.serving_plan import engine_folder
 from server.config.stamps import Stamp, artefact_problem, is_artefact_name, put_stamp, read_stamps
 from server.core.errors import ConfigError
 
+DEFAULT_STATE = Path("~/.cache/headrace/state")
 _CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
 # Another file system, or one without hard links, or a file of somebody else's.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
+    """Where a version's engine is published: beside its model, or in the state folder if the model's folder cannot be written.
+
+    The server looks into both.
+
+    Args:
+        project: the version.
+        state: the state folder; "~" is the user's.
+
+    Raises:
+        BuildError: neither can be written.
+    """
+    beside = project.version_folder
+    if os.access(beside, os.W_OK | os.X_OK):
+        return beside
+    folder = engine_folder(state.expanduser(), project.folder.path, project.version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cure = "name another folder with --state-dir (HEADRACE_STATE_DIR), the same for the server"
+        raise BuildError(
+            f"neither {beside} nor the state folder {state} can be written: {error.strerror}: {cure}"
+        ) from error
+    return folder
 
 
 def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:

@@ -142,6 +142,7 @@ class HeadraceServer:
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,
             profiles=ProfileStore(Path(settings.state_dir, "profiles")) if settings.state_dir else None,
+            state=Path(settings.state_dir) if settings.state_dir else None,
         )
         control = ControlPolicy(
             mode=settings.model_control,
@@ -216,9 +217,13 @@ class HeadraceServer:
             logger.error("%s", error)
         elif error is not None:
             logger.error("loading failed", exc_info=error)
-        if error is not None or (failures and self._settings.strict):
-            if error is None:
+        substitutes = self._registry.substitutes()
+        if error is not None or ((failures or substitutes) and self._settings.strict):
+            if failures and error is None:
                 logger.error("--strict: %d of the models cannot be served", len(failures))
+            for name, number, reason in substitutes if self._settings.strict else ():
+                cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
+                logger.error("--strict: model %s version %s asks for a GPU: %s (%s)", name, number, reason, cure)
             self._exit_status = 1
             self._stop()
             return

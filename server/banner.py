@@ -25,6 +25,9 @@ class Index(Protocol):
     def index(self) -> Sequence[Mapping[str, object]]:
         """Every version found, its state and reason."""
 
+    def placements(self) -> Mapping[tuple[str, str], Mapping[str, object]]:
+        """Runtime, device, precision and more of each version that serves, by name and version."""
+
     def config(self, name: str, version: str) -> Mapping[str, Any]:
         """The configuration of a model that serves, as Triton's JSON."""
 
@@ -45,10 +48,15 @@ class Addresses(NamedTuple):
 
 def startup_rows(registry: Index) -> list[dict[str, str]]:
     """The start-up table: one row a version, by column title, in the order of the columns."""
-    return [
-        {"model": str(row["name"]), "version": str(row["version"]), "state": str(row["state"])}
-        for row in registry.index()
-    ]
+    placements = registry.placements()
+    rows = []
+    for row in registry.index():
+        name, number = str(row["name"]), str(row["version"])
+        place = placements.get((name, number), {})
+        told = {title: str(place.get(title, "")) for title in ("runtime", "device", "precision")}
+        note = str(row["reason"] or place.get("not_on_gpu", ""))
+        rows.append({"model": name, "version": number, "state": str(row["state"]), **told, "note": note})
+    return rows
 
 
 def announce(addresses: Addresses, registry: Index, first: str = "") -> None:

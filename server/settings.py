@@ -273,10 +273,24 @@ def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> Non
     )
 
 
+def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """The command line of `headrace build`, with the server's state folder where the environment names one and the line does not.
+
+    Args:
+        words: the command and its arguments.
+        environ: in place of the process's.
+    """
+    state = _Environment(os.environ if environ is None else environ).text("STATE_DIR", "")
+    named = any(word.partition("=")[0] == "--state-dir" for word in words)
+    if words[:1] != ["build"] or named or not state:
+        return list(words)
+    return [words[0], "--state-dir", state, *words[1:]]
+
+
 def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
     state, text = (
         env.text("STATE_DIR", "~/.cache/headrace/state"),
-        "where profiles outlive the process (%(default)s; '': nowhere)",
+        "where profiles, and engines of folders that cannot be written, outlive the process (%(default)s; '': nowhere)",
     )
     parser.add_argument("--state-dir", default=state, metavar="DIR", help=text)
 

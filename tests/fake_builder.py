@@ -4,7 +4,8 @@ python tests/fake_builder.py ORDERS MODEL_FOLDER --version N --target T
 
 ORDERS is a folder: `engine.onnx` is published; for TensorRT `engine.plan`, with the stamp's fields in `tensorrt.json`.
 `calls` gets a line for each start and each SIGTERM. While `hold` is there it waits; while `progress` is there too, which it has
-printed before. `fail` holds what it says before it fails; with `deaf` it does not heed SIGTERM.
+printed before. `fail` holds what it says before it fails; with `deaf` it does not heed SIGTERM; with `readonly` it
+takes the folder for one that cannot be written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def command(orders: Path) -> tuple[str, ...]:
     return (sys.executable, str(SCRIPT), str(orders))
 
 
-def publish(folder: Path, version: int, engine: bytes, suffix: str = ".onnx", **told: object) -> Path:
+def publish(
+    folder: Path, version: int, engine: bytes, suffix: str = ".onnx", place: Path | None = None, **told: object
+) -> Path:
     """Put an engine beside a model as builders do: the file, then its stamp, each whole at once; the engine's path.
 
     Args:
@@ -36,6 +39,7 @@ def publish(folder: Path, version: int, engine: bytes, suffix: str = ".onnx", **
         version: its number.
         engine: the file's content.
         suffix: of its name.
+        place: where it goes in place of the version's folder.
         told: fields of the stamp that are not what they would be.
     """
     from dataclasses import asdict
@@ -47,7 +51,7 @@ def publish(folder: Path, version: int, engine: bytes, suffix: str = ".onnx", **
 
     model = read_model_folder(folder, folder.parent)
     key = hashlib.sha256(engine + folder.name.encode()).hexdigest()
-    place = folder / str(version)
+    place = place or folder / str(version)
     path = place / artefact_name(key, suffix)
     write_durably(path, engine)
     stamp = {
@@ -75,6 +79,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--version", type=int)
     parser.add_argument("--target")
+    parser.add_argument("--state-dir", type=Path)
     options = parser.parse_args()
     orders = options.orders
 
@@ -100,11 +105,17 @@ def main() -> int:
         print((orders / "progress").read_text(), flush=True)
         while (orders / "progress").exists():
             time.sleep(0.01)
+    place = options.folder / str(options.version)
+    if not os.access(place, os.W_OK) or (orders / "readonly").exists():
+        from server.config.serving_plan import engine_folder
+
+        place = engine_folder(options.state_dir, options.folder, options.version)
+        place.mkdir(parents=True, exist_ok=True)
     if options.target == "tensorrt":
         told = json.loads((orders / "tensorrt.json").read_text())
-        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", **told)
+        publish(options.folder, options.version, (orders / "engine.plan").read_bytes(), ".plan", place, **told)
     else:
-        publish(options.folder, options.version, (orders / "engine.onnx").read_bytes())
+        publish(options.folder, options.version, (orders / "engine.onnx").read_bytes(), place=place)
     return 0
 
 

@@ -204,10 +204,10 @@ def engine_folder(state: Path, model: Path, version: int) -> Path:
 
     Args:
         state: the state folder (`--state-dir`).
-        model: the model's folder, absolute.
+        model: the model's folder.
         version: its number.
     """
-    place = hashlib.sha256(str(model.absolute()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    place = hashlib.sha256(str(model.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return state / ENGINES_FOLDER / f"{model.name}-{place}" / str(version)
 
 

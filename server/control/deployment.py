@@ -413,7 +413,9 @@ class Deployments:
             BUILDS.declare_each((name, result) for result in ("built", "failed"))
         self._builds.want(name, orders)
         remarks = {number: self._remark(model, number) for number in chosen}
-        self._registry.publish(name, Serving(handles, labels, to_triton_json(folder.config), remarks))
+        substitutes = {n: version.plan.not_on_gpu for n, version in chosen.items() if version.plan.substitutes}
+        config = to_triton_json(folder.config)
+        self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes))
         self._live.pop(name, None)
         if chosen or waiting:
             self._live[name] = model

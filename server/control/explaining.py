@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from server.control.registry import Registry
 from server.core.clock import NS_PER_US
-from server.dataplane.limits import limits
+from server.dataplane.handle import ModelHandle
+from server.dataplane.limits import Limit, limits
 from server.dataplane.situation import Situation, numbers
 
 
@@ -52,7 +53,7 @@ class Explainer:
             )
             load = handle.load(by_level=False)
             told = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-            found = limits(now)
+            found = [*_off_gpu(handle), *limits(now)]
             first = found[0]
             return {
                 "name": model,
@@ -64,3 +65,14 @@ class Explainer:
             }
         finally:
             handle.release()
+
+
+def _off_gpu(handle: ModelHandle) -> list[Limit]:
+    """Why the CPU serves a version on a machine with a GPU, or though a GPU is asked for; nothing where neither holds."""
+    reason = handle.spec.parameters.get("headrace.not_on_gpu")
+    if not reason:
+        return []
+    explanation = f"{handle.spec.parameters.get('headrace.runtime')} runs it on the CPU, not on the GPU: {reason}"
+    return [
+        Limit("not_on_gpu", explanation, 'see docs/gpu.md, "Which runtime serves a model"', "optimization.precision")
+    ]

@@ -103,7 +103,7 @@ class Loader:
             model: the model's folder.
             version: its number.
         """
-        return None if self.state is None else engine_folder(self.state, model, version)
+        return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
     def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
         """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from server.config.layer_report import read_layers
 from server.config.stamps import is_artefact_name
-from server.control.registry import Registry
+from server.control.registry import PLACEMENT, Registry
 from server.control.repository import find
 from server.core.clock import NS_PER_MS, Clock, monotonic_ns
 from server.core.errors import ConfigError, NotFound
@@ -112,6 +112,7 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
     return {
         "platform": spec.platform,
         "engine": str(spec.parameters.get("engine.precision", "")),
+        **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
         "max_batch_size": spec.max_batch_size,
         "instances": handle.policy.instances,
         "living": load.instances,

@@ -110,6 +110,8 @@ class Reconciler:
         self._residency = loader.residency
         self._residency.on_wanted = self._memory_wanted
         self._drains = Drains(registry, self._residency.forget)
+        if loader.state is not None:
+            builder = (*builder, "--state-dir", str(loader.state))
         self._builds = Builds(builder, self._engine_built, self._engine_progress)
         self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))

@@ -29,12 +29,14 @@ class Serving:
         labels: names for versions.
         config: the configuration in Triton's JSON.
         remarks: by version, what the index is to say beside READY.
+        substitutes: by version, why the CPU serves though the configuration asks for a GPU.
     """
 
     handles: dict[str, ModelHandle]
     labels: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] = field(default_factory=dict)
     remarks: Mapping[str, str] = field(default_factory=dict)
+    substitutes: Mapping[str, str] = field(default_factory=dict)
 
     def find(self, version: str) -> ModelHandle | None:
         """By number or label; "" is the latest."""
@@ -46,6 +48,18 @@ class Serving:
 # Triton's words: its example clients look for them at the beginning of the message.
 _UNKNOWN = "Request for unknown model:"
 _MAX_SHOWN_VERSIONS = 16
+
+
+def placement(parameters: Mapping[str, object]) -> dict[str, object]:
+    """What a version's metadata say of where it runs, by name without "headrace."."""
+    return {name: parameters[f"headrace.{name}"] for name in PLACEMENT if f"headrace.{name}" in parameters}
+
+
+def _statistics(name: str, version: str, handle: ModelHandle) -> dict[str, object]:
+    return {**to_triton(name, version, handle.recorder.totals()), "headrace": placement(handle.spec.parameters)}
+
+
+PLACEMENT = ("runtime", "device", "precision", "artefact", "not_on_gpu")
 _DEAD = "all its instances have died"
 
 
@@ -108,12 +122,12 @@ class Registry:
         """Of all models if `name` is "", of all versions if `version` is ""; raises what `lease` raises."""
         serving = self._serving
         if not name:
-            return [to_triton(model, number, handle.recorder.totals()) for model, number, handle in self.sources()]
+            return [_statistics(model, number, handle) for model, number, handle in self.sources()]
         if name not in serving or serving[name].find(version) is None:
             raise self._missing(name, version)
         chosen = serving[name].find(version) if version else None
         return [
-            to_triton(name, number, handle.recorder.totals())
+            _statistics(name, number, handle)
             for number, handle in serving[name].handles.items()
             if chosen is None or handle is chosen
         ]
@@ -287,6 +301,18 @@ class Registry:
                         record.reason = remark
             self._serving = now
             return before
+
+    def substitutes(self) -> list[tuple[str, str, str]]:
+        """(name, version, reason) of everything that the CPU serves though its configuration asks for a GPU."""
+        return [
+            (name, version, reason)
+            for name, serving in sorted(self._serving.items())
+            for version, reason in serving.substitutes.items()
+        ]
+
+    def placements(self) -> dict[tuple[str, str], Mapping[str, object]]:
+        """Where each version that serves runs: runtime, device, precision, artefact, and why not on the GPU if that is open."""
+        return {(name, version): placement(handle.spec.parameters) for name, version, handle in self.sources()}
 
     def failures(self) -> list[tuple[str, str, str]]:
         """(name, version, reason) of everything that cannot serve."""

@@ -112,7 +112,10 @@ class ControlMethods:
         return _from_json({"config": self._plane.config(request.name, request.version)}, pb.ModelConfigResponse())
 
     async def _model_statistics(self, request: Any) -> Any:
-        return _from_json(self._plane.statistics(request.name, request.version), pb.ModelStatisticsResponse())
+        found: Any = self._plane.statistics(request.name, request.version)["model_stats"]
+        # Triton's message has no field for where a version runs.
+        models = [{key: value for key, value in one.items() if key != "headrace"} for one in found]
+        return _from_json({"model_stats": models}, pb.ModelStatisticsResponse())
 
     # The repository
 

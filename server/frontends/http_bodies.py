@@ -238,6 +238,10 @@ class VersionStatistics(Struct):
     execution_count: Annotated[int, Meta(ge=0, description="batches")]
     inference_stats: InferenceStatistics
     batch_stats: list[BatchStatistics]
+    headrace: Annotated[
+        dict[str, str],
+        Meta(description="where it runs: runtime, device, precision, artefact; not_on_gpu: why no GPU does"),
+    ]
 
 
 class Statistics(Struct, forbid_unknown_fields=True):

@@ -16,6 +16,11 @@ class Serving(Struct, forbid_unknown_fields=True):
     """What a version that serves is, has done since it was loaded, and is doing."""
 
     platform: str
+    runtime: Annotated[str, Meta(description="that runs it: onnxruntime or tensorrt")]
+    device: Annotated[str, Meta(description='CPU, or e.g. "GPU 0,1"')]
+    precision: Annotated[str, Meta(description="of the engine; of the model's own file which file that is")]
+    artefact: Annotated[str, Meta(description="name of the file that is loaded")]
+    not_on_gpu: Annotated[str, Meta(description="why the CPU runs it though a GPU is there or asked for, else empty")]
     engine: Annotated[
         str, Meta(description="precision of the built engine that serves, empty for the model's own file")
     ]

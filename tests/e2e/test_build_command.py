@@ -295,12 +295,17 @@ def test_a_killed_builder_leaves_nothing(tmp_path: Path, number: signal.Signals)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "{}")
+def test_the_engine_of_a_folder_that_cannot_be_written_goes_to_the_state_folder(tmp_path: Path) -> None:
+    folder, state = write_model(tmp_path, "{}"), tmp_path / "state"
     (folder / "1").chmod(0o555)
     try:
-        done = headrace("build", str(folder), cache=tmp_path / "cache")
+        done = headrace("build", str(folder), "--state-dir", str(state), cache=tmp_path / "cache")
+        state.chmod(0o555)
+        refused = headrace("build", str(folder), "--state-dir", str(state / "other"), cache=tmp_path / "cache")
     finally:
         (folder / "1").chmod(0o755)
-    assert done.returncode == 1
-    assert "permission" in (done.stdout + done.stderr).lower()
+        state.chmod(0o755)
+    assert done.returncode == 0
+    assert len(list(state.glob("engines/*/1/build.json"))) == 1
+    assert refused.returncode == 1
+    assert "permission" in (refused.stdout + refused.stderr).lower()

@@ -35,6 +35,12 @@ def test_model_metadata(client: triton.InferenceServerClient) -> None:
         "platform": "onnxruntime_onnx",
         "inputs": [{"name": "X", "datatype": "FP32", "shape": [-1, 16]}],
         "outputs": [{"name": "Y", "datatype": "FP32", "shape": [-1, 4]}],
+        "parameters": {
+            "headrace.runtime": "onnxruntime",
+            "headrace.device": "CPU",
+            "headrace.precision": "as in model.onnx",
+            "headrace.artefact": "model.onnx",
+        },
     }
     assert client.get_model_metadata("versioned") == expected
     assert client.get_model_metadata("versioned", "3") == expected

@@ -85,16 +85,18 @@ class Card {
     const state = dead ? "NO INSTANCE" : serving?.parked ? "PARKED" : model.state;
     say(this.badge, state);
     this.badge.className = `badge ${!dead && model.state === "READY" ? "good" : model.state === "UNAVAILABLE" || dead ? "bad" : "soft"}`;
-    say(this.reason, model.reason);
-    this.reason.hidden = !model.reason;
+    const reason = model.reason || (serving?.not_on_gpu ? `not on the GPU: ${serving.not_on_gpu}` : "");
+    say(this.reason, reason);
+    this.reason.hidden = !reason;
     this.serving.hidden = !serving;
     if (serving) this.show(serving, recent, rates, perDoubling);
   }
 
   show(serving, recent, rates, perDoubling) {
+    const runtime = { onnxruntime: "ONNX Runtime", tensorrt: "TensorRT" }[serving.runtime] ?? serving.runtime;
     const engine = serving.engine ? `, ${serving.engine} engine` : "";
     const batches = serving.max_batch_size ? `, up to ${serving.max_batch_size} rows a batch` : ", no batches";
-    say(this.what, `${serving.platform}${engine}${batches}; ${several(serving.requests, "request")} since it was loaded`);
+    say(this.what, `${runtime} on ${serving.device === "CPU" ? "the CPU" : serving.device}${engine}${batches}; ${several(serving.requests, "request")} since it was loaded`);
     const told = {
       rate: rate(recent.seconds ? average(rates.slice(-5)) : 0),
       queued: count(serving.queued),

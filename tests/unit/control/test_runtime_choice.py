@@ -346,3 +346,19 @@ def test_a_precision_written_after_the_build_finds_the_engine(tmp_path: Path) ->
     for config in (FP16, "optimization: {precision: int8, workspace_mb: 5}\n"):
         assert planned(tmp_path, BATCHES + config).stamp is None, config
     assert planned(tmp_path, "max_batch_size: 4\noptimization: {precision: int8}\n").stamp is None
+
+
+def test_engines_of_a_folder_that_cannot_be_written_are_found_in_the_state_folder(trt: Any, tmp_path: Path) -> None:
+    workshop = GpuWorkshop(tmp_path, BATCHES + FP16)
+    (workshop.orders / "readonly").touch()
+    before = sorted(path.name for path in (workshop.repository / "m" / "1").iterdir())
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await until(lambda: index(registry)["m", "1"] == ("READY", ""))
+        assert same(await ask(registry), 2)
+        assert facts(registry) == ON_GPU
+
+    for _ in range(2):
+        run(workshop.repository, check, ControlPolicy("none"), None, workshop.command, state=tmp_path / "state")
+    assert workshop.calls() == ["started m 1 tensorrt"], "a restart builds nothing"
+    assert sorted(path.name for path in (workshop.repository / "m" / "1").iterdir()) == before
