@@ -122,6 +122,7 @@ SAMPLES: dict[str, Any] = {
     "name": "m",
     "platform": "onnxruntime_onnx",
     "backend": "onnxruntime",
+    "runtime": "onnxruntime",
     "max_batch_size": 8,
     "input[].data_type": "TYPE_FP16",
     "output[].data_type": "TYPE_FP16",
