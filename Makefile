@@ -96,9 +96,9 @@ tools: ## install the programs that some tests run beside ours (Debian, as root)
 	  [ -z "$$missing" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -qq -y --no-install-recommends $$missing; }
 
-image-test: $(VENV)/.dev ## build the CPU's container image and run it locked in (Debian, as root; minutes)
-	@$(MAKE) --no-print-directory tools TOOLS="debootstrap podman buildah runc"
-	$(BIN)/python -m pytest -v tests/image/check_image.py
+image-test: $(VENV)/.dev ## build the CPU's image, run it and Compose's services (Debian, as root; minutes)
+	@$(MAKE) --no-print-directory tools TOOLS="debootstrap podman buildah runc docker-compose prometheus"
+	$(BIN)/python -m pytest -v -rP tests/image/check_image.py
 
 clean: ## forget the environment and the built models
 	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,6 +3,9 @@
 There is no registry: the image is built on a Debian of our own making (debootstrap; kept in build/), by podman with chroot
 isolation, and run by podman with a root file system that cannot be written, without any right of root's. It takes minutes, so
 `make test` does not collect it.
+
+Compose's services are started by podman as `docker-compose config` reads deploy/compose.yaml, as far as their images can be had:
+the CPU's server, and Prometheus from Debian's program. `NOT_STARTED` says what is not, and why.
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import tritonclient.grpc as triton
+import yaml
 
+from tests.models import affine
 from tests.serving import ROOT
 from tests.tools import tool
 
@@ -29,6 +37,14 @@ MODELS = "headrace-test-models"
 SUITE = "bookworm"
 PACKAGES = "python3,python3-venv,ca-certificates"
 READY_S = 60.0
+ENGINE_S = 240.0
+DEPLOY = ROOT / "deploy"
+# Services of Compose that are not started here.
+NOT_STARTED = {
+    "headrace-gpu": "needs a GPU and NVIDIA's TensorRT image",
+    "grafana": "its image cannot be had without a registry, and Debian has no package of it",
+    "jaeger": "its image cannot be had without a registry, and Debian has no package of it",
+}
 BUILD_S = 1500.0
 
 pytestmark = [
@@ -242,3 +258,163 @@ def test_the_server_alone_has_no_models_and_nothing_that_installs(alone: str, de
     assert podman(*look, alone, "-c", f"{there}; true") == ""
     size, demo_size = (int(podman("image", "inspect", name, "--format", "{{.Size}}")) for name in (alone, demo))
     assert size < demo_size < 1 << 30
+
+
+def composed() -> dict[str, Any]:
+    """The services of deploy/compose.yaml, as Compose reads them."""
+    done = subprocess.run([tool("docker-compose"), "config"], cwd=DEPLOY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)["services"]
+    return found
+
+
+def compose_options(service: dict[str, Any], volumes: dict[str, str]) -> list[str]:
+    """Options of podman for a service of Compose; its ports and network are the host's, as everywhere here.
+
+    Args:
+        service: as Compose reads it.
+        volumes: name or folder of what is mounted, by the name or folder in deploy/compose.yaml that it stands for.
+    """
+    known = {"build", "image", "profiles", "restart", "networks", "ports", "init", "ulimits", "command", "deploy"}
+    options = [f"-e={name}={value}" for name, value in service.get("environment", {}).items()]
+    options += [f"--cap-drop={one}" for one in service.get("cap_drop", ())]
+    options += [f"--security-opt={one.replace(':true', '')}" for one in service.get("security_opt", ())]
+    options += [f"--tmpfs={one}" for one in service.get("tmpfs", ())]
+    options += ["--read-only"] if service.get("read_only") else []
+    if "stop_grace_period" in service:
+        options.append(f"--stop-timeout={service['stop_grace_period'].rstrip('s')}")
+    for volume in service.get("volumes", ()):
+        source, target, mode = volume.split(":")
+        options.append(f"-v={volumes.get(source, source)}:{target}:{mode}")
+    handled = {"environment", "cap_drop", "security_opt", "tmpfs", "read_only", "stop_grace_period", "volumes"}
+    assert set(service) <= known | handled, "a setting of Compose that is not tried here"
+    return options
+
+
+class Composed(Container):
+    """A service of Compose that serves models.
+
+    Args:
+        service: as Compose reads it.
+        image: stands for the one that Compose builds.
+        volumes: as for `compose_options`.
+    """
+
+    def __init__(self, service: dict[str, Any], image: str, volumes: dict[str, str]) -> None:
+        self.http, self.grpc, self.metrics = ports(3)
+        variables = {"HTTP": self.http, "GRPC": self.grpc, "METRICS": self.metrics}
+        free = [f"-e=HEADRACE_{name}_PORT={port}" for name, port in variables.items()]
+        limits = ["--ulimit=nofile=4096:4096", "--ulimit=nproc=8192:8192"]
+        self.id = podman("run", "-d", "--network=host", *limits, *free, *compose_options(service, volumes), image)
+
+
+@pytest.fixture
+def volume() -> Iterator[Callable[[str], str]]:
+    """Names volumes of podman that are removed at the end."""
+    made: list[str] = []
+
+    def named(name: str) -> str:
+        made.append(f"headrace-test-{name}")
+        return made[-1]
+
+    yield named
+    for name in made:
+        podman("volume", "rm", "-f", name)
+
+
+def test_what_compose_starts_is_started_here_or_named() -> None:
+    assert set(composed()) == {"headrace", "prometheus", *NOT_STARTED}
+    for name, why in NOT_STARTED.items():
+        print(f"not started: {name}: {why}")
+
+
+def test_composes_server_builds_an_engine_once_beside_models_that_are_read_only(
+    alone: str, tmp_path: Path, volume: Callable[[str], str]
+) -> None:
+    folder = tmp_path / "models" / "net"
+    (folder / "1").mkdir(parents=True)
+    onnx.save_model(affine(64, 16), folder / "1" / "model.onnx")
+    rows = np.random.default_rng(1).standard_normal((256, 64)).astype(np.float32)
+    np.savez(folder / "calibration.npz", X=rows)
+    (folder / "config.yaml").write_text(
+        "max_batch_size: 8\nbuild_on_load: true\noptimization:\n  precision: int8\n"
+        "  calibration: {data: calibration.npz, method: minmax}\n  accuracy: {min_top1_agreement: 0.5, min_cosine: 0.9}\n"
+    )
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    volumes = {"demo-models": str(tmp_path / "models"), "state": volume("state")}
+    service = composed()["headrace"]
+    before = sorted(folder.rglob("*"))
+
+    def parameters(container: Container) -> dict[str, Any]:
+        return dict(json.loads(container.get(container.http, "/v2/models/net")[1]).get("parameters", {}))
+
+    logs = []
+    for _ in range(2):
+        container = Composed(service, alone, volumes)  # the same server without the demo models
+        try:
+            container.wait()
+            end = time.monotonic() + ENGINE_S
+            while parameters(container).get("engine.precision") != "int8":
+                assert time.monotonic() < end, podman("logs", container.id)
+                time.sleep(0.5)
+            logs.append(podman("logs", container.id))
+        finally:
+            container.remove()
+    assert sorted(folder.rglob("*")) == before
+    started = ["its engine for onnxruntime is being built" in log for log in logs]
+    assert started == [True, False]
+
+
+def test_composes_prometheus_finds_composes_server(
+    base: str, demo: str, tmp_path: Path, volume: Callable[[str], str]
+) -> None:
+    services = composed()
+    shutil.copy(tool("prometheus"), tmp_path / "prometheus")
+    # As the image of Prometheus is made: its program is the entry point, nobody runs it, /prometheus is nobody's.
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {base}\nCOPY prometheus /bin/prometheus\nRUN mkdir /prometheus && chown 65534 /prometheus\n"
+        'USER 65534\nENTRYPOINT ["/bin/prometheus"]\n'
+    )
+    image = f"{IMAGE}:prometheus"
+    podman("build", "--isolation", "chroot", "--format", "docker", "-t", image, tmp_path, timeout_s=BUILD_S)
+    volumes = {"demo-models": volume("demo-models"), "state": volume("state")}
+    server = Composed(services["headrace"], demo, volumes)
+    try:
+        server.wait()
+        # The port of metrics is a free one here, so the configuration names it in place of 8002.
+        configuration = tmp_path / "etc"
+        shutil.copytree(DEPLOY / "prometheus", configuration)
+        file = configuration / "prometheus.yml"
+        text = file.read_text().replace("headrace:8002", f"headrace:{server.metrics}")
+        file.write_text(text.replace("scrape_interval: 15s", "scrape_interval: 1s"))
+        for path in (tmp_path, *configuration.rglob("*"), configuration):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        (port,) = ports(1)
+        service = services["prometheus"]
+        mounted = {str(DEPLOY / "prometheus"): str(configuration), "prometheus": volume("prometheus")}
+        words = [
+            "--network=host",
+            "--add-host=headrace:127.0.0.1",
+            "--ulimit=nofile=4096:4096",
+            "--ulimit=nproc=8192:8192",
+        ]
+        options = [*words, *compose_options(service, mounted)]
+        prometheus = podman("run", "-d", *options, image, *service["command"], f"--web.listen-address=127.0.0.1:{port}")
+        try:
+
+            def healths() -> list[str]:
+                try:
+                    targets = json.loads(server.get(port, "/api/v1/targets")[1])["data"]["activeTargets"]
+                except OSError:
+                    return []
+                return [target["health"] for target in targets]
+
+            end = time.monotonic() + READY_S
+            while healths() != ["up"]:
+                assert time.monotonic() < end, podman("logs", prometheus)
+                time.sleep(0.5)
+        finally:
+            podman("rm", "-f", "-v", prometheus)
+    finally:
+        server.remove()
