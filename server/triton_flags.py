@@ -56,7 +56,7 @@ ANSWERS: dict[str, str] = {
     "--exit-on-error": "write --strict (off by default: other models are served if one is broken)",
     "--strict-model-config": "not needed: what a configuration leaves out is read from the model, the rest is compared",
     "--disable-auto-complete-config": "not needed: only what a configuration leaves out is read from the model",
-    "--strict-readiness": "not here yet: /v2/health/ready is 200 while each model that serves has a living instance",
+    "--strict-readiness": "write --ready-when all; any, the default, is ready while one model serves",
     "--model-load-thread-count": "not needed: models are loaded one after the other",
     "--model-load-retry-count": "not here: load a model again with POST /v2/repository/models/NAME/load",
     "--model-load-gpu-limit": _MEMORY,
