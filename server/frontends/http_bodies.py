@@ -77,18 +77,25 @@ class CudaRegionRequest(Struct, forbid_unknown_fields=True):
 
 
 _State = Literal["UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED"]
-_Level = Literal["OFF", "TIMESTAMPS", "TENSORS"]
+_Levels = Annotated[
+    list[Literal["OFF", "TIMESTAMPS", "TENSORS"]],
+    Meta(
+        max_length=8,
+        description="OFF alone, or TIMESTAMPS, with or without TENSORS, which is not recorded",
+        extra_json_schema={
+            "anyOf": [
+                {"items": {"const": "OFF"}, "maxItems": 1},
+                {"items": {"enum": ["TIMESTAMPS", "TENSORS"]}, "contains": {"const": "TIMESTAMPS"}},
+            ]
+        },
+    ),
+]
 
 
 class TraceSettingsRequest(Struct, forbid_unknown_fields=True):
     """Settings to change; null resets one. What is not there stays as it is."""
 
-    trace_level: (
-        _Level
-        | Annotated[list[_Level], Meta(max_length=8, description="TENSORS only beside TIMESTAMPS, and not recorded")]
-        | UnsetType
-        | None
-    ) = UNSET
+    trace_level: Literal["OFF", "TIMESTAMPS"] | _Levels | UnsetType | None = UNSET
     trace_rate: (
         Annotated[str, Meta(pattern="^[1-9][0-9]{0,8}$", description="every how many requests one is traced")]
         | Annotated[int, Meta(ge=1, le=2**32 - 1)]

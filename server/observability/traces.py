@@ -168,7 +168,8 @@ class Tracer:
         Raises:
             BadRequest: an unknown setting or a value it does not take.
             TooLarge: too many models with settings of their own.
-            Forbidden: trace_file, or TIMESTAMPS where the operator has given neither a trace file nor a receiver.
+            Forbidden: trace_file, or TIMESTAMPS where the operator has given neither a trace file nor a receiver, or the
+                trace_mode of the one that is not given.
             Unavailable: TIMESTAMPS after the writer has failed.
         """
         if len(model) > _MAX_NAME:
@@ -271,7 +272,11 @@ class Tracer:
             modes = {_MODE_NAMES[mode]: mode for mode in sorted(self._modes)}
             if len(values) == 1 and isinstance(values[0], str) and values[0] in modes:
                 return modes[values[0]]
-            raise BadRequest(f"trace_mode must be {' or '.join(modes)}")
+            message = f"trace_mode must be {' or '.join(modes)}"
+            if len(values) == 1 and values[0] in ("triton", "opentelemetry"):
+                option = "--trace-file" if values[0] == "triton" else "--otlp-endpoint"
+                raise Forbidden(f"{message}: {values[0]} needs a server started with {option}")
+            raise BadRequest(message)
         low, high = _NUMBERS[name]
         if name == "trace_rate" and self._spans is not None:
             low = 0

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from server.core.clock import monotonic_ns
-from server.core.errors import BadRequest, Forbidden
+from server.core.errors import Forbidden
 from server.core.request import BatchTimes
 from server.core.trace_context import TraceContext
 from server.observability import traces
@@ -223,9 +223,11 @@ def test_the_mode_is_one_of_those_the_operator_has_made_ready(tmp_path: Any) -> 
     assert both.pick("n", SAMPLED) == Pick(TRACE)
     both.close()
     assert sink.closed
-    with pytest.raises(BadRequest, match="trace_mode must be opentelemetry"):
+    with pytest.raises(
+        Forbidden, match="trace_mode must be opentelemetry: triton needs a server started with --trace-file"
+    ):
         Tracer("", spans=Sink()).update("", {"trace_mode": "triton"})
-    with pytest.raises(BadRequest, match="trace_mode must be triton"):
+    with pytest.raises(Forbidden, match=r"trace_mode must be triton: opentelemetry needs .* --otlp-endpoint"):
         Tracer("t.json").update("", {"trace_mode": "opentelemetry"})
     with pytest.raises(Forbidden, match="--otlp-endpoint"):
         Tracer("").update("", {"trace_level": "TIMESTAMPS"})

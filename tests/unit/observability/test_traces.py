@@ -149,7 +149,7 @@ def test_a_level_that_is_not_recorded_is_named(tracer: Tracer) -> None:
         {"trace_count": "-2"},
         {"trace_count": str(2**31)},
         {"log_frequency": "-1"},
-        {"trace_mode": "opentelemetry"},
+        {"trace_mode": "zipkin"},
         {"trace_mode": ["triton", "opentelemetry"]},
         {"log_info": True},
         {"\x1b[2J": "1"},
