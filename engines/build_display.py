@@ -15,7 +15,7 @@ from rich.text import Text
 from engines.progress import Report
 from engines.report.narrow_table import Heading, narrow_table
 from engines.report.style import plain, rate, size
-from server.config.machine import Machine
+from engines.serving import served_words
 from server.core.console import is_pipe, pickup_text
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ class BuildDisplay:
         self._progress.stop_task(self._tasks[outcome.name])
 
 
-def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome], machine: Machine) -> None:
-    """Print a table of what was built; to `errors` what could not be built or published, and why."""
-    title = f"Engines for {machine}"
-    rows = [_row(outcome) for outcome in outcomes if outcome.built is not None]
-    if rows:
-        console.print(narrow_table(title, _HEADINGS, rows, console.width))
-    _print_speed(console, outcomes)
+def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print a table of what was built, its speed-up and what serves it; to `errors` what was not built or published, and why."""
+    built = [outcome for outcome in outcomes if outcome.built is not None]
+    for machine in dict.fromkeys(outcome.built.machine for outcome in built if outcome.built is not None):
+        rows = [_row(outcome) for outcome in built if outcome.built is not None and outcome.built.machine == machine]
+        console.print(narrow_table(f"Engines for {machine}", _HEADINGS, rows, console.width))
+    _print_served(console, outcomes)
     for outcome in outcomes:
         name = f"{outcome.name}: " if outcome.name else ""
         if outcome.error:
@@ -107,38 +107,54 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]
             head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
             # Its name may stand in front of what went wrong, too.
             errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
+        elif outcome.not_served:
+            head = f"[yellow]{escape(name)}built, but not served:[/] "
+            errors.print(f"{head}{escape(outcome.not_served)}", highlight=False, soft_wrap=True)
         elif outcome.forced and outcome.built is not None:
             missed = escape("; ".join(outcome.built.refusal))
             errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
 
 
-def _print_speed(console: Console, outcomes: Sequence[Outcome]) -> None:
-    """Print a line for each published engine with its speed-up, and what makes a running server take it."""
+def _print_served(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print for each published engine its speed-up and what serves it, and what makes a running server take it."""
     published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
     for outcome in published:
-        if text := speed_text(outcome):
-            console.print(f"{plain(outcome.name)}: {text}", highlight=False, markup=False, soft_wrap=True)
-    repositories = list(dict.fromkeys(outcome.repository for outcome in published))
-    for repository in filter(None, repositories):
-        names = [outcome.name for outcome in published if outcome.repository == repository]
+        lines = [text for text in (speed_text(outcome), *_served_lines(outcome)) if text]
+        for line in lines:
+            console.print(f"{plain(outcome.name)}: {plain(line)}", highlight=False, markup=False, soft_wrap=True)
+    served = [outcome for outcome in published if outcome.repository and not outcome.not_served]
+    for repository in dict.fromkeys(outcome.repository for outcome in served):
+        names = [outcome.name for outcome in served if outcome.repository == repository]
         text = pickup_text(names[0] if len(names) == 1 else "MODEL", repository)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def _served_lines(outcome: Outcome) -> list[str]:
+    """What serves after the build, and what stands against it."""
+    assert outcome.built is not None
+    lines = [] if outcome.not_served else [f"serves from now on: {served_words(outcome.built)}"]
+    if outcome.advice:
+        lines.append(outcome.advice)
+    if outcome.place is not None:
+        reason = "the model's folder cannot be written; a server with this --state-dir takes it from there"
+        lines.append(f"published in {outcome.place}: {reason}")
+    return lines
+
+
 def speed_text(outcome: Outcome) -> str:
-    """How many times faster an engine is than FP32 and than the model's own file; "" where neither was measured."""
+    """How many times faster an engine is than what serves now and than FP32; "" where neither was measured."""
     built = outcome.built
     assert built is not None
     parts = []
+    if outcome.now_rows_per_s:
+        now = f"{outcome.now}, {rate(outcome.now_rows_per_s)} rows/s"
+        parts.append(f"{_times(built.rows_per_s, outcome.now_rows_per_s)} as fast as what serves now ({now})")
+    elif outcome.now:
+        parts.append(f"{rate(built.rows_per_s)} rows/s; {outcome.now} serves now")
     if built.spec.precision != "fp32":
         fp32 = outcome.fp32_rows_per_s
         measure = f"FP32 not measured: `headrace compare {outcome.name}` does"
         parts.append(f"{_times(built.rows_per_s, fp32)} as fast as FP32" if fp32 else measure)
-    if built.baseline is not None:
-        rows = built.baseline.rows_per_s
-        parts.append(
-            f"{_times(built.rows_per_s, rows)} the model's own file on ONNX Runtime's CPU ({rate(rows)} rows/s)"
-        )
     return "; ".join(parts)
 
 
@@ -152,7 +168,7 @@ def _row(outcome: Outcome) -> list[Text]:
     assert built is not None
     accuracy = built.accuracy
     if outcome.published:
-        done = "published, marked" if outcome.forced else "published"
+        done = "not served" if outcome.not_served else "published, marked" if outcome.forced else "published"
     else:
         done = "refused" if built.refusal else "not published"
     kept = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""

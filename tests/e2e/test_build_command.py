@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,9 +134,43 @@ def test_the_speed_is_told_against_fp32(tmp_path: Path) -> None:
     for told in ("int8", "stored"):
         done = headrace("build", str(folder), cache=cache)
         assert told in done.stdout, "the second one has its figures from the store"
-        found = re.search(r"^affine: ([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
+        found = re.search(r"^affine: .*?([\d.,]+) times as fast as FP32", done.stdout, re.MULTILINE)
         assert found, done.stdout
         assert float(found[1].replace(",", "")) > 0
+
+
+def test_a_precision_that_is_written_after_the_build_finds_its_engine(tmp_path: Path) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    folder = write_model(repository, INT8.replace("precision: int8, ", "") % "")
+    done = headrace("build", "affine", "--precision", "int8", "--model-repository", str(repository), cache=cache)
+    assert done.returncode == 0, done.stderr
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("{calibration", "{precision: int8, calibration"))
+    with serving(repository, tmp_path) as server:
+        assert artefact_served(server) == stamp(folder)["artefact"]
+
+
+def test_what_serves_after_the_build_is_told(tmp_path: Path) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    folder = write_model(repository, INT8 % "")
+    done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
+    assert "affine: serves from now on: ONNX Runtime INT8 on the CPU\n" in done.stdout
+    assert re.search(
+        r"^affine: [\d.,]+ times as fast as what serves now \(model\.onnx, ONNX Runtime on the CPU, [\d.,]+ rows/s\)",
+        done.stdout,
+        re.MULTILINE,
+    ), done.stdout
+    done = headrace("build", "affine", "--model-repository", str(repository), cache=cache)
+    assert "what serves now" not in done.stdout, "it is this very engine"
+    done = headrace("build", "affine", "--precision", "fp16", "--model-repository", str(repository), cache=cache)
+    assert "times as fast as what serves now (the INT8 engine, ONNX Runtime on the CPU, " in done.stdout
+
+    shutil.copytree(folder / "1", folder / "2")
+    done = headrace("build", "affine", "--version", "1", "--model-repository", str(repository), cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "published" not in done.stdout
+    assert "not served" in done.stdout
+    assert "version_policy serves 2: write version_policy: {specific: {versions: [1]}} in config.yaml" in done.stderr
 
 
 def test_the_second_build_comes_from_the_store(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes:
 
 def shown(*outcomes: Outcome) -> tuple[str, str]:
     out, errors = io.StringIO(), io.StringIO()
-    show_outcomes(Console(file=out, width=80), Console(file=errors, width=80), outcomes, HERE)
+    show_outcomes(Console(file=out, width=80), Console(file=errors, width=80), outcomes)
     return out.getvalue(), errors.getvalue()
 
 
 def test_a_row_tells_all_on_eighty_columns(spec: BuildSpec) -> None:
     text, errors = shown(outcome(spec))
-    (row,) = [line for line in text.splitlines() if line.startswith("efficientnet_lite0")]
+    (row,) = [line for line in text.splitlines() if line.startswith("efficientnet_lite0 ")]
     assert row.split() == [
         "efficientnet_lite0",
         "fp32",

@@ -1,0 +1,142 @@
+"""What `headrace build` says of the server: the server's own choice, asked before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from engines.__main__ import main
+from engines.project import Project, open_project
+from engines.serving import cpu_change, forecast, keeps_on_cpu, now_words
+from server.config.machine import Machine, onnxruntime_machine
+from server.config.serving_plan import GpuRuntime, engine_folder, serving_plan
+from server.core.errors import Unsupported
+from tests.models import affine
+
+GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 580)
+
+
+class _Target:
+    """As much of a target as a forecast asks for."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.name = machine.target
+        self.suffix = ".plan" if machine.target == "tensorrt" else ".onnx"
+        self._machine = machine
+
+    def describe(self) -> Machine:
+        return self._machine
+
+
+def project_of(tmp_path: Path, text: str, file: str = "config.yaml", versions: int = 1) -> Project:
+    folder = tmp_path / "models" / "m"
+    for version in range(1, versions + 1):
+        (folder / str(version)).mkdir(parents=True)
+        onnx.save_model(affine(), folder / str(version) / "model.onnx")
+    if text:
+        (folder / file).write_text(text)
+    return open_project("m", folder.parent, 1)
+
+
+def with_gpu() -> GpuRuntime:
+    return GpuRuntime(lambda: GPU)
+
+
+def without_gpu() -> GpuRuntime:
+    def describe() -> Machine:
+        raise Unsupported("there is no GPU")
+
+    return GpuRuntime(describe, lambda: False)
+
+
+TENSORRT: Any = _Target(GPU)
+ONNXRUNTIME: Any = _Target(onnxruntime_machine())
+TO_CPU = 'write parameters { key: "headrace.runtime" value { string_value: "onnxruntime" } } in config.pbtxt'
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "target", "refusal"),
+    [
+        ("config.yaml", "", TENSORRT, ""),
+        ("config.yaml", "optimization: {precision: fp16}\n", TENSORRT, ""),
+        ("config.yaml", "backend: onnxruntime\n", TENSORRT, ""),
+        ("config.yaml", "runtime: tensorrt\nmax_batch_size: 8\n", TENSORRT, ""),
+        ("config.yaml", "instance_group: [{kind: KIND_GPU}]\nmax_batch_size: 8\n", TENSORRT, ""),
+        (
+            "config.yaml",
+            "max_batch_size: 8\nruntime: onnxruntime\n",
+            TENSORRT,
+            "the configuration keeps the model on the CPU (runtime: onnxruntime): write runtime: auto in config.yaml:2, "
+            "or build for what serves: headrace build m --target onnxruntime",
+        ),
+        (
+            "config.pbtxt",
+            "max_batch_size: 8\n\ninstance_group [ { kind: KIND_CPU count: 2 } ]\n",
+            TENSORRT,
+            "the configuration keeps the model on the CPU (KIND_CPU in instance_group): "
+            "write instance_group [ { kind: KIND_AUTO } ] in config.pbtxt:3, "
+            "or build for what serves: headrace build m --target onnxruntime",
+        ),
+        ("config.pbtxt", "max_batch_size: 8\ninstance_group [ { kind: KIND_CPU } ]\n", ONNXRUNTIME, ""),
+        ("config.yaml", "optimization: {precision: fp16}\n", ONNXRUNTIME, ""),
+        ("config.pbtxt", "max_batch_size: 8\ninstance_group [ { kind: KIND_GPU } ]\n", ONNXRUNTIME, TO_CPU),
+    ],
+)
+def test_an_engine_that_would_not_be_served_is_refused_with_the_change(
+    file: str, text: str, target: Any, refusal: str, tmp_path: Path
+) -> None:
+    project = project_of(tmp_path, text, file)
+    found = forecast(project, target, with_gpu(), None)
+    assert refusal in found.refusal
+    assert bool(found.refusal) == bool(refusal)
+    assert [path.name for path in (project.folder.path / "1").iterdir()] == ["model.onnx"], "nothing is left behind"
+
+
+def test_without_a_gpu_the_cpu_serves_and_its_engines_too(tmp_path: Path) -> None:
+    project = project_of(tmp_path, "optimization: {precision: int8, calibration: {data: a.npz}}\n")
+    found = forecast(project, ONNXRUNTIME, without_gpu(), None)
+    assert (found.refusal, found.not_served, found.not_now) == ("", "", "")
+    assert found.now is not None
+    assert now_words(found.now) == "model.onnx, ONNX Runtime on the CPU"
+
+
+def test_a_model_that_waits_for_its_engine_is_served_by_nothing_now(tmp_path: Path) -> None:
+    project = project_of(tmp_path, "instance_group: [{kind: KIND_GPU}]\nmax_batch_size: 8\n")
+    found = forecast(project, TENSORRT, with_gpu(), None)
+    assert found.now is None
+    assert found.not_now
+
+
+def test_a_version_that_the_policy_leaves_out_is_not_called_served(tmp_path: Path) -> None:
+    project = project_of(tmp_path, "max_batch_size: 8\n", versions=2)
+    found = forecast(project, TENSORRT, with_gpu(), None)
+    assert found.refusal == ""
+    assert found.not_served == (
+        "version 1 is not served: version_policy serves 2: write version_policy: {specific: {versions: [1]}} in config.yaml"
+    )
+
+
+def test_only_a_written_pin_keeps_a_model_on_the_cpu(tmp_path: Path) -> None:
+    assert keeps_on_cpu(project_of(tmp_path, "")) == ""
+    pinned = project_of(tmp_path / "pinned", "instance_group: [{kind: KIND_CPU}]\nmax_batch_size: 4\n")
+    assert keeps_on_cpu(pinned) == "KIND_CPU in instance_group"
+    assert cpu_change(pinned) == "write instance_group: [{kind: KIND_AUTO}] in config.yaml:1"
+
+
+def test_an_engine_of_a_folder_that_cannot_be_written_goes_where_servers_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = project_of(tmp_path, "max_batch_size: 4\n")
+    monkeypatch.setattr("engines.publishing.os.access", lambda _path, _mode: False)
+    state = tmp_path / "state"
+    words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime")
+    assert main([*words, "--state-dir", str(state)]) == 0
+    place = engine_folder(state, project.folder.path, 1)
+    assert f"m: published in {place}: the model's folder cannot be written" in capsys.readouterr().out
+    assert [path.name for path in (project.folder.path / "1").iterdir()] == ["model.onnx"]
+    plan = serving_plan(project.folder, 1, without_gpu(), place)
+    assert plan.artefact is not None
+    assert plan.artefact.parent == place
