@@ -21,6 +21,7 @@ from server.config.pbtxt_reader import TOKEN
 
 NEW_FILE = "config.yaml"
 _BY_HAND = "write it by hand"
+_CPU_PARAMETER = "headrace.cpu_max_batch_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,13 @@ class Changes:
         instances: `count` of the only instance group; None: unchanged.
         max_batch_size: None: unchanged.
         dynamic_batching: Add an empty block where there is none.
+        cpu_max_batch_size: None: unchanged.
     """
 
     instances: int | None = None
     max_batch_size: int | None = None
     dynamic_batching: bool = False
+    cpu_max_batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,11 @@ def _changed(document: Document, changes: Changes) -> dict[str, object]:
         data["max_batch_size"] = changes.max_batch_size
     if changes.dynamic_batching:
         data.setdefault("dynamic_batching", {})
+    if changes.cpu_max_batch_size is not None:
+        if document.own_prefix:
+            data.setdefault("parameters", {})[_CPU_PARAMETER] = str(changes.cpu_max_batch_size)
+        else:
+            data["cpu_max_batch_size"] = changes.cpu_max_batch_size
     if changes.instances is not None:
         groups = data.setdefault("instance_group", [])
         if not groups:
@@ -161,11 +169,14 @@ def _edit_yaml(text: str, changes: Changes) -> str:
         return _appended(text, [f"{line}\n" for line in _yaml_lines(changes)])
     fields = {key.value: value for key, value in root.value}
     replacements, missing = [], []
-    if changes.max_batch_size is not None:
-        if node := fields.get("max_batch_size"):
-            replacements.append(_of_node(node, str(changes.max_batch_size)))
+    for name in ("max_batch_size", "cpu_max_batch_size"):
+        number = getattr(changes, name)
+        if number is None:
+            continue
+        if node := fields.get(name):
+            replacements.append(_of_node(node, str(number)))
         else:
-            missing.append(f"max_batch_size: {changes.max_batch_size}")
+            missing.append(f"{name}: {number}")
     if changes.dynamic_batching and "dynamic_batching" not in fields:
         missing.append("dynamic_batching: {}")
     if changes.instances is not None:
@@ -194,6 +205,8 @@ def _yaml_lines(changes: Changes) -> list[str]:
     lines = []
     if changes.max_batch_size is not None:
         lines.append(f"max_batch_size: {changes.max_batch_size}")
+    if changes.cpu_max_batch_size is not None:
+        lines.append(f"cpu_max_batch_size: {changes.cpu_max_batch_size}")
     if changes.dynamic_batching:
         lines.append("dynamic_batching: {}")
     if changes.instances is not None:
@@ -230,6 +243,13 @@ def _edit_pbtxt(text: str, changes: Changes) -> str:
         replacements += [_Replacement(place.start, place.end, str(changes.max_batch_size)) for place in places]
         if not places:
             missing.append(f"max_batch_size: {changes.max_batch_size}\n")
+    if changes.cpu_max_batch_size is not None:
+        place = _pbtxt_parameter(text, fields, _CPU_PARAMETER)
+        if place is not None:
+            replacements.append(_Replacement(place.start, place.end, f'"{changes.cpu_max_batch_size}"'))
+        else:
+            value = f'{{ string_value: "{changes.cpu_max_batch_size}" }}'
+            missing.append(f'parameters {{ key: "{_CPU_PARAMETER}" value: {value} }}\n')
     if changes.dynamic_batching and all(field != "dynamic_batching" for field, _ in fields):
         missing.append("dynamic_batching { }\n")
     if changes.instances is not None:
@@ -272,6 +292,18 @@ def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tup
             elif token[0] not in "\"'":  # a text may go on in a second pair of quotes
                 name = token
     return found
+
+
+def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _Span | None:
+    """Where the text of an entry of `parameters` stands, quotes included; None if there is no such entry."""
+    for name, block in fields:
+        if name != "parameters" or text[block.start] == "[":
+            continue
+        entry = dict(_pbtxt_fields(text, block.start + 1, block.end - 1))
+        if text[entry["key"].start : entry["key"].end].strip("\"'") == key:
+            value = entry["value"]
+            return dict(_pbtxt_fields(text, value.start + 1, value.end - 1)).get("string_value")
+    return None
 
 
 def _pbtxt_count(text: str, group: _Span, instances: int) -> _Replacement:

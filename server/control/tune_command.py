@@ -192,14 +192,17 @@ def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     """The best setting as changes of the configuration: those that the present one does not have already."""
     from server.config.config_edit import Changes
 
-    best, now = result.best, result.now
+    best, now, config = result.best, result.now, folder.config
     assert best is not None
-    rows_differ = bool(folder.config.max_batch_size) and (now is None or best.rows != now.rows)
+    rows = best.rows if config.max_batch_size and (now is None or best.rows != now.rows) else None
+    # A GPU may want larger batches than this CPU: its bound stays where the CPU has one of its own.
+    own = rows is not None and config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
     return Changes(
         instances=best.instances if now is None or best.instances != now.instances else None,
-        max_batch_size=best.rows if rows_differ else None,
+        max_batch_size=rows if not own or (rows or 0) > config.max_batch_size else None,
         # A max_batch_size that is written does not turn batching on by itself, as one that is completed does.
-        dynamic_batching=rows_differ and best.rows > 1,
+        dynamic_batching=rows is not None and rows > 1,
+        cpu_max_batch_size=rows if own else None,
     )
 
 

@@ -112,3 +112,27 @@ def test_a_model_without_a_file_gets_one(tmp_path: Path) -> None:
     assert file.diff(text).startswith("--- /dev/null\n+++ config.yaml\n")
     file.write(text)
     assert (tmp_path / "config.yaml").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("config.yaml", "cpu_max_batch_size: 8 # few\n", "cpu_max_batch_size: 4 # few\n"),
+        ("config.yaml", "max_batch_size: 64\n", "max_batch_size: 64\ncpu_max_batch_size: 4\n"),
+        ("config.yaml", "", "cpu_max_batch_size: 4\n"),
+        (
+            "config.pbtxt",
+            "parameters { key: 'a' value { string_value: 'b' } }\n"
+            'parameters { key: "headrace.cpu_max_batch_size" value: { string_value: "8" } } # few\n',
+            "parameters { key: 'a' value { string_value: 'b' } }\n"
+            'parameters { key: "headrace.cpu_max_batch_size" value: { string_value: "4" } } # few\n',
+        ),
+        (
+            "config.pbtxt",
+            "max_batch_size: 64\n",
+            'max_batch_size: 64\nparameters { key: "headrace.cpu_max_batch_size" value: { string_value: "4" } }\n',
+        ),
+    ],
+)
+def test_the_bound_of_the_cpu_is_a_field_or_a_parameter(name: str, before: str, after: str) -> None:
+    assert edited(name, before, Changes(cpu_max_batch_size=4)) == after

@@ -93,7 +93,7 @@ def test_an_automatic_batch_size_does_not_bound_the_search(tmp_path: Path, monke
 def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     run = point(1, 8, 1000.0, 5.0)
     assert tuning._end_of_search(run, 0, 0, 0) == ""
-    assert tuning._end_of_search(run, 2, 0, 0) == "more rows bring no more"
+    assert tuning._end_of_search(run, 3, 0, 0) == "more rows bring no more"
     assert tuning._end_of_search(run, 0, 0, 9 * MS) == "batches of 8 rows miss the objective"
     assert tuning._end_of_search(point(1, 8, 1.0, 3000.0), 0, 0, 0) == "a batch of 8 rows takes 3.0 s"
     monkeypatch.setattr(tuning, "_free_bytes", lambda: 1 << 30)
@@ -311,6 +311,21 @@ def test_apply_writes_the_change_and_nothing_else(
     assert document["advice"] == {"change": False, "reason": "the configuration has the best setting"}
     assert [(each["instances"], each["rows"]) for each in document["points"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
     assert (document["best"]["low_hz"], document["best"]["high_hz"]) == (290, 310)
+
+
+def test_on_a_cpu_the_bound_of_its_own_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = add_model(tmp_path, "m", affine())
+    (path / "config.yaml").write_text(
+        "max_batch_size: 4\ncpu_max_batch_size: 1  # a GPU wants more\ndynamic_batching: {}\n"
+    )
+    measured_as(monkeypatch, {(1, 1): (100, 110, 105), (1, 2): (300, 310, 305), (1, 4): (290, 280, 285)})
+    assert main(["tune", str(path), "--instances", "1", "--repeats", "3", "--apply"]) == 0
+    assert "the configuration's 1 x 1 rows" in capsys.readouterr().out
+    assert (path / "config.yaml").read_text() == (
+        "max_batch_size: 4\ncpu_max_batch_size: 2  # a GPU wants more\ndynamic_batching: {}\n"
+    )
 
 
 def test_what_the_server_would_refuse_is_not_written(
