@@ -139,7 +139,7 @@ class Container:
         """Until it is healthy."""
         until = time.monotonic() + READY_S
         while not self.healthy():
-            assert time.monotonic() < until, podman("logs", self.id)
+            assert time.monotonic() < until, self.log()
             time.sleep(0.5)
 
     def inside(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -152,6 +152,11 @@ class Container:
         connection.request("GET", path)
         response = connection.getresponse()
         return response.status, response.read().decode()
+
+    def log(self) -> str:
+        """What the server has logged, on standard error."""
+        words = [tool("podman"), "--runtime", tool("runc"), "logs", self.id]
+        return subprocess.run(words, capture_output=True, text=True, timeout=60).stderr
 
     def remove(self) -> None:
         podman("rm", "-f", "-v", self.id)
@@ -213,8 +218,7 @@ def test_it_keeps_its_profiles_at_home(server: Container) -> None:
 
 
 def test_its_log_is_json(server: Container) -> None:
-    words = [tool("podman"), "--runtime", tool("runc"), "logs", server.id]
-    lines = subprocess.run(words, capture_output=True, text=True, timeout=60).stderr.splitlines()
+    lines = server.log().splitlines()
     told = [json.loads(line)["message"] for line in lines if line.startswith("{")]
     assert "model digits serves version 1" in told
 
@@ -356,9 +360,9 @@ def test_composes_server_builds_an_engine_once_beside_models_that_are_read_only(
             container.wait()
             end = time.monotonic() + ENGINE_S
             while parameters(container).get("engine.precision") != "int8":
-                assert time.monotonic() < end, podman("logs", container.id)
+                assert time.monotonic() < end, container.log()
                 time.sleep(0.5)
-            logs.append(podman("logs", container.id))
+            logs.append(container.log())
         finally:
             container.remove()
     assert sorted(folder.rglob("*")) == before
