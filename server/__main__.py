@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
     validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "fail, as serve --strict does, where the CPU serves a model that asks for a GPU"
+    validate.add_argument("--strict", action="store_true", help=text)
+    settings.add_state(validate)
     validate.set_defaults(run=_validate)
 
     from server.client import explain_command, infer_command
@@ -155,7 +158,7 @@ def _health(arguments: Sequence[str]) -> int:
 def _validate(args: argparse.Namespace) -> int:
     from server.control import validate
 
-    return validate.main(args.path, open_console(), args.load)
+    return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir)
 
 
 def _simulate(args: argparse.Namespace) -> int:

@@ -184,6 +184,11 @@ def names(option: str) -> list[str]:
     return [option, *(flag for flag, ours in ALIASES.items() if ours == option)]
 
 
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """Declare `--state-dir` for a command that loads models as the server does."""
+    _add_state(parser, _Environment(os.environ))
+
+
 def wants_json_log(arguments: Sequence[str]) -> bool:
     """Whether arguments that may not parse, or else the environment, ask for a log in JSON; only `serve` has one."""
     if list(arguments[:1]) != ["serve"]:

@@ -110,8 +110,8 @@ shape that came and the shape expected. From then on that version runs every req
 
 **Check it** with `headrace validate model_repository`: it loads every model as the server does, in a process of its own, and
 reports file, line, what is wrong and the cure; `--no-load` only reads the files. A model is OK exactly if a server would serve
-it, and the exit status is 0 exactly if `headrace serve --strict` would start. For completion in an editor, put this line on top
-of a `config.yaml`:
+it. The exit status is 0 if all are. With `--strict` it is 0 if `headrace serve --strict` would start, which also refuses a model
+that asks for a GPU where the CPU serves it. For completion in an editor, put this line on top of a `config.yaml`:
 
 ```yaml
 # yaml-language-server: $schema=../../docs/{SCHEMA_FILE}

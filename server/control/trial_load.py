@@ -1,8 +1,8 @@
 """Loads models once as the server does and reports the outcome: `python -m server.control.trial_load` for `headrace validate`.
 
-Standard input is a JSON list of `[name, folder, repository]`. Standard output gets one line of JSON a model, in the same order:
-`{"states": [[version, state, reason], ...], "findings": [[path, line, message, cure, fatal], ...]}`. A model that crashes its
-runtime ends the process; the missing lines say which one.
+Standard input is JSON: `{"state_dir": PATH, "models": [[name, folder, repository], ...]}`. Standard output gets one line of JSON
+a model, in the same order: `{"states": [[version, state, reason], ...], "findings": [[path, line, message, cure, fatal], ...],
+"substitutes": [[version, reason], ...]}`. A model that crashes its runtime ends the process; the missing lines say which one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLOSE_TIMEOUT_S = 30.0
 _MEASURE_S = 0.02
 
 
-def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
+def trial_load(name: str, folder: Path, repository: Path, state: Path | None = None) -> dict[str, object]:
     """Load one model through the server's own `Deployments` and close it again.
 
     It is run for a moment, as a server measures it before it serves; no engine is built.
@@ -38,13 +38,15 @@ def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
         name: of the model.
         folder: of the model.
         repository: that contains the folder.
+        state: the state folder, where engines of read-only folders lie; None: there are none.
 
     Returns:
-        `states`: version, state and reason as the server's index has them; `findings`: why a version is not served.
+        `states`: version, state and reason as the server's index has them; `findings`: why a version is not served;
+        `substitutes`: version and reason where the CPU serves though the configuration asks for a GPU.
     """
     registry, residency, loop = Registry(), Residency(), asyncio.new_event_loop()
     drains = Drains(registry, residency.forget)
-    loader = Loader(Mailbox(loop), histograms=False, residency=residency, profile_s=_MEASURE_S)
+    loader = Loader(Mailbox(loop), histograms=False, residency=residency, profile_s=_MEASURE_S, state=state)
     # Never started, so that orders for engines only wait.
     builds = Builds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
@@ -54,10 +56,12 @@ def trial_load(name: str, folder: Path, repository: Path) -> dict[str, object]:
     except ConfigError as error:
         findings = error.findings
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
+    substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
     deployments.unload_all()
     drains.wait(_CLOSE_TIMEOUT_S)
     loop.close()
-    return {"states": states, "findings": [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]}
+    errors = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
+    return {"states": states, "findings": errors, "substitutes": substitutes}
 
 
 def main() -> int:
@@ -66,8 +70,10 @@ def main() -> int:
     # Libraries print to standard output too; the results keep it to themselves.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
         os.dup2(2, 1)
-        for name, folder, repository in json.load(sys.stdin):
-            results.write(json.dumps(trial_load(name, Path(folder), Path(repository))) + "\n")
+        order = json.load(sys.stdin)
+        state = Path(order["state_dir"]) if order["state_dir"] else None
+        for name, folder, repository in order["models"]:
+            results.write(json.dumps(trial_load(name, Path(folder), Path(repository), state)) + "\n")
             results.flush()
     return 0
 

@@ -25,7 +25,7 @@ from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput
 
 TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "server.control.trial_load")
-_READY = "READY"
+_READY, _LOADING = "READY", "LOADING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,14 @@ class Inspection:
         model: the model, None if its folder cannot be read as one.
         findings: errors and warnings; those of the files in the order of file and line, then those of loading.
         states: version, state and reason as the index of a server would have them; empty where nothing was loaded.
+        substitutes: version and reason where the CPU serves though the configuration asks for a GPU.
         skipped: the folder is not a model's, and why.
     """
 
     model: ModelFolder | None
     findings: tuple[Finding, ...]
     states: tuple[tuple[str, str, str], ...] = ()
+    substitutes: tuple[tuple[str, str], ...] = ()
     skipped: Skipped | None = None
 
     @property
@@ -61,18 +63,19 @@ def validate_repository(path: Path, load: bool = True) -> list[Finding]:
     return [finding for inspection in inspect(path, load) for finding in inspection.findings]
 
 
-def inspect(path: Path, load: bool = True) -> list[Inspection]:
+def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspection]:
     """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
 
     Args:
         path: as for `validate_repository`.
         load: as for `validate_repository`.
+        state_dir: of the server, where engines of read-only folders lie; "" for none.
     """
     # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
     path = Path(os.path.abspath(path))
     if path.is_file() and path.suffix == ".onnx":
         with open_paths([path]) as named:
-            return inspect(named.repositories[0], load)
+            return inspect(named.repositories[0], load, state_dir)
     if not path.is_dir():
         state = "is not a folder" if path.exists() else "does not exist"
         suggestion = did_you_mean(path.name, folder_names(path.parent))
@@ -80,7 +83,7 @@ def inspect(path: Path, load: bool = True) -> list[Inspection]:
         return [_only(Finding(path.name, None, state, cure))]
     if is_model_folder(path):
         inspections = [_read(path, path.parent)]
-        return _loaded(inspections, path.parent) if load else inspections
+        return _loaded(inspections, path.parent, state_dir) if load else inspections
     try:
         models, skipped = folders(path)
     except ConfigError as error:
@@ -91,7 +94,7 @@ def inspect(path: Path, load: bool = True) -> list[Inspection]:
         return [*(Inspection(None, (), skipped=folder) for folder in skipped), empty]
     inspections = [_read(folder, path) for folder in models]
     notes = [Inspection(None, (), skipped=folder) for folder in skipped]
-    return [*notes, *(_loaded(inspections, path) if load else inspections)]
+    return [*notes, *(_loaded(inspections, path, state_dir) if load else inspections)]
 
 
 def _only(finding: Finding) -> Inspection:
@@ -106,10 +109,10 @@ def _read(folder: Path, repository: Path) -> Inspection:
     return Inspection(model, model.findings)
 
 
-def _loaded(inspections: Sequence[Inspection], repository: Path) -> list[Inspection]:
+def _loaded(inspections: Sequence[Inspection], repository: Path, state_dir: str) -> list[Inspection]:
     """The inspections, with what came of loading the models that could be read."""
     models = [inspection.model for inspection in inspections if inspection.model is not None]
-    outcomes = load_in_child(models, repository)
+    outcomes = load_in_child(models, repository, state_dir)
     return [
         inspection if inspection.model is None else _with_outcome(inspection, inspection.model, outcomes)
         for inspection in inspections
@@ -120,7 +123,8 @@ def _with_outcome(inspection: Inspection, model: ModelFolder, outcomes: Mapping[
     outcome = outcomes[model.name]
     findings = [_below_model(Finding(*finding), model) for finding in outcome["findings"]]
     states = tuple((version, state, reason) for version, state, reason in outcome["states"])
-    return replace(inspection, findings=(*inspection.findings, *findings), states=states)
+    substitutes = tuple((version, reason) for version, reason in outcome["substitutes"])
+    return replace(inspection, findings=(*inspection.findings, *findings), states=states, substitutes=substitutes)
 
 
 def _below_model(finding: Finding, model: ModelFolder) -> Finding:
@@ -132,12 +136,13 @@ def _below_model(finding: Finding, model: ModelFolder) -> Finding:
     return replace(finding, path=model.name, message=f"{finding.path} {finding.message}")
 
 
-def load_in_child(models: Sequence[ModelFolder], repository: Path) -> dict[str, dict[str, Any]]:
+def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: str = "") -> dict[str, dict[str, Any]]:
     """Load models as the server does, in a process of their own, which a crash of a runtime ends.
 
     Args:
         models: to load, one after the other.
         repository: that their folders are in.
+        state_dir: as for `inspect`.
 
     Returns:
         By model name what `server.control.trial_load` reports.
@@ -145,9 +150,10 @@ def load_in_child(models: Sequence[ModelFolder], repository: Path) -> dict[str, 
     outcomes: dict[str, dict[str, Any]] = {}
     waiting = list(models)
     while waiting:
-        words = json.dumps([(model.name, str(model.path), str(repository)) for model in waiting])
+        listed = [(model.name, str(model.path), str(repository)) for model in waiting]
+        order = json.dumps({"state_dir": os.path.expanduser(state_dir), "models": listed})
         with tempfile.TemporaryFile() as errors:
-            child = subprocess.run(TRIAL_LOAD, input=words.encode(), stdout=subprocess.PIPE, stderr=errors, check=False)
+            child = subprocess.run(TRIAL_LOAD, input=order.encode(), stdout=subprocess.PIPE, stderr=errors, check=False)
             lines = child.stdout.splitlines()
             for model, line in zip(waiting, lines, strict=False):
                 outcomes[model.name] = json.loads(line)
@@ -172,32 +178,39 @@ def _crash(name: str, status: int, detail: str) -> dict[str, Any]:
         ending = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     message = f"loading the model ends the process with {ending}" + (f": {detail[:400]}" if detail else "")
     cure = "check the model's file and the libraries of its runtime; `isolation: process` keeps the server alive"
-    return {"states": [], "findings": [[name, None, message, cure, True]]}
+    return {"states": [], "findings": [[name, None, message, cure, True]], "substitutes": []}
 
 
-def main(paths: Sequence[Path], console: Console, load: bool = True) -> int:
+def main(paths: Sequence[Path], console: Console, load: bool = True, strict: bool = False, state_dir: str = "") -> int:
     """Print what is wrong in `paths`, a line for each good model, and a summary.
 
     Args:
         paths: repositories, or folders of single models.
         console: where to print.
         load: as for `validate_repository`.
+        strict: a model that the CPU serves in place of a GPU is an error, as with `headrace serve --strict`.
+        state_dir: as for `inspect`.
 
     Returns:
-        The exit status: 1 if some model cannot be served, so that `headrace serve --strict` does not start; else 0.
+        The exit status: 1 if a model is not served (with `strict` also if `headrace serve --strict` would not start), else 0.
     """
     counts: Counter[str] = Counter()
     for path in paths:
         single = path.is_dir() and is_model_folder(path)
-        for inspection in inspect(path, load):
+        for inspection in inspect(path, load, state_dir):
+            if strict:
+                inspection = _strict(inspection)
             if inspection.skipped is not None:
                 _print_skipped(inspection.skipped, path, console)
             for finding in inspection.findings:
                 counts["error" if finding.fatal else "warning"] += 1
                 _print_finding(_from_here(finding, path, single), console)
-            if inspection.model is not None and (inspection.ready or not load):
+            if inspection.model is None:
+                continue
+            if inspection.ready or not load:
                 counts["model"] += 1
                 _print_model(inspection.model, inspection, console)
+            _print_states(inspection.model, inspection, console)
     told = [
         _counted(counts["model"], "good model"),
         _counted(counts["error"], "error"),
@@ -231,9 +244,26 @@ def _print_model(model: ModelFolder, inspection: Inspection, console: Console) -
     served = inspection.ready or tuple(map(str, served_versions(model.config, model.versions)))
     line = f" {', '.join(served)}: {signature_line(model.config)}"
     console.print(Text.assemble(("OK ", "green"), (model.name, "bold"), line), soft_wrap=True)
+
+
+def _print_states(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+    """What the index says beside a version that serves, or that is still loading: its engine is built first."""
     for version, state, reason in inspection.states:
-        if state == _READY and version and reason:
-            console.print(Text(f"   {model.name} {version}: note: {reason}", style="dim"), soft_wrap=True)
+        if version and reason and state in (_READY, _LOADING):
+            word = "" if state == _READY else f"{state}: "
+            console.print(Text(f"   {model.name} {version}: note: {word}{reason}", style="dim"), soft_wrap=True)
+
+
+def _strict(inspection: Inspection) -> Inspection:
+    """The inspection with an error for each version that the CPU serves in place of a GPU."""
+    if inspection.model is None:
+        return inspection
+    cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
+    errors = [
+        Finding(f"{inspection.model.name}/{version}", None, f"asks for a GPU: {reason}", cure)
+        for version, reason in inspection.substitutes
+    ]
+    return replace(inspection, findings=(*inspection.findings, *errors))
 
 
 def signature_line(config: ModelConfig) -> str:

@@ -154,6 +154,7 @@ PUBLIC: Mapping[str, tuple[onnx.ModelProto, str]] = {
     "forest": (classifier(), f'backend: "fil" {IO} parameters {{ key: "model_type" value {{ string_value: "xgboost" }} }}'),
     "decoder": (classifier(), f'backend: "dali" max_batch_size: 8 {IO}'),
     "intel": (classifier(), f'backend: "openvino" max_batch_size: 8 {IO}'),
+    "on_a_gpu_or_cpu": (classifier(), f'max_batch_size: 32 {IO} instance_group [ {{ kind: KIND_GPU }} ]'),
     "on_a_gpu": (classifier(), f'platform: "tensorrt_plan" max_batch_size: 32 {IO} instance_group [ {{ kind: KIND_GPU }} ]'),
 }  # fmt: skip
 
@@ -306,11 +307,13 @@ def test_ok_is_printed_for_what_is_ready_and_nothing_else(
 
 
 def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) -> None:
-    for name, refused in (
-        ("zipmap", False),
-        ("unknown_parameter", False),
-        ("text_locale", True),
-        ("half_broken", True),
+    """Status of `validate` and of `validate --strict`, which is that of `serve --strict`."""
+    for name, plain, strict in (
+        ("zipmap", 0, 0),
+        ("unknown_parameter", 0, 0),
+        ("on_a_gpu_or_cpu", 0, 1),
+        ("text_locale", 1, 1),
+        ("half_broken", 1, 1),
     ):
         alone = tmp_path / name
         alone.mkdir()
@@ -319,8 +322,9 @@ def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) 
             target = alone / name / file.relative_to(repository / name)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
-        assert validate.main([alone], Console(file=io.StringIO())) == int(refused), name
-        if refused:
+        assert validate.main([alone], Console(file=io.StringIO())) == plain, name
+        assert validate.main([alone], Console(file=io.StringIO()), strict=True) == strict, name
+        if strict:
             assert start(alone, tmp_path / f"{name}.log", "--strict").wait() == 1, name
         else:
             with serving(alone, tmp_path, "--strict"):

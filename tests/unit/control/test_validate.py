@@ -110,11 +110,11 @@ def test_a_model_that_crashes_its_runtime_does_not_hide_the_others(
         write_model(tmp_path / name)
     code = (
         "import os, signal, sys; from server.control import trial_load as t; load = t.trial_load\n"
-        "def crashing(name, folder, repository):\n"
+        "def crashing(name, folder, repository, state):\n"
         "    if name == 'b':\n"
         "        print('free(): invalid pointer', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGSEGV)\n"
-        "    return load(name, folder, repository)\n"
+        "    return load(name, folder, repository, state)\n"
         "t.trial_load = crashing; t.main()"
     )
     monkeypatch.setattr(validate, "TRIAL_LOAD", (sys.executable, "-c", code))
