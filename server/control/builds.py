@@ -81,6 +81,7 @@ class Builds:
         self._waiting: list[Order] = []
         self._current: Order | None = None
         self._progress = ""  # of the current one, in words
+        self._share = 0.0  # of the current one that is done
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: dict[Order, str] = {}
         self._started = False
@@ -133,6 +134,11 @@ class Builds:
             done = f" ({self._progress})" if self._current == order and self._progress else ""
             return f"building {engine}{done}, usually a minute or two"
 
+    def quarter(self, order: Order) -> int:
+        """How many quarters of an order's build are done; 0 if it is not being built."""
+        with self._lock:
+            return int(4 * self._share) if self._current == order else 0
+
     def stop(self) -> None:
         """Call everything off and take nothing new; returns at once, see `join`."""
         with self._lock:
@@ -181,7 +187,7 @@ class Builds:
                 self._changed.wait()
             if self._stopping:
                 return None
-            self._current, self._progress = self._waiting.pop(0), ""
+            self._current, self._progress, self._share = self._waiting.pop(0), "", 0.0
             return self._current
 
     def _settle(self, order: Order, failure: str) -> None:
@@ -207,7 +213,6 @@ class Builds:
 
     def _build(self, order: Order) -> str:
         """Run the builder; why it failed, or ""."""
-        logger.info("model %s version %s: its engine for %s is being built", order.name, order.version, order.target)
         self._on_progress(order)
         words = [
             *self._command,
@@ -252,7 +257,7 @@ class Builds:
             if self._current != order:
                 return
             progress = f"{share:.0%}, {phase}" if phase else f"{share:.0%}"
-            changed, self._progress = progress != self._progress, progress
+            changed, self._progress, self._share = progress != self._progress, progress, share
         if changed:
             logger.debug("model %s version %s: its engine is built to %s", order.name, order.version, progress)
             self._on_progress(order)

@@ -128,6 +128,7 @@ class Deployments:
         self._drains = drains
         self._builds = builds
         self._live: dict[str, _Model] = {}
+        self._logged: tuple[Order, int] | None = None  # the build whose progress was logged last, and how far it was
         loader.residency.on_change = self._moved
 
     def load(self, source: Source) -> None:
@@ -228,8 +229,13 @@ class Deployments:
     def progress(self, order: Order) -> None:
         """The builder of an order has come further: the index says so."""
         model = self._live.get(order.name)
-        if model is not None and model.order(order.version) == order:
-            self._say(model, order.version, "")
+        if model is None or model.order(order.version) != order:
+            return
+        self._say(model, order.version)
+        quarter = self._builds.quarter(order)
+        if self._logged != (order, quarter):
+            self._logged = order, quarter
+            logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
 
     def _say(self, model: _Model, number: str, note: str = "") -> None:
         """Renew what index and metadata say beside a version.

@@ -6,13 +6,17 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
 
+from server.control.gpus import tensorrt_machine
 from tests.fake_gpu import install_gpu
 from tests.models import add_model, affine
 from tests.serving import Server, start
@@ -114,3 +118,104 @@ def test_a_model_that_fits_in_no_way_is_told_of_and_the_others_are_served(reposi
         status, _, body = server.request("POST", "/v2/models/b/infer", b'{"inputs": []}')
         assert status == 503
         assert b"gpu_memory_budget" in body
+
+
+# The road from a model.onnx to the GPU
+
+
+@pytest.fixture
+def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the model "r", which asks for FP16 and nothing else, and a builder's orders in `orders`."""
+    install_gpu(monkeypatch)
+    folder = add_model(tmp_path / "repository", "r", affine(seed=1))
+    (folder / "config.yaml").write_text("max_batch_size: 8\noptimization: {precision: fp16}\n")
+    orders = tmp_path / "orders"
+    orders.mkdir()
+    (orders / "engine.plan").write_bytes(plan_of(tmp_path, 2))
+    stamp = {"machine": asdict(tensorrt_machine()), "precision": "fp16", "asked": "fp16"}
+    (orders / "tensorrt.json").write_text(json.dumps(stamp))
+    for name in ("hold", "readonly"):
+        (orders / name).touch()
+    return tmp_path / "repository"
+
+
+def metadata(server: Server) -> dict[str, str]:
+    found: dict[str, str] = json.loads(server.request("GET", "/v2/models/r")[2])["parameters"]
+    return {name.removeprefix("headrace."): value for name, value in found.items() if name.startswith("headrace.")}
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_says_so(
+    road: Path, tmp_path: Path
+) -> None:
+    orders, state = tmp_path / "orders", tmp_path / "state"
+    env = {"HOME": str(tmp_path), "FAKE_BUILDER_ORDERS": str(orders), "COLUMNS": "250"}
+    before = sorted(path.name for path in (road / "r" / "1").iterdir())
+
+    def log(name: str) -> Path:
+        return tmp_path / name
+
+    server = start(road, log("first.log"), "--state-dir", str(state), env=env, command=COMMAND)
+    try:
+        server.wait_until_ready()
+        ask(server, "r", 1)
+        until(
+            lambda: "building TensorRT FP16, usually a minute or two; the CPU serves meanwhile" in index(server)["r"][1]
+        )
+        reason = "model.onnx serves on the CPU until its engine is built"
+        assert metadata(server) == {
+            "runtime": "onnxruntime",
+            "device": "CPU",
+            "precision": "as in model.onnx",
+            "artefact": "model.onnx",
+            "not_on_gpu": reason,
+        }
+        assert re.search(r"r +1 +READY +onnxruntime +CPU +as in model.onnx +\S", server.text)
+        explained = json.loads(server.request("GET", "/v2/models/r/explain")[2])
+        assert explained["limit"] == "not_on_gpu"
+        assert reason in explained["summary"]
+        (orders / "hold").unlink()
+        until(lambda: index(server)["r"] == ("READY", ""))
+        ask(server, "r", 2)
+        there = {"runtime": "tensorrt", "device": "GPU 0", "precision": "fp16"}
+        assert there.items() <= metadata(server).items()
+        (statistics,) = json.loads(server.request("GET", "/v2/models/r/stats")[2])["model_stats"]
+        assert there.items() <= statistics["headrace"].items()
+        (shown,) = json.loads(server.request("GET", "/v2/status")[2])["models"]
+        assert there.items() <= shown["serving"].items()
+        grpc = triton_grpc.InferenceServerClient(server.grpc_address)
+        assert grpc.get_inference_statistics("r").model_stats[0].name == "r"
+        grpc.close()
+        server.stop()
+        assert "building TensorRT FP16" in server.text
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert sorted(path.name for path in (road / "r" / "1").iterdir()) == before, "the engine is in the state folder"
+    with serving(road, log("second.log"), "--state-dir", str(state)) as server:
+        assert index(server)["r"] == ("READY", "")
+        ask(server, "r", 2)
+
+
+@pytest.mark.parametrize(("config", "status"), [("", 1), ("fallback: onnxruntime\n", 0)])
+def test_strict_refuses_the_cpu_in_place_of_a_gpu_that_was_asked_for(tmp_path: Path, config: str, status: int) -> None:
+    folder = add_model(tmp_path / "repository", "r", affine(seed=1))
+    (folder / "config.yaml").write_text("instance_group: [{kind: gpu}]\n" + config)
+    server = start(tmp_path / "repository", tmp_path / "log", "--strict", env={"COLUMNS": "250"})
+    try:
+        if status:
+            assert server.wait() == status
+            assert "--strict: model r version 1 asks for a GPU" in server.text
+        else:
+            server.wait_until_ready()
+            assert re.search(r"r +1 +READY +onnxruntime +CPU .*model\.onnx serves on the CPU", server.text)
+            server.stop()
+    finally:
+        server.process.kill()
+        server.process.wait()
