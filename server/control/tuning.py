@@ -256,7 +256,7 @@ class _Sweeper:
                     limit = found
                     break
                 rows = min(rows * 2, most) if rows < most else most + 1
-        kept = {size for size in tried if size <= 2 * best_rows}
+        kept = {size for size in tried if size <= max(2 * best_rows, 1 << _DOUBLINGS)}
         return sorted(kept | {self._now[1]} & set(range(1, most + 1))), limit
 
     def _measured(self, handle: ModelHandle, count: int, rows: int) -> tuple[float, int, int]:
