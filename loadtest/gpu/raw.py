@@ -12,7 +12,8 @@ from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.gpu.subject import INPUT, LOGITS, MEAN, STD, base_name
 from loadtest.protocol import Array
 from server.config.config_reader import read_model_folder
-from server.control.artefacts import plan
+from server.config.serving_plan import GpuRuntime, serving_plan
+from server.control.gpus import tensorrt_machine
 from server.pipelines.ranking import softmax, top_k
 
 
@@ -29,7 +30,7 @@ class RawEngine:
 
     def __init__(self, setup: Setup) -> None:
         folder = read_model_folder(setup.repository / base_name(setup), setup.repository)
-        chosen = plan(folder, 1, setup.backend)
+        chosen = serving_plan(folder, 1, GpuRuntime(tensorrt_machine))
         self.file = chosen.file
         self.remark = chosen.remark
         self._engine = choose_target(setup.backend).open(chosen.file)

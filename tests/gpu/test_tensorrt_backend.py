@@ -238,7 +238,8 @@ def test_plans_that_are_refused(plan: Path, tmp_path: Path) -> None:
 
 def spec(width: int) -> ModelSpec:
     fp32 = BY_NAME["FP32"]
-    return ModelSpec("m", "1", "tensorrt_plan", {"x": TensorSpec("x", fp32, (-1, 3, width, width))}, {}, ROWS)
+    inputs = {"x": TensorSpec("x", fp32, (-1, 3, width, width))}
+    return ModelSpec("m", "1", "tensorrt_plan", inputs, {"logits": TensorSpec("logits", fp32, (-1, 10))}, ROWS)
 
 
 @contextmanager
