@@ -351,7 +351,7 @@ def test_a_machine_without_a_gpu_is_told_and_reported(tmp_path: Path) -> None:
     finished = bench(tmp_path, "--quick", "--only", "a")
     assert finished.returncode == 2, finished.stdout
     assert "prepare fp16 FAILED" in finished.stdout
-    assert "engines for TensorRT cannot be built here" in (tmp_path / "report.md").read_text()
+    assert "engines for TensorRT cannot be built on this machine" in (tmp_path / "report.md").read_text()
     (result,) = json.loads((tmp_path / "results.json").read_text())["results"]
     assert "BuildError" in result["failure"]
 
