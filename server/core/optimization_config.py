@@ -125,7 +125,9 @@ class AccuracyBar(ConfigPart):
     )
     samples: PositiveCount = Field(default=512, description="How many samples are used at most.")
     min_top1_agreement: Share | None = Field(
-        default=None, description="Share of samples with the same largest output; 0.98 if absent, 0.9 for INT8 and FP8."
+        default=None,
+        description="Share of samples with the same largest output; 0.98 if absent, 0.9 for INT8 and FP8, "
+        "none where random inputs are compared because no samples are named.",
     )
     max_drop: Share | None = Field(
         default=None, description="Accuracy that may be lost where the samples have labels, e.g. 0.005 is half a point."

@@ -237,9 +237,14 @@ def test_plans_that_are_refused(plan: Path, tmp_path: Path) -> None:
 
 
 def spec(width: int) -> ModelSpec:
+    """Of `convolutions` (16 pixels wide) or `tower` (64)."""
     fp32 = BY_NAME["FP32"]
     inputs = {"x": TensorSpec("x", fp32, (-1, 3, width, width))}
-    return ModelSpec("m", "1", "tensorrt_plan", inputs, {"logits": TensorSpec("logits", fp32, (-1, 10))}, ROWS)
+    kinds = {"y": ("FP32", (-1, 10))}
+    if width == 16:
+        kinds = {"logits": ("FP32", (-1, 10)), "top": ("INT64", (-1,)), "positive": ("BOOL", (-1, 10))}
+    outputs = {name: TensorSpec(name, BY_NAME[datatype], shape) for name, (datatype, shape) in kinds.items()}
+    return ModelSpec("m", "1", "tensorrt_plan", inputs, outputs, ROWS)
 
 
 @contextmanager

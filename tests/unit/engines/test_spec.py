@@ -68,3 +68,12 @@ def test_the_calibration_makes_nothing_of_fp16() -> None:
 def test_tensorrts_own_calibrator_keeps_no_layers() -> None:
     asked = wanted(calibration=Calibration(data="a.npz", keep=("a",))).at(CALIBRATOR)
     assert (asked.precision, asked.calibration.method, asked.calibration.keep) == ("int8", "tensorrt", ())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_agreement_is_demanded_where_samples_or_the_configuration_ask_for_it(precision: str) -> None:
+    random = wanted(precision=precision, calibration=Calibration())
+    assert (random.bar.min_top1_agreement, random.bar.min_cosine) == (0.0, 0.999)
+    assert replace(random, accuracy=AccuracyBar(data="held_out.npz")).bar.min_top1_agreement == 0.98
+    assert replace(random, calibration=Calibration(data="a.npz")).bar.min_top1_agreement == 0.98
+    assert replace(random, accuracy=AccuracyBar(min_top1_agreement=0.7)).bar.min_top1_agreement == 0.7
