@@ -14,6 +14,9 @@ from server.frontends.load_report import describe_load
 from server.frontends.models import Services
 
 _FILE = "file:"
+# Of names in errors: one that is longer than any model may have is shown by its beginning.
+_LONGEST_NAME = 128
+_SHOWN_OF_LONGER = 40
 
 
 class ControlPlane:
@@ -180,7 +183,8 @@ def _failed_to(action: str, model: str) -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        error.prefix(f"failed to {action} '{model[:128]}': ")
+        name = model if len(model) <= _LONGEST_NAME else f"{model[:_SHOWN_OF_LONGER]}..."
+        error.prefix(f"failed to {action} {name!r}: ")
         raise
 
 

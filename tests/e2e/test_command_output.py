@@ -16,7 +16,10 @@ from tests.models import add_model, affine
 from tests.serving import ROOT, serving
 
 NODE = "/backbone/stage_{}/block_with_a_long_name/convolution_and_activation/Relu"
-CONFIG = "max_batch_size: 4\ninput: [{name: x, data_type: TYPE_FP32, dims: [16, 8, 8]}]\n"
+CONFIG = """max_batch_size: 4
+input: [{name: x, data_type: TYPE_FP32, dims: [16, 8, 8]}]
+output: [{name: y, data_type: TYPE_FP32, dims: [16, 8, 8]}]
+"""
 
 
 def command(*words: str | Path, status: int = 0) -> tuple[list[str], list[str]]:

@@ -168,7 +168,7 @@ def test_ids_and_parameters(client: triton.InferenceServerClient, reference: Ref
 def test_a_request_whose_time_is_up_is_answered_with_504(client: triton.InferenceServerClient) -> None:
     steps = np.array([3_000], np.int64)
     with pytest.raises(InferenceServerException, match="deadline") as caught:
-        client.infer("busy", [tensor("STEPS", steps, "INT64")], timeout=2_000)
+        client.infer("busy", [tensor("STEPS", steps, "INT64")], parameters={"headrace_deadline_us": 2_000})
     assert caught.value.status() == "504"
 
 

@@ -168,7 +168,7 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
     stalled = raw(server, "busy", steps_body(4 * look_quick(server)))
     until(lambda: gauge(server, "headrace_in_flight", "busy") == 1)
     started = time.monotonic()
-    status, answer = infer(server, "busy", steps_body(1, timeout=1_000_000))
+    status, answer = infer(server, "busy", steps_body(1, headrace_deadline_us=1_000_000))
     waited_s = time.monotonic() - started
     assert (status, "deadline" in str(answer["error"])) == (504, True)
     assert 1 <= waited_s < 3
@@ -181,7 +181,7 @@ def test_a_stalled_model_misses_deadlines_and_holds_no_other_model_up(server: Se
 def test_a_deadline_covers_execution_too(server: Server) -> None:
     steps = 3 * look_quick(server)
     started = time.monotonic()
-    status, _ = infer(server, "busy", steps_body(steps, timeout=500_000))
+    status, _ = infer(server, "busy", steps_body(steps, headrace_deadline_us=500_000))
     assert status == 504
     assert time.monotonic() - started < 2
     assert infer(server, "busy", steps_body(1))[0] == 200

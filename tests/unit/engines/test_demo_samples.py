@@ -10,11 +10,11 @@ from engines.quantization.samples import open_samples
 from server.config.config_reader import read_model_folder
 
 
-def _open(repository, name):
+def _open(repository, name, precision=None):
     folder = read_model_folder(repository / name, repository)
     assert folder.findings == ()
     told = folder.config.optimization
-    assert told.precision is None
+    assert told.precision == precision
     calibration = open_samples(told.calibration.data, folder.path, folder.config, told.calibration.samples)
     return calibration, open_samples(told.accuracy.data, folder.path, folder.config, told.accuracy.samples)
 
@@ -38,7 +38,7 @@ def test_digits_calibrates_on_what_it_was_trained_on(demo_repository):
 
 @pytest.mark.parametrize("name", ["efficientnet_lite0", "resnet50"])
 def test_models_of_pictures_have_pictures(demo_repository, name):
-    calibration, accuracy = _open(demo_repository, name)
+    calibration, accuracy = _open(demo_repository, name, "fp16")
     assert calibration.origin == "calibration/ (64 pictures)"
     assert accuracy.origin == "accuracy/ (48 pictures)"
     assert calibration.labels is None
