@@ -248,7 +248,7 @@ class _Choosing:
         device, config = requested_device(self._config), self._config
         if device == "cpu":
             self._check_cpu()
-            return self._on_cpu()
+            return self._on_cpu(f"the configuration keeps it on the CPU ({self._pin()})" if self._gpu.visible else "")
         if not (self._asked or self._builds_for_gpu() or self._has_plan()):
             return self._on_cpu(self._unasked() if self._gpu.visible else "")
         gpu = self._gpu
@@ -403,6 +403,9 @@ class _Choosing:
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
         return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
+
+    def _pin(self) -> str:
+        return "runtime: onnxruntime" if self._config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
     def _unasked(self) -> str:
         precision = "write optimization: {precision: fp16}"
