@@ -118,7 +118,7 @@ ANSWERS: dict[str, str] = {
     "--pinned-memory-pool-byte-size": "not needed: pinned memory is allocated for each batch in flight",
     "--cuda-memory-pool-byte-size": _MEMORY,
     "--cuda-virtual-address-size": _MEMORY,
-    "--cache-config": "write --cache-bytes N",
+    "--cache-config": "not here: there is no response cache yet",
     "--cache-directory": _LIBRARIES,
     "--min-supported-compute-capability": "not needed: an engine is built for the GPU that is there",
     "--backend-directory": _LIBRARIES,
