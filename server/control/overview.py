@@ -113,7 +113,7 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         "platform": spec.platform,
         "engine": str(spec.parameters.get("engine.precision", "")),
         **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
-        "max_batch_size": spec.max_batch_size,
+        "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
         "instances": handle.policy.instances,
         "living": load.instances,
         "restarts": handle.restarts,

@@ -24,7 +24,9 @@ class Serving(Struct, forbid_unknown_fields=True):
     engine: Annotated[
         str, Meta(description="precision of the built engine that serves, empty for the model's own file")
     ]
-    max_batch_size: _Count
+    max_batch_size: Annotated[
+        int, Meta(ge=0, description="rows that run together at most where the version runs; 0: no batches")
+    ]
     instances: Annotated[int, Meta(ge=0, description="that there should be")]
     living: Annotated[int, Meta(ge=0, description="of them")]
     restarts: Annotated[int, Meta(ge=0, description="of instances that had died")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
-from tests.serving import Server
+from tests.models import add_model, affine
+from tests.serving import Server, serving
 
 CLIENTS = 48
 REQUESTS = 12
@@ -153,3 +156,19 @@ def test_the_whole_asyncio_client(server: Server) -> None:
             assert caught.value.status() == "404"
 
     asyncio.run(ask())
+
+
+def test_on_the_cpu_batches_have_the_rows_that_the_configuration_bounds_there(tmp_path: Path) -> None:
+    config = "max_batch_size: 64 dynamic_batching {} "
+    bound = 'parameters { key: "headrace.cpu_max_batch_size" value: { string_value: "2" } }'
+    add_model(tmp_path / "models", "bounded", affine(), config=config + bound)
+    add_model(tmp_path / "models", "whole", affine(), config=config)
+    x = np.random.default_rng(1).standard_normal((7, 16), np.float32)
+    with serving(tmp_path / "models", tmp_path) as server, triton.InferenceServerClient(server.address) as client:
+        answers = [client.infer(name, [tensor(x)]).as_numpy("Y") for name in ("bounded", "whole")]
+        status = json.loads(server.request("GET", "/v2/status")[2])
+        figures = {model["name"]: model["serving"] for model in status["models"]}
+    np.testing.assert_allclose(answers[0], answers[1], rtol=1e-6)
+    assert figures["bounded"]["sizes"] == {"1": 1, "2": 3}
+    assert figures["whole"]["sizes"] == {"7": 1}
+    assert (figures["bounded"]["max_batch_size"], figures["whole"]["max_batch_size"]) == (2, 64)
