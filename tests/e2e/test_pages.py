@@ -317,6 +317,7 @@ def test_the_api_page_shows_every_route_and_asks_it(browser: Browser, server: Se
 def test_a_server_that_comes_back_is_found_again(browser: Browser, repository: Path, tmp_path: Path) -> None:
     with serving(repository, tmp_path) as first:
         page = browser.open(f"{first.url}/")
+        page.wait(card("affine"))
         assert affine(first) == 200
         page.wait(f"{card('affine')}.innerText.includes('1 request since')")
         first.stop()
