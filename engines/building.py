@@ -16,12 +16,12 @@ from engines.errors import BuildError, CallError
 from engines.progress import Report, printed
 from engines.project import Project, all_projects, open_project
 from engines.publishing import publishing_folder
-from engines.serving import Forecast, cpu_change, forecast, gpu_runtime, keeps_on_cpu, now_rows_per_s, now_words
+from engines.serving import Forecast, cpu_change, forecast, gpu_runtime, now_rows_per_s, now_words
 from engines.spec import BuildSpec, spec_of
 from engines.store import Store
 from engines.targets.base import Target
 from engines.targets.choice import choose_target
-from server.config.serving_plan import engine_folder
+from server.config.serving_plan import cpu_pin, engine_folder
 from server.core.console import open_console
 from server.core.errors import HeadraceError
 from server.core.optimization_config import PRECISIONS
@@ -140,7 +140,7 @@ class _Targets:
 
     def of(self, project: Project) -> tuple[Target, str]:
         """The target of a model, and what would make it another one."""
-        target, kept = self.default(), keeps_on_cpu(project)
+        target, kept = self.default(), cpu_pin(project.config)
         if self._name != "auto" or target.name == "onnxruntime" or not kept:
             return target, ""
         return choose_target("onnxruntime"), f"built for the CPU ({kept}); for the GPU {cpu_change(project)}"

@@ -17,7 +17,7 @@ from engines.targets.base import Target
 from server.config.config_edit import read_config_file
 from server.config.config_reader import served_versions
 from server.config.machine import Machine
-from server.config.serving_plan import GpuRuntime, Plan, requested_device, serving_plan
+from server.config.serving_plan import GpuRuntime, Plan, cpu_pin, serving_plan
 from server.config.stamps import Stamp, artefact_name, config_digest, write_stamp
 from server.core.errors import ConfigError, Unsupported
 from server.cuda import device as gpus
@@ -56,13 +56,6 @@ def gpu_runtime() -> GpuRuntime:
         return TensorRtTarget().describe()
 
     return GpuRuntime(describe, gpus.is_visible)
-
-
-def keeps_on_cpu(project: Project) -> str:
-    """Return the words of a configuration that keep a model on the CPU, "" if there are none."""
-    if requested_device(project.config) != "cpu":
-        return ""
-    return "runtime: onnxruntime" if project.config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
 
 def cpu_change(project: Project) -> str:
@@ -164,7 +157,7 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
 def _refusal(project: Project, target: Target, then: Plan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
     instead = f"or build for what serves: headrace build {project.name} --target {other}"
-    kept = keeps_on_cpu(project)
+    kept = cpu_pin(project.config)
     if target.name == "tensorrt" and kept:
         return f"the configuration keeps the model on the CPU ({kept}): {cpu_change(project)}, {instead}"
     if target.name == "onnxruntime" and (then is None or then.runtime == "tensorrt"):

@@ -167,6 +167,13 @@ def requested_device(config: ModelConfig) -> Device:
     return "gpu" if "KIND_GPU" in kinds and "KIND_CPU" not in kinds else "auto"
 
 
+def cpu_pin(config: ModelConfig) -> str:
+    """The words of a configuration that keep a model on the CPU, "" if there are none."""
+    if requested_device(config) != "cpu":
+        return ""
+    return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
+
+
 def asks_for_tensorrt(config: ModelConfig) -> bool:
     """True if TensorRT is named (by `runtime`, `backend`, `platform` or the model's file), or KIND_GPU, which only it serves."""
     if requested_device(config) == "cpu":
@@ -248,7 +255,8 @@ class _Choosing:
         device, config = requested_device(self._config), self._config
         if device == "cpu":
             self._check_cpu()
-            return self._on_cpu(f"the configuration keeps it on the CPU ({self._pin()})" if self._gpu.visible else "")
+            pinned = f"the configuration keeps it on the CPU ({cpu_pin(self._config)})"
+            return self._on_cpu(pinned if self._gpu.visible else "")
         if not (self._asked or self._builds_for_gpu() or self._has_plan()):
             return self._on_cpu(self._unasked() if self._gpu.visible else "")
         gpu = self._gpu
@@ -403,9 +411,6 @@ class _Choosing:
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
         return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
-
-    def _pin(self) -> str:
-        return "runtime: onnxruntime" if self._config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
     def _unasked(self) -> str:
         precision = "write optimization: {precision: fp16}"

@@ -10,9 +10,9 @@ import pytest
 
 from engines.__main__ import main
 from engines.project import Project, open_project
-from engines.serving import cpu_change, forecast, keeps_on_cpu, now_words
+from engines.serving import cpu_change, forecast, now_words
 from server.config.machine import Machine, onnxruntime_machine
-from server.config.serving_plan import GpuRuntime, engine_folder, serving_plan
+from server.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
 from server.core.errors import Unsupported
 from tests.models import affine
 
@@ -120,9 +120,9 @@ def test_a_version_that_the_policy_leaves_out_is_not_called_served(tmp_path: Pat
 
 
 def test_only_a_written_pin_keeps_a_model_on_the_cpu(tmp_path: Path) -> None:
-    assert keeps_on_cpu(project_of(tmp_path, "")) == ""
+    assert cpu_pin(project_of(tmp_path, "").config) == ""
     pinned = project_of(tmp_path / "pinned", "instance_group: [{kind: KIND_CPU}]\nmax_batch_size: 4\n")
-    assert keeps_on_cpu(pinned) == "KIND_CPU in instance_group"
+    assert cpu_pin(pinned.config) == "KIND_CPU in instance_group"
     assert cpu_change(pinned) == "write instance_group: [{kind: KIND_AUTO}] in config.yaml:1"
 
 
