@@ -21,9 +21,8 @@ from server.__main__ import main
 from server.backends import tensorrt_backend
 from server.core.tensor import Array
 from server.cuda import nvml
-from tests import fake_builder
+from tests import fake_builder, fake_nvml
 from tests.fake_gpu import install_gpu
-from tests.fake_nvml import FakeNvml
 from tests.fake_streams import LateCuda
 
 ORDERS = "FAKE_BUILDER_ORDERS"
@@ -89,6 +88,6 @@ if __name__ == "__main__":
     cuda.exported = Exported()
     memory = Memory()
     patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
-    patch.setattr(nvml, "open_library", FakeNvml)
+    fake_nvml.install(patch, fake_nvml.FakeNvml())
     patch.setattr(nvml, "pci_addresses", lambda: ["0000:01:00.0"])
     sys.exit(main())

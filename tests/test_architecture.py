@@ -21,7 +21,7 @@ import pytest
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
 ROOMS: dict[str, dict[str, str]] = {
     "server/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
-    "server/cuda": {"ours": "server.core", "third": "numpy pycuda"},
+    "server/cuda": {"ours": "server.core", "third": "numpy pycuda pynvml"},
     "server/cuda/kernels": {"ours": "server.core server.cuda server.pipelines", "third": "numpy"},
     "server/observability": {"ours": "server.core", "third": "numpy prometheus_client opentelemetry"},
     "server/backends": {"ours": "server.core server.cuda", "third": "numpy"},

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 from server.core.errors import Unsupported
-from server.cuda import driver, libcuda
+from server.cuda import driver, libcuda, nvml
 
 # What the driver shows of a GPU that it has: on Linux, on Windows' subsystem for Linux, on Jetson.
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvgpu"))
 _VERSION_FILE = Path("/proc/driver/nvidia/version")
-_NVML_VERSION_BYTES = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
 
 
 class Gpu(NamedTuple):
@@ -70,7 +68,7 @@ def describe(ordinal: int = 0) -> Gpu:
 @functools.cache
 def driver_major() -> int:
     """Major version of NVIDIA's driver, 0 where it cannot be found out."""
-    text = _version_of_nvml()
+    text = nvml.driver_version()
     if not text:
         try:
             found = re.search(r"Module\D*?(\d+)\.\d+", _VERSION_FILE.read_text())
@@ -79,19 +77,3 @@ def driver_major() -> int:
         text = found[1] if found else ""
     major = text.partition(".")[0]
     return int(major) if major.isdecimal() else 0
-
-
-def _version_of_nvml() -> str:
-    """The driver's version by NVML, which comes with the driver; empty without it."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ""
-    if nvml.nvmlInit_v2() != 0:
-        return ""
-    try:
-        text = ctypes.create_string_buffer(_NVML_VERSION_BYTES)
-        failed = nvml.nvmlSystemGetDriverVersion(text, _NVML_VERSION_BYTES)
-    finally:
-        nvml.nvmlShutdown()
-    return "" if failed else text.value.decode(errors="replace")

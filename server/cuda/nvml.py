@@ -1,7 +1,7 @@
-"""What NVIDIA's management library (NVML) tells of GPUs: load, memory, power, clocks, errors.
+"""Readings of GPUs by NVIDIA's management library (NVML): load, memory, power, clocks, errors.
 
-The library comes with the driver, so it is called by ctypes: nothing has to be installed. Signatures and numbers are those of
-NVML's API reference. Every figure is optional: boards differ in what they tell.
+The library comes with the driver, its Python binding (pynvml) with the package nvidia-ml-py. Every figure is optional:
+boards differ in what they support, and an older driver lacks newer functions.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from server.core.errors import HeadraceError
 from server.cuda import driver
@@ -19,27 +19,6 @@ from server.cuda import driver
 logger = logging.getLogger("headrace.cuda")
 
 _N = TypeVar("_N", int, float)
-
-_TEXT_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE, NVML_DEVICE_NAME_V2_BUFFER_SIZE; the others are smaller
-_TEMPERATURE_GPU = 0
-_CLOCKS = {"sm": 1, "memory": 2}
-_ECC_KINDS = {"corrected": 0, "uncorrected": 1}
-_VOLATILE = 0  # since the driver was loaded
-# Bits of nvmlClocksEventReasons; "idle" and what the operator has set himself are no news.
-_SLOWED = {
-    "power_cap": 0x4,
-    "hardware": 0x8,
-    "thermal": 0x20 | 0x40,
-    "power_brake": 0x80,
-}
-
-
-class _Utilization(ctypes.Structure):
-    _fields_: ClassVar = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
-
-
-class _Memory(ctypes.Structure):
-    _fields_: ClassVar = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
 @dataclass(slots=True)
@@ -73,117 +52,134 @@ class Reading:
     slowed: Mapping[str, bool] = field(default_factory=dict)
 
 
-def open_library() -> Any:
-    """NVML itself; raises OSError where there is no driver."""
+def load() -> Any:
+    """Import pynvml; None where the driver's library is missing.
+
+    The import takes 25 ms and 3.5 MB, which a server without an NVIDIA driver saves.
+    """
+    try:
+        open_library()
+    except OSError:
+        return None
+    import pynvml
+
+    return pynvml
+
+
+def open_library() -> object:
+    """Open the driver's library; raises OSError where there is no driver."""
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
-class Nvml:
-    """Asks NVML; it is opened by the first question, and stays open.
+def driver_version() -> str:
+    """Version of NVIDIA's driver, e.g. "580.95.05"; empty where NVML does not answer."""
+    pynvml = load()
+    if pynvml is None:
+        return ""
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except (pynvml.NVMLError, UnicodeDecodeError):
+        return ""
 
-    Any thread may ask; one at a time does.
+
+class Nvml:
+    """Reads the GPUs by NVML, which the first call opens and which stays open.
+
+    Calls from several threads are serialized by a lock.
 
     Args:
-        opened: gives the library, raises OSError where there is none; None: the driver's.
-        buses: gives the PCI address of each GPU in CUDA's order, None where CUDA cannot tell; None: asks CUDA.
+        buses: returns the PCI address of each GPU in CUDA's order, None where CUDA cannot tell; None: `pci_addresses`.
     """
 
-    def __init__(
-        self, opened: Callable[[], Any] | None = None, buses: Callable[[], list[str] | None] | None = None
-    ) -> None:
-        self._opened = opened or open_library
+    def __init__(self, buses: Callable[[], list[str] | None] | None = None) -> None:
         self._buses = buses or pci_addresses
         self._lock = threading.Lock()
-        self._nvml: Any = None
-        self._asked = False
-        self._devices: list[ctypes.c_void_p | None] = []
-        self._known: dict[int, tuple[str, str]] = {}  # name and UUID, kept for when the GPU is lost
+        self._pynvml: Any = None
+        self._is_opened = False
+        self._devices: list[Any] = []  # NVML's handles, None for a GPU that NVML does not find
+        self._identities: dict[int, tuple[str, str]] = {}  # name and UUID, saved for when the GPU is lost
         self._driver = ""
 
     def readings(self) -> list[Reading]:
         """Of every GPU that the server may use; none where there is no driver. Takes some milliseconds."""
         with self._lock:
-            if not self._asked:
-                self._asked = True
+            if not self._is_opened:
+                self._is_opened = True
                 self._open()
             return [self._reading(gpu, device) for gpu, device in enumerate(self._devices)]
 
     def _open(self) -> None:
+        pynvml = load()
+        if pynvml is None:
+            return
         try:
-            nvml = self._opened()
-        except OSError:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            logger.warning("the GPUs cannot be watched: NVML does not start (error %d)", error.value)
             return
-        if failed := nvml.nvmlInit_v2():
-            logger.warning("the GPUs cannot be watched: NVML does not start (error %d)", failed)
-            return
-        self._nvml = nvml
-        self._driver = self._text(nvml.nvmlSystemGetDriverVersion)
+        self._pynvml = pynvml
+        self._driver = self._read("SystemGetDriverVersion") or ""
         buses = self._buses()
         if buses is None:
-            count = ctypes.c_uint()
-            found = 0 if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) else count.value
-            self._devices = [self._device(nvml.nvmlDeviceGetHandleByIndex_v2, ctypes.c_uint(i)) for i in range(found)]
+            count = self._read("DeviceGetCount") or 0
+            self._devices = [self._read("DeviceGetHandleByIndex", index) for index in range(count)]
         else:
-            by_bus = nvml.nvmlDeviceGetHandleByPciBusId_v2
-            self._devices = [self._device(by_bus, ctypes.c_char_p(bus.encode())) for bus in buses]
+            self._devices = [self._read("DeviceGetHandleByPciBusId", bus) for bus in buses]
 
-    def _device(self, get: Callable[..., int], which: object) -> ctypes.c_void_p | None:
-        device = ctypes.c_void_p()
-        return None if get(which, ctypes.byref(device)) else device
-
-    def _reading(self, gpu: int, device: ctypes.c_void_p | None) -> Reading:
-        nvml = self._nvml
-        if device is None:
-            return Reading(gpu)
-        memory = _Memory()
-        up = not nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
-        if up and gpu not in self._known:
-            self._known[gpu] = self._text(nvml.nvmlDeviceGetName, device), self._text(nvml.nvmlDeviceGetUUID, device)
-        name, uuid = self._known.get(gpu, ("", ""))
-        reading = Reading(gpu, name, uuid, self._driver, up)
-        if not up:
-            return reading
+    def _reading(self, gpu: int, device: Any) -> Reading:
+        pynvml = self._pynvml
+        memory = None if device is None else self._read("DeviceGetMemoryInfo", device)
+        if memory is not None and gpu not in self._identities:
+            self._identities[gpu] = self._read("DeviceGetName", device) or "", self._read("DeviceGetUUID", device) or ""
+        name, uuid = self._identities.get(gpu, ("", ""))
+        if memory is None:
+            return Reading(gpu, name, uuid, self._driver if device is not None else "")
+        reading = Reading(gpu, name, uuid, self._driver, up=True)
         reading.memory_used_bytes, reading.memory_total_bytes = int(memory.used), int(memory.total)
-        utilization = _Utilization()
-        if not nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(utilization)):
-            reading.utilization = utilization.gpu / 100
-        reading.power_w = _scaled(self._uint(nvml.nvmlDeviceGetPowerUsage, device), 1e-3)
-        reading.power_limit_w = _scaled(self._uint(nvml.nvmlDeviceGetEnforcedPowerLimit, device), 1e-3)
-        reading.energy_j = _scaled(self._ulonglong(nvml.nvmlDeviceGetTotalEnergyConsumption, device), 1e-3)
-        reading.temperature_c = self._uint(nvml.nvmlDeviceGetTemperature, device, ctypes.c_int(_TEMPERATURE_GPU))
-        reading.clocks_hz = _told(
-            {
-                name: _scaled(self._uint(nvml.nvmlDeviceGetClockInfo, device, ctypes.c_int(number)), 1e6)
-                for name, number in _CLOCKS.items()
-            }
+        utilization = self._read("DeviceGetUtilizationRates", device)
+        reading.utilization = None if utilization is None else utilization.gpu / 100
+        reading.power_w = _scaled(self._read("DeviceGetPowerUsage", device), 1e-3)
+        reading.power_limit_w = _scaled(self._read("DeviceGetEnforcedPowerLimit", device), 1e-3)
+        reading.energy_j = _scaled(self._read("DeviceGetTotalEnergyConsumption", device), 1e-3)
+        reading.temperature_c = self._read("DeviceGetTemperature", device, pynvml.NVML_TEMPERATURE_GPU)
+        clocks = {"sm": pynvml.NVML_CLOCK_SM, "memory": pynvml.NVML_CLOCK_MEM}
+        reading.clocks_hz = _supported(
+            {name: _scaled(self._read("DeviceGetClockInfo", device, clock), 1e6) for name, clock in clocks.items()}
         )
-        volatile = ctypes.c_int(_VOLATILE)
-        reading.ecc_errors = _told(
-            {
-                kind: self._ulonglong(nvml.nvmlDeviceGetTotalEccErrors, device, ctypes.c_int(number), volatile)
-                for kind, number in _ECC_KINDS.items()
-            }
+        kinds = {
+            "corrected": pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            "uncorrected": pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        }
+        volatile = pynvml.NVML_VOLATILE_ECC  # since the driver was loaded
+        reading.ecc_errors = _supported(
+            {name: self._read("DeviceGetTotalEccErrors", device, kind, volatile) for name, kind in kinds.items()}
         )
-        # The name that every driver since 2017 knows; newer ones call it ...ClocksEventReasons too.
-        bits = self._ulonglong(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, device)
+        # The name that every driver since 2017 has; newer ones have ...ClocksEventReasons too.
+        bits = self._read("DeviceGetCurrentClocksThrottleReasons", device)
         if bits is not None:
-            reading.slowed = {reason: bool(bits & mask) for reason, mask in _SLOWED.items()}
+            reading.slowed = {reason: bool(bits & mask) for reason, mask in _slowdown_masks(pynvml).items()}
         return reading
 
-    @staticmethod
-    def _uint(get: Callable[..., int], *arguments: object) -> int | None:
-        value = ctypes.c_uint()
-        return None if get(*arguments, ctypes.byref(value)) else value.value
+    def _read(self, function: str, *arguments: Any) -> Any:
+        """Call `nvml<function>`; None where the board, the driver or a lost GPU does not answer."""
+        try:
+            return getattr(self._pynvml, "nvml" + function)(*arguments)
+        except (self._pynvml.NVMLError, UnicodeDecodeError):
+            return None
 
-    @staticmethod
-    def _ulonglong(get: Callable[..., int], *arguments: object) -> int | None:
-        value = ctypes.c_ulonglong()
-        return None if get(*arguments, ctypes.byref(value)) else value.value
 
-    @staticmethod
-    def _text(get: Callable[..., int], *arguments: object) -> str:
-        text = ctypes.create_string_buffer(_TEXT_BYTES)
-        return "" if get(*arguments, text, ctypes.c_uint(_TEXT_BYTES)) else text.value.decode(errors="replace")
+def _slowdown_masks(pynvml: Any) -> dict[str, int]:
+    """Bits of the clocks' throttle reasons, without "idle" and what the operator has set."""
+    return {
+        "power_cap": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+        "hardware": pynvml.nvmlClocksThrottleReasonHwSlowdown,
+        "thermal": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+        "power_brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+    }
 
 
 def pci_addresses() -> list[str] | None:
@@ -200,5 +196,5 @@ def _scaled(value: int | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _told(values: Mapping[str, _N | None]) -> dict[str, _N]:
+def _supported(values: Mapping[str, _N | None]) -> dict[str, _N]:
     return {name: value for name, value in values.items() if value is not None}

@@ -1,14 +1,18 @@
-"""What NVML tells, in the units of the metrics; and what becomes of the page where it tells nothing."""
+"""Readings of NVML in the units of the metrics; the page where NVML is missing, old or silent."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
 
+from server.cuda import device, nvml
 from server.cuda.nvml import Nvml
 from server.observability.metrics import MetricsPage
 from server.observability.metrics_gpus import GpuCollector
+from tests import fake_nvml
 from tests.fake_nvml import FakeNvml
 from tests.prometheus import read_page
 
@@ -21,9 +25,9 @@ ALL_SILENT = {
 }  # fmt: skip
 
 
-def samples(nvml: Nvml) -> dict[tuple[str, ...], float]:
+def samples(gpus: Nvml) -> dict[tuple[str, ...], float]:
     """Values by name, GPU, and the other labels' values in the order of their names."""
-    text = MetricsPage(list, gpus=nvml).render()[1].decode()
+    text = MetricsPage(list, gpus=gpus).render()[1].decode()
     return {
         (
             sample.name,
@@ -35,11 +39,19 @@ def samples(nvml: Nvml) -> dict[tuple[str, ...], float]:
     }
 
 
-def watched(fake: FakeNvml, buses: list[str] | None = None) -> Nvml:
-    return Nvml(lambda: fake, lambda: buses)
+Watch = Callable[..., Nvml]
 
 
-def test_every_figure_has_its_unit() -> None:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    def watched(fake: FakeNvml, buses: list[str] | None = None) -> Nvml:
+        fake_nvml.install(monkeypatch, fake)
+        return Nvml(lambda: buses)
+
+    return watched
+
+
+def test_every_figure_has_its_unit(watched: Watch) -> None:
     found = samples(watched(FakeNvml(buses=("0000:01:00.0",))))
     assert found == {
         ("headrace_gpu_up", "0"): 1,
@@ -68,7 +80,7 @@ def test_every_figure_has_its_unit() -> None:
     }
 
 
-def test_energy_counts_from_the_first_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_counts_from_the_first_scrape(watched: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's counts from the start of the server, the driver's from its own."""
     fake = FakeNvml(buses=("0000:01:00.0",))
     collector = GpuCollector(watched(fake))
@@ -83,27 +95,27 @@ def test_energy_counts_from_the_first_scrape(monkeypatch: pytest.MonkeyPatch) ->
     assert energy_j() == pytest.approx(12)
 
 
-def test_gpus_have_cudas_numbers() -> None:
+def test_gpus_have_cudas_numbers(watched: Watch) -> None:
     """CUDA may show fewer of them, in another order."""
-    nvml = watched(FakeNvml(), ["0000:02:00.0"])
-    (reading,) = nvml.readings()
+    gpus = watched(FakeNvml(), ["0000:02:00.0"])
+    (reading,) = gpus.readings()
     assert (reading.gpu, reading.uuid) == (0, "GPU-00000002")
 
 
-def test_a_lost_gpu_is_down_and_keeps_its_name() -> None:
+def test_a_lost_gpu_is_down_and_keeps_its_name(watched: Watch) -> None:
     fake = FakeNvml()
-    nvml = watched(fake)
-    nvml.readings()
+    gpus = watched(fake)
+    gpus.readings()
     fake.lost.add(1)
-    found = samples(nvml)
+    found = samples(gpus)
     assert (found["headrace_gpu_up", "0"], found["headrace_gpu_up", "1"]) == (1, 0)
     assert found["headrace_gpu_info", "1", "580.95.05", "NVIDIA Fake", "GPU-00000002"] == 1
     assert ("headrace_gpu_power_watts", "1") not in found
     fake.lost.clear()
-    assert samples(nvml)["headrace_gpu_up", "1"] == 1
+    assert samples(gpus)["headrace_gpu_up", "1"] == 1
 
 
-def test_a_board_that_tells_little_shows_little() -> None:
+def test_a_board_that_tells_little_shows_little(watched: Watch) -> None:
     fake = FakeNvml(buses=("0000:01:00.0",))
     fake.silent = ALL_SILENT
     names = {key[0] for key in samples(watched(fake))}
@@ -113,18 +125,50 @@ def test_a_board_that_tells_little_shows_little() -> None:
     }  # fmt: skip
 
 
-def test_without_a_driver_there_are_no_series() -> None:
+def test_without_a_driver_there_are_no_series(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def missing() -> NoReturn:
         asked.append(1)
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    nvml = Nvml(missing)
-    assert samples(nvml) == samples(nvml) == {}
+    monkeypatch.setattr(nvml, "open_library", missing)
+    gpus = Nvml()
+    assert samples(gpus) == samples(gpus) == {}
     assert asked == [1], "asked once, not at every scrape"
 
 
-def test_a_gpu_that_nvml_does_not_know_is_down() -> None:
+def test_a_gpu_that_nvml_does_not_know_is_down(watched: Watch) -> None:
     (reading,) = watched(FakeNvml(), ["0000:09:00.0"]).readings()
     assert (reading.up, reading.name) == (False, "")
+
+
+def test_a_driver_older_than_a_function_lacks_only_its_figure(watched: Watch) -> None:
+    fake = FakeNvml(buses=("0000:01:00.0",))
+    fake.missing = {"nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksThrottleReasons"}
+    found = samples(watched(fake))
+    assert not {name for name, *_ in found} & {"headrace_gpu_energy_joules_total", "headrace_gpu_slowed"}
+    assert found["headrace_gpu_temperature_celsius", "0"] == 61
+
+
+def test_an_nvml_that_does_not_start_is_a_warning(watched: Watch, caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeNvml()
+    fake.startup_error = fake_nvml.UNKNOWN
+    with caplog.at_level(logging.WARNING, "headrace.cuda"):
+        gpus = watched(fake)
+        assert samples(gpus) == samples(gpus) == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "the GPUs cannot be watched: NVML does not start (error 999)"
+    ]
+
+
+def test_the_drivers_version_is_that_of_nvml(watched: Watch) -> None:
+    fake = FakeNvml()
+    watched(fake)
+    assert nvml.driver_version() == "580.95.05"
+    assert device.driver_major.__wrapped__() == 580
+    assert fake.open_count == 0
+    fake.silent = {"nvmlSystemGetDriverVersion"}
+    assert (nvml.driver_version(), fake.open_count) == ("", 0)
+    fake.startup_error = fake_nvml.UNKNOWN
+    assert nvml.driver_version() == ""
