@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test dist
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -99,6 +99,9 @@ tools: ## install the programs that some tests run beside ours (Debian, as root)
 image-test: $(VENV)/.dev ## build the CPU's image, run it and Compose's services (Debian, as root; minutes)
 	@$(MAKE) --no-print-directory tools TOOLS="debootstrap podman buildah runc docker-compose prometheus"
 	$(BIN)/python -m pytest -v -rP tests/image/check_image.py
+
+dist: $(VENV)/.dev ## build the wheel and the source archive, check them, install the wheel and serve with it
+	$(BIN)/python deploy/dist.py
 
 clean: ## forget the environment and the built models
 	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis
