@@ -6,7 +6,8 @@ from html import escape
 
 from engines.comparison import Comparison, Row
 from engines.report.page import page, table
-from engines.report.plot import (
+from engines.report.style import milliseconds, rate, size
+from server.core.svg_plot import (
     HEIGHT,
     LEGEND_HEIGHT,
     WIDTH,
@@ -15,12 +16,12 @@ from engines.report.plot import (
     Series,
     bar_plot,
     bars_height,
+    colour,
     legend,
     line_plot,
     side_by_side,
     svg,
 )
-from engines.report.style import colour, milliseconds, rate, size
 
 
 def comparison_page(comparison: Comparison) -> str:

@@ -7,8 +7,9 @@ from html import escape
 
 from engines.inspection import Inspection
 from engines.report.page import page, table
-from engines.report.style import colour, milliseconds, rate
+from engines.report.style import milliseconds, rate
 from engines.targets.base import Layer
+from server.core.svg_plot import colour
 
 _CSS = """
 .sum{display:flex;height:1.6rem;border-radius:.3rem;overflow:hidden;margin:.8rem 0;background:var(--line)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from engines.errors import BuildError
-from engines.report.style import variables
+from server.core.svg_plot import variables
 
 _CSS = """
 *{box-sizing:border-box}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, promising, simulated
-from server.simulation.plot import Curve, Panel, picture
+from server.core.svg_plot import Curve, Panel, curve_picture
 
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
 SLO_MS = 100.0
@@ -35,7 +35,7 @@ def draw() -> str:
             "% of the requests",
         ),
     ]
-    return picture(shown, "What a promise does under load (simulated)")
+    return curve_picture(shown, "What a promise does under load (simulated)")
 
 
 def _swept(setting: Setting) -> Sequence[Told]:

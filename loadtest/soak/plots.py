@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engines.report.plot import HEIGHT, WIDTH, svg, ticks
-from engines.report.style import colour, short
+from server.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, ticks
 
-# Names of the report's colours: told apart by those who see red and green alike.
-INKS = ("fp32", "int8", "fp16", "fp8", "bf16", "other")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 52, 46
 _EVENT_HEIGHT = 6
 
@@ -53,7 +50,7 @@ def time_plot(
         parts.append(f"<g><title>{escape(name)}, {at_s:.1f} s</title>{mark}</g>")
     for number, curve in enumerate(curves):
         path = _path(curve, end_s, up[-1])
-        parts.append(f'<path d="{path}" fill="none" stroke="{_ink(number)}" stroke-width="1.6"/>')
+        parts.append(f'<path d="{path}" fill="none" stroke="{nth_colour(number)}" stroke-width="1.6"/>')
     label = f"{title}, {unit}, over {end_s:.0f} s: {', '.join(curve.name for curve in curves)}"
     return svg("".join(parts), WIDTH, HEIGHT, label)
 
@@ -73,14 +70,10 @@ def _path(curve: Curve, end_s: float, top: float) -> str:
 def _legend(curves: Sequence[Curve]) -> str:
     parts, x = [], float(_LEFT)
     for number, curve in enumerate(curves):
-        parts.append(f'<path d="M{x:.0f} 36h16" stroke="{_ink(number)}" stroke-width="3"/>')
+        parts.append(f'<path d="M{x:.0f} 36h16" stroke="{nth_colour(number)}" stroke-width="3"/>')
         parts.append(_text(curve.name, x + 21, 40))
         x += 38 + 6.6 * len(curve.name)
     return "".join(parts)
-
-
-def _ink(number: int) -> str:
-    return colour(INKS[number % len(INKS)])
 
 
 def _x(at_s: float, end_s: float) -> float:

@@ -10,11 +10,11 @@ from html import escape
 import numpy as np
 
 from engines.report.page import page, table
-from engines.report.plot import HEIGHT, WIDTH, svg
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between
 from loadtest.soak.models import UNDISTURBED
 from loadtest.soak.plots import Curve, time_plot
+from server.core.svg_plot import HEIGHT, WIDTH, svg
 
 _MIB = 1 << 20
 _POINTS = 120

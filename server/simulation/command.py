@@ -18,10 +18,11 @@ from server.control.loader import handle_policy
 from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from server.core.console import open_console
 from server.core.errors import ConfigError, NotFound
+from server.core.svg_plot import curve_picture
 from server.dataplane.batching import BatchPolicy
 from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
 from server.simulation.options import KINDS, SettingParser, add_setting
-from server.simulation.plot import panels, picture
+from server.simulation.plot import panels
 from server.simulation.profiles import Profile, parse_profile
 from server.simulation.replay import SimulatedModel, replay
 from server.simulation.report import report
@@ -69,7 +70,9 @@ def main(args: argparse.Namespace) -> int:
         took_ns = monotonic_ns() - begun_ns
         if args.plot:
             shown = panels(done, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
-            args.plot.write_text(picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8")
+            args.plot.write_text(
+                curve_picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8"
+            )
     except (ValueError, OSError, ConfigError, NotFound) as error:
         errors.print(Text(f"headrace simulate: {error}", style="red"))
         return 2

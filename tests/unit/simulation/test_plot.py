@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.simulation.plot import Curve, Panel, _ticks, panels, picture
+from server.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
+from server.simulation.plot import panels
 from server.simulation.replay import ANSWERED, Batches, Replay
 from server.simulation.traces import Trace
 
@@ -36,7 +37,7 @@ def test_curves_count_what_was_answered_and_when() -> None:
 
 
 def test_nothing_answered_is_said_and_names_are_escaped() -> None:
-    text = picture(panels([("a<b>", replayed([0], ["overloaded"]))], [[None]]), "t & u")
+    text = curve_picture(panels([("a<b>", replayed([0], ["overloaded"]))], [[None]]), "t & u")
     root = ElementTree.fromstring(text)
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "nothing was answered" in texts
@@ -47,13 +48,13 @@ def test_nothing_answered_is_said_and_names_are_escaped() -> None:
 @given(st.floats(1e-3, 1e6), st.floats(1, 1e6), st.booleans())
 def test_axes_hold_their_values(low: float, factor: float, log: bool) -> None:
     high = low * factor
-    ticks = _ticks(low, high, log)
-    assert ticks[0] <= low * (1 + 1e-6)
-    assert ticks[-1] >= high * (1 - 1e-6)
-    assert 2 <= len(ticks) <= 60
-    assert ticks == sorted(set(ticks))
+    marks = log_ticks(low, high) if log else ticks(high)
+    assert marks[0] <= low * (1 + 1e-6)
+    assert marks[-1] >= high * (1 - 1e-6)
+    assert 2 <= len(marks) <= 60
+    assert marks == sorted(set(marks))
 
 
 def test_a_value_below_a_logarithmic_axis_is_left_out() -> None:
     panel = Panel("p", [Curve("a", [0, 1, 10], [1, 2, 3])], "x", "y", log_x=True)
-    assert picture([panel], "t").count("L") == 1
+    assert curve_picture([panel], "t").count("L") == 1

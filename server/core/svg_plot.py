@@ -1,4 +1,4 @@
-"""Plots as SVG: lines with markers over batch sizes, and bars. No script, no font and no picture from elsewhere."""
+"""Plots as SVG text: points over batch sizes, curves, and bars. No script, and no font or picture from elsewhere."""
 
 from __future__ import annotations
 
@@ -7,16 +7,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engines.report.style import colour, short, variables
-
 WIDTH, HEIGHT = 440, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 34, 46
 _INSET = 12
 LEGEND_HEIGHT = 30
+_CURVE_LEGEND_HEIGHT = 20
 _BAR_HEIGHT, _BAR_GAP = 18, 8
-# Width of a letter of the labels, on average, with some to spare.
+# Average width of a letter of the labels in pixels, rounded up.
 _LETTER = 6.6
 _TEXT = "text{font:12px system-ui,sans-serif;fill:var(--ink)}.s{fill:var(--soft)}.t{font-size:13px;font-weight:600}"
+
+# Colours that remain distinct with red-green blindness, one for each precision; plots add a marker or a dash to each.
+_LIGHT = {
+    "ink": "#1b1f24",
+    "soft": "#57606a",
+    "line": "#d0d7de",
+    "paper": "#ffffff",
+    "fp32": "#2f6db5",
+    "fp16": "#0f8b8d",
+    "bf16": "#7a8b0f",
+    "int8": "#d2601a",
+    "fp8": "#a0308f",
+    "other": "#76808c",
+}
+_DARK = {
+    "ink": "#e6edf3",
+    "soft": "#9aa4af",
+    "line": "#353c45",
+    "paper": "#0f1318",
+    "fp32": "#6aa8f0",
+    "fp16": "#3cc4c0",
+    "bf16": "#b5c94a",
+    "int8": "#f3914f",
+    "fp8": "#dd7fd0",
+    "other": "#8b96a3",
+}
+_SAME = {"tf32": "fp32", "uint8": "int8"}
+# The order in which curves that are no precisions take the colours.
+_SEQUENCE = ("fp32", "int8", "fp16", "fp8", "bf16", "other")
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "12 4")
+
+
+def variables() -> str:
+    """CSS that defines every colour as a variable; the root is the page, or the SVG where it stands alone."""
+    light, dark = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (_LIGHT, _DARK))
+    return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+
+
+def colour(precision: str) -> str:
+    """CSS for the colour of a precision; words that are none have one colour together."""
+    word = _SAME.get(precision, precision)
+    return f"var(--{word if word in _LIGHT and word not in ('ink', 'soft', 'line', 'paper') else 'other'})"
+
+
+def nth_colour(number: int) -> str:
+    """CSS for the colour of curve `number`, counted from 0; after the last colour they start anew."""
+    return colour(_SEQUENCE[number % len(_SEQUENCE)])
+
+
+def short(value: float) -> str:
+    """Three digits at most, thousands as k and M: 0.25, 7, 42.5, 1.2k, 69k."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +97,46 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """A line without markers.
+
+    Attributes:
+        name: in the legend; curves of one name have one colour and one dash.
+        xs, ys: coordinates of its points; xs ascending.
+        step: the line stays at a value until the next point.
+    """
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A plot of curves.
+
+    Attributes:
+        title: above it.
+        curves: in it.
+        x_title, y_title: with units.
+        log_x: a logarithmic axis; points at 0 or below are left out.
+        marks: values of x that get a vertical line.
+        empty: text in place of the curves where no point can be drawn.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    x_title: str
+    y_title: str
+    log_x: bool = False
+    marks: Sequence[float] = ()
+    empty: str = "nothing was measured"
+
+
+@dataclass(frozen=True, slots=True)
 class Bar:
-    """A value from 0 to 1 of one precision, and how it is written."""
+    """A value from 0 to 1 of one precision, and its text."""
 
     name: str
     label: str
@@ -72,16 +164,60 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
     y_ticks = log_ticks(min(p.y for p in points), max(tops)) if log_y else ticks(max(tops))
     across = _Axis(xs[0], xs[-1], _LEFT + _INSET, WIDTH - _RIGHT - _INSET, True)
     up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, log_y)
-    for tick in y_ticks:
-        y = up.at(tick)
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="var(--line)"/>')
-        parts.append(_text(short(tick), _LEFT - 6, y + 4, "s", "end"))
+    parts.append(_grid(y_ticks, up, x_title, y_title))
     parts += [_text(short(x), across.at(x), HEIGHT - _BOTTOM + 16, "s", "middle") for x in _thinned(xs, across)]
-    parts.append(_text(x_title, (_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, "s", "middle"))
-    turned = f'transform="translate(12 {HEIGHT / 2 - 6:.0f}) rotate(-90)"'
-    parts.append(f'<text class="s" text-anchor="middle" {turned}>{escape(y_title)}</text>')
     for number, one in enumerate(drawn):
         parts.append(_line(number, one, across, up, y_title))
+    return "".join(parts)
+
+
+def curve_plot(panel: Panel, names: Sequence[str]) -> str:
+    """A panel of `WIDTH` x `HEIGHT` with curves: SVG elements without the frame that `svg` gives.
+
+    Args:
+        panel: what is drawn.
+        names: of the curves, in the order of their colours and dashes; see `curve_legend`.
+    """
+    parts = [_text(panel.title, _LEFT, 18, "t")]
+    points = [
+        (x, y) for curve in panel.curves for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x
+    ]
+    if not points:
+        return "".join([*parts, _text(panel.empty, WIDTH / 2, HEIGHT / 2, "s", "middle")])
+    xs = [x for x, _ in points] + list(panel.marks)
+    x_ticks = log_ticks(min(xs), max(xs)) if panel.log_x else ticks(max(xs))
+    y_ticks = ticks(max(y for _, y in points))
+    across = _Axis(x_ticks[0], x_ticks[-1], _LEFT, WIDTH - _RIGHT, panel.log_x)
+    up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, False)
+    parts.append(_grid(y_ticks, up, panel.x_title, panel.y_title))
+    for tick in x_ticks:
+        x = across.at(tick)
+        parts.append(f'<path d="M{x:.1f} {HEIGHT - _BOTTOM}v5" stroke="var(--ink)"/>')
+    parts += [_text(short(x), across.at(x), HEIGHT - _BOTTOM + 18, "s", "middle") for x in _thinned(x_ticks, across)]
+    for mark in panel.marks:
+        x = across.at(mark)
+        parts.append(f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" stroke="var(--ink)" stroke-dasharray="2 2"/>')
+    for curve in panel.curves:
+        places = [(across.at(x), up.at(y)) for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x]
+        if places:
+            parts.append(f'<path d="{_path(places, curve.step)}" fill="none" {_stroke(names.index(curve.name))}/>')
+    return "".join(parts)
+
+
+def curve_picture(panels: Sequence[Panel], title: str) -> str:
+    """One picture for a document: panels of curves in a row, with one legend above."""
+    names = list(dict.fromkeys(curve.name for panel in panels for curve in panel.curves))
+    legend_height = _CURVE_LEGEND_HEIGHT * len(names)
+    drawn = [(curve_plot(panel, names), HEIGHT) for panel in panels]
+    return _framed(drawn, curve_legend(names), legend_height, title) + "\n"
+
+
+def curve_legend(names: Sequence[str]) -> str:
+    """Each name on a line with the colour and dash of its curves."""
+    parts = []
+    for number, name in enumerate(names):
+        y = _CURVE_LEGEND_HEIGHT * number + _CURVE_LEGEND_HEIGHT / 2
+        parts.append(f'<path d="M0 {y:.1f}h28" {_stroke(number)}/>{_text(name, 36, y + 4)}')
     return "".join(parts)
 
 
@@ -127,13 +263,17 @@ def side_by_side(panels: Sequence[tuple[str, int]], names: Sequence[str], title:
         names: of the series, for the legend.
         title: over all.
     """
-    margin, head = 16, 34 + LEGEND_HEIGHT
+    return _framed(panels, legend(names), LEGEND_HEIGHT, title)
+
+
+def _framed(panels: Sequence[tuple[str, int]], key: str, key_height: int, title: str) -> str:
+    margin, head = 16, 34 + key_height
     width = len(panels) * (WIDTH + margin) + margin
     height = max(height for _, height in panels) + head + margin
     parts = [
         f'<rect width="{width}" height="{height}" rx="8" fill="var(--paper)"/>',
         f'<text x="{margin}" y="26" style="font-size:16px;font-weight:600">{escape(title)}</text>',
-        f'<g transform="translate({margin} 34)">{legend(names)}</g>',
+        f'<g transform="translate({margin} 34)">{key}</g>',
     ]
     for number, (content, _) in enumerate(panels):
         parts.append(f'<g transform="translate({margin + number * (WIDTH + margin)} {head})">{content}</g>')
@@ -190,6 +330,32 @@ class _Axis:
             return (self.start + self.end) / 2
         place = (math.log(value) if self.log else value) - low
         return self.start + (self.end - self.start) * place / (high - low)
+
+
+def _grid(y_ticks: Sequence[float], up: _Axis, x_title: str, y_title: str) -> str:
+    """The horizontal lines with their values, and the titles of both axes."""
+    parts = []
+    for tick in y_ticks:
+        y = up.at(tick)
+        parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="var(--line)"/>')
+        parts.append(_text(short(tick), _LEFT - 6, y + 4, "s", "end"))
+    parts.append(_text(x_title, (_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, "s", "middle"))
+    turned = f'transform="translate(12 {HEIGHT / 2 - 6:.0f}) rotate(-90)"'
+    parts.append(f'<text class="s" text-anchor="middle" {turned}>{escape(y_title)}</text>')
+    return "".join(parts)
+
+
+def _path(places: Sequence[tuple[float, float]], step: bool) -> str:
+    (x, y), *others = places
+    lines = (f"H{x:.1f}V{y:.1f}" if step else f"L{x:.1f} {y:.1f}" for x, y in others)
+    return f"M{x:.1f} {y:.1f}" + "".join(lines)
+
+
+def _stroke(number: int) -> str:
+    """Attributes of the line of curve `number`."""
+    dash = _DASHES[number % len(_DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'stroke="{nth_colour(number)}" stroke-width="2"{dashed}'
 
 
 def _line(number: int, series: Series, across: _Axis, up: _Axis, unit: str) -> str:

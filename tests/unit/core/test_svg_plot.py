@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.report.plot import (
+from engines.report.style import milliseconds, plain, rate, size
+from server.core.svg_plot import (
     HEIGHT,
     WIDTH,
     Bar,
@@ -18,14 +19,15 @@ from engines.report.plot import (
     Series,
     bar_plot,
     bars_height,
+    colour,
     legend,
     line_plot,
     log_ticks,
+    short,
     side_by_side,
     svg,
     ticks,
 )
-from engines.report.style import colour, milliseconds, plain, rate, short, size
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>\"&'"
