@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-gpu tools screenshots image-test dist
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -38,8 +38,18 @@ gpu-packages: $(VENV)/.serve ## find or install TensorRT where there is an NVIDI
 serve: gpu-packages models ## install, build the demo models, serve on http://127.0.0.1:8000
 	@exec $(BIN)/headrace serve --model-repository $(REPOSITORY)
 
-test: $(VENV)/.dev models ## everything that is tested without a GPU
-	$(BIN)/python -m pytest
+# Processes that run tests; 0: none beside pytest's own, e.g. for a debugger. Tests of one file mostly run in one process, so
+# that the servers of a file are started once; idle processes take tests from busy ones.
+WORKERS ?= logical
+PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
+check test test-slow test-gpu: export PYTHONDONTWRITEBYTECODE =
+
+test: $(VENV)/.dev models ## every test that needs no GPU, in parallel, without the slow ones
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+test-slow: $(VENV)/.dev models ## the tests marked slow
+	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 	$(BIN)/python -m tests.screenshots docs/images
@@ -47,11 +57,11 @@ screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
 test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
 
-check: $(VENV)/.dev ## format, lint, types, architecture
+check: $(VENV)/.dev models ## format, lint, types, architecture, unit and simulation tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_architecture.py tests/unit tests/sim
 
 format: $(VENV)/.dev ## let ruff rewrite the code
 	$(BIN)/ruff format .
