@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -131,22 +132,44 @@ def skip_absent(engine: str) -> None:
         pytest.skip("server/frontends/grpc_fast.py is not there yet")
 
 
-@pytest.fixture(scope="session", params=ENGINES)
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     skip_absent(request.param)
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
-def grpc_server(engine: str, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Everything switched on; `server` has the same models and everything off."""
+@contextmanager
+def grpc_serving(engine: str, repository: Path, folder: Path) -> Iterator[Server]:
+    """A server with every option switched on; `server` has the same models and every option off."""
     options = ("--model-control", "explicit", "--load-model", "*", "--allow-model-override", "--allow-client-shm")
-    folder = tmp_path_factory.mktemp(f"log_{engine}")
     with serving(
         repository, folder, "--grpc-engine", engine, "--max-body-bytes", str(MAX_BODY_BYTES), *options
     ) as running:
         assert running.grpc_port, f"the banner does not tell the gRPC port:\n{running.text}"
         yield running
+
+
+# One fixture for each engine and none with a parameter: pytest keeps one value of a parametrised fixture at a time, so
+# that every file would start both servers again.
+
+
+@pytest.fixture(scope="session")
+def grpcio_server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with grpc_serving("grpcio", repository, tmp_path_factory.mktemp("log_grpcio")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fast_server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with grpc_serving("fast", repository, tmp_path_factory.mktemp("log_fast")) as running:
+        yield running
+
+
+@pytest.fixture
+def grpc_server(engine: str, request: pytest.FixtureRequest) -> Server:
+    """The session's server with this engine."""
+    server: Server = request.getfixturevalue(f"{engine}_server")
+    return server
 
 
 @pytest.fixture
@@ -156,8 +179,18 @@ def grpc_client(grpc_server: Server) -> Iterator[triton_grpc.InferenceServerClie
 
 
 @pytest.fixture(scope="session")
-def grpc_channel(grpc_server: Server) -> Iterator[grpc.Channel]:
+def grpc_channels() -> Iterator[dict[str, grpc.Channel]]:
+    """Open channels by address, closed at the end of the session."""
+    channels: dict[str, grpc.Channel] = {}
+    yield channels
+    for channel in channels.values():
+        channel.close()
+
+
+@pytest.fixture
+def grpc_channel(grpc_server: Server, grpc_channels: dict[str, grpc.Channel]) -> grpc.Channel:
     """For what Triton's client cannot send; takes and sends messages of any size."""
     unbounded = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-    with grpc.insecure_channel(grpc_server.grpc_address, options=unbounded) as connected:
-        yield connected
+    if grpc_server.grpc_address not in grpc_channels:
+        grpc_channels[grpc_server.grpc_address] = grpc.insecure_channel(grpc_server.grpc_address, options=unbounded)
+    return grpc_channels[grpc_server.grpc_address]
