@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.conftest import COLLECTED
+
 # --- The rules ---------------------------------------------------------------------------------------------------------
 
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
@@ -203,8 +205,10 @@ def _uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _never(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for rule in (rule for rule in NEVER if _below(path, rule.where) and not _below(path, rule.but)):
-        for line, name in [*_imported(path, tree), *_uses(tree)]:
+    rules = [rule for rule in NEVER if _below(path, rule.where) and not _below(path, rule.but)]
+    names = [*_imported(path, tree), *_uses(tree)] if rules else []
+    for rule in rules:
+        for line, name in names:
             for banned in rule.names.split():
                 if _covers(banned, name):
                     yield line, f"uses {banned} [{rule.rule}] {rule.cure}"
@@ -371,10 +375,13 @@ _HTTP_PORT, _GRPC_PORT = re.compile(r"HTTP_PORT|--http-port"), re.compile(r"GRPC
 
 def servers_on_default_ports(source: str) -> list[int]:
     """Lines of functions that start `headrace serve` and do not set both ports."""
-    found = []
+    found: list[int] = []
+    if "serve" not in source:
+        return found
+    lines = source.splitlines()
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef):
-            text = ast.get_source_segment(source, function) or ""
+            text = "\n".join(lines[function.lineno - 1 : function.end_lineno])
             lists = [[ast.unparse(word) for word in n.elts] for n in ast.walk(function) if isinstance(n, ast.List)]
             starts = any("'serve'" in words and "'make'" not in words for words in lists)
             if starts and not (_HTTP_PORT.search(text) and _GRPC_PORT.search(text)):
@@ -403,3 +410,32 @@ def test_tests_start_no_server_on_the_default_ports() -> None:
 )
 def test_a_server_on_a_default_port_is_reported(words: str, lines: list[int]) -> None:
     assert servers_on_default_ports(f"def start():\n    run({words})\n") == lines
+
+
+SLOW_SHARE = 0.1
+
+
+def too_many_slow(marked: list[bool]) -> str:
+    """An error message if more than `SLOW_SHARE` of the tests are marked `slow`, else "".
+
+    Args:
+        marked: for each collected test, whether it is marked.
+    """
+    slow, most = sum(marked), int(SLOW_SHARE * len(marked))
+    return (
+        f"{slow} of {len(marked)} tests are marked slow, at most {most} may be: make some faster" if slow > most else ""
+    )
+
+
+def test_at_most_a_tenth_of_the_tests_is_slow(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[COLLECTED]
+    files = set((ROOT / "tests").rglob("test_*.py"))
+    if files != {item.path for item in items}:
+        pytest.skip("only a part of the tests was collected")
+    assert too_many_slow([item.get_closest_marker("slow") is not None for item in items]) == ""
+
+
+@pytest.mark.parametrize(("slow", "fast", "message"), [(0, 9, ""), (1, 9, ""), (1, 8, "1 of 9 tests are marked slow")])
+def test_too_many_slow_tests_are_reported(slow: int, fast: int, message: str) -> None:
+    assert too_many_slow([True] * slow + [False] * fast).startswith(message)
+    assert (too_many_slow([True] * slow + [False] * fast) == "") == (message == "")
