@@ -23,7 +23,3 @@ class NoKernelError(BuildError):
     def __init__(self, text: str, nodes: tuple[str, ...] = ()) -> None:
         super().__init__(text)
         self.nodes = nodes
-
-
-class AccuracyRefused(BuildError):
-    """The artefact works but lost too much; it is not published without --force."""

@@ -79,14 +79,14 @@ def _parse(api: TensorRt, builder: Any, model: onnx.ModelProto, order: Order, fo
         parser = api.trt.OnnxParser(network, api.logger)
         if parser.parse(data) if data is not None else parser.parse_from_file(str(file)):
             return network
-        faults = _faults(api, parser, model)
+        faults = _faults(parser, model)
         if data is not None and any(fault.unsupported for fault in faults):
             # The parser may have stopped at the first; this one goes over the whole model. Its network must outlive it: the
             # bindings let a network keep its parser, not a parser its network.
             empty = api.network(builder, strongly_typed=order.calibrate is None)
             again = api.trt.OnnxParser(empty, api.logger)
             again.supports_model_v2(data)
-            faults += _faults(api, again, model) + _unsupported(again, model, faults)
+            faults += _faults(again, model) + _unsupported(again, model, faults)
     raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
 
 
@@ -106,7 +106,7 @@ def _serialized(model: onnx.ModelProto, folder: Path) -> Iterator[tuple[bytes | 
             onnx.load_external_data_for_model(model, temporary)
 
 
-def _faults(api: TensorRt, parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
+def _faults(parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
     faults = []
     for index in range(parser.num_errors):
         error = parser.get_error(index)
