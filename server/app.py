@@ -46,7 +46,7 @@ from server.listen import (
 from server.observability.log_settings import LogSettings
 from server.observability.metrics import MetricsPage
 from server.observability.metrics_server import LoopLag, ServerFacts
-from server.settings import Settings, without_effect
+from server.settings import Settings
 
 logger = logging.getLogger("headrace")
 
@@ -82,8 +82,6 @@ class HeadraceServer:
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; the exit status."""
-        for sentence in without_effect(self._settings):
-            logger.warning("%s", sentence)
         try:
             tls = tls_files(self._settings)
             self._tracer, self._accounts = open_accounts(self._settings)

@@ -59,7 +59,6 @@ class Settings:
         ready_when: the server is ready while a model serves (any), or while every model that should be served is READY (all).
         allow_client_shm: let clients register shared memory.
         allow_model_override: let a load request bring its own configuration.
-        cache_bytes: of the response cache.
         trace_file: where traces go.
         telemetry: what is told of requests; each field is an option of its own.
         log_format: text or json.
@@ -92,7 +91,6 @@ class Settings:
     ready_when: Literal["any", "all"] = "any"
     allow_client_shm: bool = False
     allow_model_override: bool = False
-    cache_bytes: int = 0
     trace_file: str = ""
     telemetry: Telemetry = field(default_factory=Telemetry)
     log_format: str = "text"
@@ -110,12 +108,6 @@ class Settings:
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""
-
-
-# Accepted today, effective with a later release: field -> what is missing.
-LATER: dict[str, str] = {
-    "cache_bytes": "the response cache",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
@@ -140,13 +132,6 @@ def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | 
     add("--ready-when", choices=("any", "all"), default=ready_when, help=text)
     _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
     _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
-    add(
-        *names("--cache-bytes"),
-        type=_size,
-        default=env.size("CACHE_BYTES", 0),
-        metavar="N",
-        help="of the response cache (0: off)",
-    )
     add("--trace-file", default=env.text("TRACE_FILE", ""), metavar="FILE", help="write traces to this file")
     log_format = env.choice("LOG_FORMAT", "text", ("text", "json"))
     add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
@@ -216,7 +201,6 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         ready_when=args.ready_when,
         allow_client_shm=args.allow_client_shm,
         allow_model_override=args.allow_model_override,
-        cache_bytes=args.cache_bytes,
         trace_file=args.trace_file,
         telemetry=Telemetry(**{field.name: getattr(args, field.name) for field in fields(Telemetry)}),
         log_format=args.log_format,
@@ -242,16 +226,6 @@ def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
     """Those that options name; the default only where no path is named either."""
     named = args.model_repository or ([] if args.path else args.default_model_repository)
     return tuple(Path(folder) for folder in named)
-
-
-def without_effect(settings: Settings) -> list[str]:
-    """A sentence for every option that was set and has no effect yet."""
-    default = Settings(model_repository=())
-    return [
-        f"--{name.replace('_', '-')} has no effect yet: {missing} comes with a later release"
-        for name, missing in LATER.items()
-        if getattr(settings, name) != getattr(default, name)
-    ]
 
 
 def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> None:
@@ -457,10 +431,6 @@ class _Environment:
     def port(self, name: str, default: int | None) -> int | None:
         text = self._environ.get(PREFIX + name)
         return default if text is None else int(self.parsed(name, text, _port))
-
-    def size(self, name: str, default: int) -> int:
-        text = self._environ.get(PREFIX + name)
-        return default if text is None else int(self.parsed(name, text, _size))
 
     def seconds(self, name: str, default: float) -> float:
         text = self._environ.get(PREFIX + name)

@@ -26,7 +26,6 @@ ALIASES: dict[str, str] = {
     "--repository-poll-secs": "--poll-interval-s",
     "--exit-timeout-secs": "--drain-timeout-s",
     "--http-max-input-size": "--max-body-bytes",
-    "--response-cache-byte-size": "--cache-bytes",
 }
 
 _ONE_ADDRESS = "write --host: one address for HTTP, gRPC and metrics"
@@ -49,6 +48,7 @@ _VERTEX = "not here: Vertex AI's routes are not served; put a proxy in front tha
 _QUOTAS = (
     "not here: an instance takes work when it is idle; `rate_limits` of a model's configuration bounds each client"
 )
+_CACHE = "not here: there is no response cache, every request is computed"
 _LIBRARIES = "not here: backends and caches are part of the server, no shared libraries are loaded"
 
 # Flags that are not taken -> what is to be written instead, or why nothing is.
@@ -118,7 +118,8 @@ ANSWERS: dict[str, str] = {
     "--pinned-memory-pool-byte-size": "not needed: pinned memory is allocated for each batch in flight",
     "--cuda-memory-pool-byte-size": _MEMORY,
     "--cuda-virtual-address-size": _MEMORY,
-    "--cache-config": "not here: there is no response cache yet",
+    "--cache-config": _CACHE,
+    "--response-cache-byte-size": _CACHE,
     "--cache-directory": _LIBRARIES,
     "--min-supported-compute-capability": "not needed: an engine is built for the GPU that is there",
     "--backend-directory": _LIBRARIES,

@@ -130,12 +130,11 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
         "HEADRACE_MODEL_CONTROL": "explicit",
         "HEADRACE_LOAD_MODEL": "row_sums",
         "HEADRACE_LOG_FORMAT": "json",
-        "HEADRACE_CACHE_BYTES": "5",
         "HEADRACE_STRICT": "true",
     }
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "--cache-bytes", "6", "--max-body-bytes", "600"],
+            [*COMMAND, "serve", "--max-body-bytes", "600"],
             cwd=ROOT,
             env={**os.environ, **environment},
             stdout=log,
@@ -153,18 +152,15 @@ def test_the_environment_sets_every_option_and_the_command_line_beats_it(
         assert b'headrace_requests_total{model="row_sums",version="1"} 0.0' in page
         assert server.request("POST", "/v2/models/row_sums/infer", bytes(601))[0] == 413
         assert server.request("POST", "/v2/models/row_sums/infer", bytes(599))[0] == 400
-        warnings = [json.loads(line) for line in server.text.splitlines() if line.startswith("{")]
-        assert any("--cache-bytes has no effect yet" in json.dumps(line) for line in warnings)
+        lines = [json.loads(line) for line in server.text.splitlines() if line.startswith("{")]
+        assert any(line["message"] == "model row_sums serves version 1" for line in lines)
     finally:
         server.stop()
 
 
-def test_options_whose_feature_comes_later_are_taken_with_a_warning(good: Path, tmp_path: Path) -> None:
-    with serving(good, tmp_path, "--cache-bytes", "1", "--model-control", "explicit", "--load-model", "*") as server:
+def test_a_star_loads_every_model(good: Path, tmp_path: Path) -> None:
+    with serving(good, tmp_path, "--model-control", "explicit", "--load-model", "*") as server:
         assert index(server) == {"row_sums": "READY", "busy": "READY"}
-        text = re.sub(r"\s+", " ", server.text)
-        assert "--cache-bytes has no effect yet" in text
-        assert text.count("has no effect yet") == 1
 
 
 def test_only_the_models_named_are_loaded(mixed: Path, good: Path, tmp_path: Path) -> None:

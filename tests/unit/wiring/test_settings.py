@@ -11,7 +11,7 @@ import pytest
 from server import settings
 from server.core.limits import Limits
 from server.core.telemetry import TritonMetrics
-from server.settings import LATER, Settings
+from server.settings import Settings
 
 
 def parse(*arguments: str, **environ: str) -> Settings:
@@ -38,7 +38,6 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         "allow_client_shm": ("true", True),
         "id": ("triton", "triton"),
         "allow_model_override": ("yes", True),
-        "cache_bytes": ("4", 4),
         "trace_file": ("t.json", "t.json"),
         "log_format": ("json", "json"),
         "client_header": ("X-Api-Key", "x-api-key"),
@@ -127,7 +126,6 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
         ("HTTP_PORT", "70000"),
         ("STRICT", "maybe"),
         ("MODEL_CONTROL", "auto"),
-        ("CACHE_BYTES", "-1"),
         ("CLIENT_HEADER", ""),
         ("CLIENT_HEADER", "x client"),
         ("CLIENT_HEADER", "grpc-timeout"),
@@ -153,11 +151,3 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"HEADRACE_{variable}"):
         parse(**{f"HEADRACE_{variable}": value})
-
-
-def test_options_of_later_releases_are_taken_with_a_warning() -> None:
-    assert settings.without_effect(parse()) == []
-    warned = settings.without_effect(parse("--grpc-port", "9", "--cache-bytes", "9", "--model-control", "poll"))
-    assert len(warned) == 1
-    assert "--cache-bytes" in warned[0]
-    assert set(LATER) <= {field.name for field in dataclasses.fields(Settings)}
