@@ -63,7 +63,7 @@ class Settings:
         telemetry: what is told of requests; each field is an option of its own.
         log_format: text or json.
         client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
-        limits: on what clients may send; each is an option of its own.
+        limits: on what clients may send; most are options of their own.
         gpu_memory_fraction: of each GPU's memory, what all models together may take.
         profile_s: how long each model is measured before it serves, 0 for not at all.
         state_dir: what is to outlive the process is kept there (profiles of models), "" for nowhere.
@@ -275,10 +275,11 @@ def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
 
 
 def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
-    for name, default in Limits().table().items():
+    defaults = Limits().table()
+    for name, help_text in LIMIT_HELP.items():
         kind, metavar = (_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")
-        value = env.positive(name.upper(), default, kind)
-        text = f"{LIMIT_HELP[name]} (%(default)s)"
+        value = env.positive(name.upper(), defaults[name], kind)
+        text = f"{help_text} (%(default)s)"
         option = names(f"--{name.replace('_', '-')}")
         parser.add_argument(*option, type=kind, default=value, metavar=metavar, help=text)
 

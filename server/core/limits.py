@@ -1,6 +1,6 @@
 """What clients may send and how long they may take: one table of limits, and a count of who ran into which.
 
-Every limit is an option of `headrace serve` under its own name, and the label of its count in the metrics.
+Every limit has a count of its own in the metrics, under its name. Most are options of `headrace serve`; three are constants.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from server.core.errors import BadRequest, Overloaded, TooLarge
 
 
 def _limit(default: Any, text: str) -> Any:
+    """A limit that is an option, with its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -20,15 +21,21 @@ def _limit(default: Any, text: str) -> Any:
 class Limits:
     """The limits of a server; what ends in bytes is bytes, in s seconds, the rest are numbers.
 
-    The defaults are far above what honest clients need and far below what hurts the others.
+    The defaults are far above what honest clients need and far below what hurts the others. Limits without a help text are no
+    options: no client and no model needs another value.
+
+    Attributes:
+        max_chunks: chunks of one HTTP body (Transfer-Encoding: chunked). As many as a body of 128 MiB has in chunks of 2 KiB.
+        max_json_depth: arrays and objects inside of each other in a JSON body. NumPy has at most 64 dimensions.
+        max_json_keys: keys of all objects in a JSON body. A request has about ten for each of its tensors.
     """
 
     max_body_bytes: int = _limit(128 << 20, "of one request, as it comes and unpacked")
     max_total_body_bytes: int = _limit(1 << 30, "of all requests that are in the server at once")
     max_header_bytes: int = _limit(16 << 10, "of the headers of one request, or gRPC's metadata")
-    max_chunks: int = _limit(65_536, "chunks of one HTTP body (Transfer-Encoding: chunked)")
-    max_json_depth: int = _limit(64, "arrays and objects inside of each other in a JSON body")
-    max_json_keys: int = _limit(4096, "keys of all objects in a JSON body")
+    max_chunks: int = 65_536
+    max_json_depth: int = 64
+    max_json_keys: int = 4096
     max_unpack_ratio: int = _limit(200, "a compressed body's size unpacked to its size, beyond the first MiB")
     max_connections: int = _limit(4096, "open at once, for HTTP and for gRPC each")
     max_streams: int = _limit(1024, "gRPC calls at once on one connection")
@@ -41,7 +48,8 @@ class Limits:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits)}
+LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits) if each.metadata}
+"""Help texts of the limits that are options, by name."""
 
 
 class Bodies:

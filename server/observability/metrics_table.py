@@ -325,7 +325,7 @@ BODIES = Family(
     "gauge",
     "Bytes of the bodies of all requests that are in the server; --max-total-body-bytes is the most.",
 )
-LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by their options.", ("limit",))
+LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by name.", ("limit",))
 THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
 TELEMETRY_DROPPED = Family(
     _SERVER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from server.core.limits import Limits
+from server.core.limits import LIMIT_HELP, Limits
 from tests.serving import ROOT
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
@@ -13,11 +13,15 @@ PAGE = (ROOT / "docs" / "security.md").read_text()
 
 def test_every_limit_is_told_with_its_default() -> None:
     told = {
-        name.replace("-", "_"): (float(number.replace(",", "")), unit)
-        for name, number, unit in re.findall(r"\| `--([a-z-]+)` \| ([0-9,]+) ?(KiB|MiB|)", PAGE)
+        name.removeprefix("--").replace("-", "_"): (float(number.replace(",", "")), unit)
+        for name, number, unit in re.findall(r"\| `([a-z_-]+)`(?:, no option)? \| ([0-9,]+) ?(KiB|MiB|)", PAGE)
     }
     factors = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
     assert {name: number * factors[unit] for name, (number, unit) in told.items()} == dict(Limits().table())
+
+
+def test_options_are_told_from_constants() -> None:
+    assert {name.replace("-", "_") for name in re.findall(r"\| `--([a-z-]+)` \| [0-9,]+", PAGE)} == set(LIMIT_HELP)
 
 
 def test_every_test_that_is_named_is_there() -> None:

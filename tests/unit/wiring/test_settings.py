@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server import settings
-from server.core.limits import Limits
+from server.core.limits import LIMIT_HELP, Limits
 from server.core.telemetry import TritonMetrics
 from server.settings import Settings
 
@@ -107,10 +107,19 @@ def test_quantiles_are_between_0_and_1(quantiles: str) -> None:
         parse("--metrics-config", f"summary_quantiles={quantiles}")
 
 
-@pytest.mark.parametrize("limit", [field.name for field in dataclasses.fields(Limits)])
+@pytest.mark.parametrize("limit", LIMIT_HELP)
 def test_every_limit_has_an_option_and_a_variable(limit: str) -> None:
     assert getattr(parse(f"--{limit.replace('_', '-')}", "7").limits, limit) == 7
     assert getattr(parse(**{f"HEADRACE_{limit.upper()}": "7"}).limits, limit) == 7
+
+
+def test_limits_that_nobody_sets_have_no_option() -> None:
+    constants = {field.name for field in dataclasses.fields(Limits)} - set(LIMIT_HELP)
+    assert constants == {"max_chunks", "max_json_depth", "max_json_keys"}
+    for name in constants:
+        with pytest.raises(SystemExit):
+            parse(f"--{name.replace('_', '-')}", "7")
+        assert parse(**{f"HEADRACE_{name.upper()}": "7"}).limits == Limits()
 
 
 def test_the_command_line_wins_and_repositories_add_up() -> None:
