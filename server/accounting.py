@@ -36,7 +36,7 @@ def _request_log(settings: Settings) -> RequestLog:
         reason = f"cannot be written: {error.strerror or error}"
         raise _wrong(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
     text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
-    return RequestLog(telemetry.request_log, stream, telemetry.request_log_rate, text)
+    return RequestLog(telemetry.request_log, stream, text=text)
 
 
 def _spans(telemetry: Telemetry) -> Spans | None:

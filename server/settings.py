@@ -290,12 +290,9 @@ def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
     add("--otlp-endpoint", default=env.text("OTLP_ENDPOINT", ""), metavar="URL", help=text)
     chosen = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
     add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=chosen, help="of --otlp-endpoint (%(default)s)")
-    for option, rate, kind, text in (
-        ("trace-rate", default.trace_rate, _size, "trace one in N requests that bring no trace (%(default)s; 0: none)"),
-        ("request-log-rate", default.request_log_rate, _positive, "of --request-log sampled: one in N (%(default)s)"),
-    ):
-        value = env.positive(option.replace("-", "_").upper(), rate, kind)
-        add(f"--{option}", type=kind, default=value, metavar="N", help=text)
+    text = "trace one in N requests that bring no trace (%(default)s; 0: none)"
+    rate = env.positive("TRACE_RATE", default.trace_rate, _size)
+    add("--trace-rate", type=_size, default=rate, metavar="N", help=text)
     mode = env.choice("REQUEST_LOG", default.request_log, REQUEST_LOG_MODES)
     add("--request-log", choices=REQUEST_LOG_MODES, default=mode, help="a line for each request (%(default)s)")
     file = env.text("REQUEST_LOG_FILE", "")

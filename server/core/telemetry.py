@@ -18,9 +18,8 @@ class Telemetry:
         otlp_endpoint: URL of who takes spans by OTLP, "" for nobody.
         otlp_protocol: grpc or http.
         trace_rate: one in so many requests is traced as spans of those that bring no trace of their own; 0: none.
-        request_log: off; errors; sampled (errors, what is traced, and one in `request_log_rate`); all.
+        request_log: off; errors; sampled (errors, what is traced, and one in a hundred of the rest); all.
         request_log_file: "" for standard error.
-        request_log_rate: of sampled.
     """
 
     otlp_endpoint: str = ""
@@ -28,7 +27,6 @@ class Telemetry:
     trace_rate: int = 1000
     request_log: RequestLogMode = "errors"
     request_log_file: str = ""
-    request_log_rate: int = 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from server.observability.tally import DROPPED
 
 logger = logging.getLogger("headrace.request")
 
+SAMPLED_ONE_IN = 100
+"""Requests to a line of mode `sampled`: at 1,000 a second ten lines a second. Mode `all` has every request."""
+
 _MAX_TEXT = 512
 _MAX_NAME = 256
 _CLOSE_TIMEOUT_S = 5.0
@@ -46,7 +49,12 @@ class RequestLog:
     """
 
     def __init__(
-        self, mode: RequestLogMode, stream: BinaryIO, rate: int = 100, text: bool = False, capacity: int = CAPACITY
+        self,
+        mode: RequestLogMode,
+        stream: BinaryIO,
+        rate: int = SAMPLED_ONE_IN,
+        text: bool = False,
+        capacity: int = CAPACITY,
     ) -> None:
         self._mode = mode
         self._answers = mode in ("sampled", "all")

@@ -74,7 +74,6 @@ def test_every_field_has_an_option_and_a_variable() -> None:
         ("trace_rate", "0", 0),
         ("request_log", "all", "all"),
         ("request_log_file", "r.jsonl", "r.jsonl"),
-        ("request_log_rate", "7", 7),
     ],
 )
 def test_what_is_told_of_requests_has_options_and_variables(name: str, text: str, value: object) -> None:
@@ -145,7 +144,6 @@ def test_the_command_line_wins_and_repositories_add_up() -> None:
         ("CLIENT_HEADER", "traceparent"),
         ("OTLP_PROTOCOL", "udp"),
         ("REQUEST_LOG", "some"),
-        ("REQUEST_LOG_RATE", "0"),
         ("TRACE_RATE", "-1"),
         ("GPU_MEMORY_FRACTION", "0"),
         ("MAX_BODY_BYTES", "0"),
