@@ -168,7 +168,7 @@ class HeadraceServer:
             overview=Overview(self._registry, settings.model_repository),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
-            explain=Explainer(self._registry, self._accounts.client_name),
+            explain=Explainer(self._registry),
             name=settings.id,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 
 from server.control.registry import Registry
@@ -17,12 +16,10 @@ class Explainer:
 
     Args:
         registry: of the versions that serve.
-        told: how a client may be named to anybody.
     """
 
-    def __init__(self, registry: Registry, told: Callable[[str], str]) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._told = told
 
     def __call__(self, model: str, version: str) -> dict[str, object]:
         """What limits a version now, what matters most first, and the figures of the last seconds.
@@ -49,7 +46,6 @@ class Explainer:
                 handle.spec.max_batch_size > 0,
                 handle.profile.buckets,
                 handle.parked,
-                [(self._told(client), share) for client, share in handle.refused_clients()],
             )
             load = handle.load(by_level=False)
             told = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}

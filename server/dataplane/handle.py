@@ -274,10 +274,6 @@ class ModelHandle:
         """Requests in the queue."""
         return self._scheduler.depth
 
-    def refused_clients(self) -> list[tuple[str, float]]:
-        """The clients that were refused most for their quotas of late; see `Quotas.refused`."""
-        return [] if self._quotas is None else self._quotas.refused(self._clock())
-
     def load(self, by_level: bool = True) -> Load:
         """How busy it is.
 

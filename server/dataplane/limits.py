@@ -16,7 +16,6 @@ from server.dataplane.situation import OVERLOAD, Situation
 _BUSY = 0.85  # of the time, from which on an instance counts as busy: what comes finds it so nearly always
 _OFTEN = 0.25  # of all batches, or of a request's time: enough to be worth telling
 _REFUSED = 0.01  # of all requests
-_NAMED = 0.1  # of what was refused to clients: who has less than that is not told by name
 _GAIN = 1.15  # times as much: less is not worth a change of settings
 
 
@@ -80,21 +79,12 @@ def _quotas(now: Situation) -> Limit | None:
     refused = now.recent.totals.failures["quota"]
     if refused < _REFUSED * now.asked or not refused:
         return None
-    told = f"{_percent(refused / now.asked)} of the requests were refused because their client was over its quota{_clients(now)}"
-    return Limit("quota", told, "raise the client's limit, or have it ask less often", "rate_limits")
-
-
-def _clients(now: Situation) -> str:
-    """Who that was; what somebody calls himself is quoted, and may hold anything."""
-    if not now.refused_clients:
-        return ""
-    named = [
-        f"{f'client {client!a}' if client else 'clients without a name'} {_percent(share)}"
-        for client, share in now.refused_clients
-        if share >= _NAMED
-    ]
-    return (
-        f" (of these refusals {', '.join(named)})" if named else f" (many clients, none with {_percent(_NAMED)} of it)"
+    told = f"{_percent(refused / now.asked)} of the requests were refused because their client was over its quota"
+    return Limit(
+        "quota",
+        told,
+        "raise the client's limit, or have it ask less often; the request log names the clients",
+        "rate_limits",
     )
 
 

@@ -11,12 +11,10 @@ from collections import OrderedDict
 
 from server.core.clock import NS_PER_S
 from server.core.errors import QuotaExceeded
-from server.dataplane.heavy_hitters import HeavyHitters
 from server.dataplane.policy import Quota, RateLimits
 
 # Clients that are not named in the configuration.
 MOST_CLIENTS = 4096
-_WINDOW_NS = 10 * NS_PER_S
 
 
 class Quotas:
@@ -25,7 +23,7 @@ class Quotas:
     A client that has been quiet until its bucket was full is forgotten without loss. If there is no such client, and no room, all
     that come anew share one bucket: whoever makes up names by the thousand gets no more for it than one client does.
 
-    Ownership: `_lock` guards the buckets, and who was refused.
+    Ownership: `_lock` guards the buckets.
 
     Args:
         limits: what clients may ask for.
@@ -39,7 +37,6 @@ class Quotas:
         self._named: dict[str, int] = {}
         self._others: OrderedDict[str, int] = OrderedDict()  # the one that was quiet for longest first
         self._crowd_ns = 0
-        self._refused = HeavyHitters(_WINDOW_NS)
 
     def charge(self, client: str, now_ns: int) -> None:
         """A client asks for something; counted whether it is served or not.
@@ -63,15 +60,8 @@ class Quotas:
         else:
             return
         if wait_ns:
-            with self._lock:
-                self._refused.add(client, now_ns)
             message = f"{_title(client)} asks for more than {quota.rate_hz:g} requests a second ({quota.burst} at once)"
             raise QuotaExceeded(message, wait_ns / NS_PER_S, client)
-
-    def refused(self, now_ns: int) -> list[tuple[str, float]]:
-        """The clients that were refused most in the last 10 to 20 s, and the share of all refusals that each had at the least."""
-        with self._lock:
-            return self._refused.top(now_ns)
 
     def _charge_other(self, client: str, quota: Quota, now_ns: int) -> int:
         others = self._others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.core.clock import NS_PER_S, NS_PER_US
@@ -30,7 +29,6 @@ class Situation:
         batched: the model has a batch dimension.
         buckets: rows to which the backend pads batches, ascending; empty if it does not.
         parked: the model is out of memory until somebody asks.
-        refused_clients: those refused most for their quotas, as they may be told, and the share of those refusals that each had.
     """
 
     recent: Recent
@@ -41,7 +39,6 @@ class Situation:
     batched: bool = True
     buckets: tuple[int, ...] = ()
     parked: bool = False
-    refused_clients: Sequence[tuple[str, float]] = ()
 
     @property
     def busy(self) -> float:

@@ -211,26 +211,6 @@ def test_padding_copies_and_quotas() -> None:
     assert limit.explanation == "17 % of the requests were refused because their client was over its quota"
 
 
-@pytest.mark.parametrize(
-    ("clients", "told"),
-    [
-        (
-            [("greedy", 0.75), ("", 0.2), ("small", 0.05)],
-            "(of these refusals client 'greedy' 75 %, clients without a name 20 %)",
-        ),
-        ([("bot 1", 0.01), ("bot 2", 0.01)], "(many clients, none with 10 % of it)"),
-        ([("a'\n\x1b[31m\u202e", 1.0)], r"""(of these refusals client "a'\n\x1b[31m\u202e" 100 %)"""),
-    ],
-    ids=["named", "a crowd", "hostile"],
-)
-def test_clients_over_their_quotas_are_named(clients: list[tuple[str, float]], told: str) -> None:
-    recorder = batches(4, "idle", count=100)
-    for _ in range(20):
-        recorder.failure("quota", 1)
-    limit = first(Situation(recorder.recent(), policy(), Profile(), 1, refused_clients=clients))
-    assert limit.explanation.endswith("over its quota " + told)
-
-
 def test_a_promise_that_keeps_batches_small() -> None:
     profile = Profile()
     profile.seed({1: [MS], 2: [MS], 32: [4 * MS]})

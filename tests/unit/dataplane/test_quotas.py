@@ -75,18 +75,9 @@ def test_names_made_up_by_the_thousand_share_one_bucket() -> None:
     served = sum(asks(quotas, f"bot {number}", number) == 0 for number in range(10_000))
     assert served == 100 + 2, "a hundred are remembered, the crowd behind them is one client"
     assert [asks(quotas, "shop", 20_000) for _ in range(6)] == [0, 0, 0, 0, 0, pytest.approx(1.0)]
-    assert (len(quotas._others), len(quotas.refused(20_000))) == (100, 3), "and so little is kept of who was refused"
+    assert len(quotas._others) == 100
     assert asks(quotas, "bot 0", 20_000) == 0, "those that are remembered keep their own"
     # Once they have been quiet for long enough there is nothing to remember of them.
     assert asks(quotas, "somebody", 4 * NS_PER_S) == 0
     assert asks(quotas, "somebody", 4 * NS_PER_S) == 0
     assert asks(quotas, "somebody", 4 * NS_PER_S) == pytest.approx(1.0)
-
-
-def test_who_is_refused_most_is_known_by_name() -> None:
-    quotas = Quotas(RateLimits({"shop": Quota(1.0)}, Quota(1.0)))
-    for client, times in (("shop", 7), ("greedy", 3), ("", 2), ("modest", 1)):
-        for _ in range(times):
-            asks(quotas, client, 0)
-    assert quotas.refused(0) == [("shop", 6 / 9), ("greedy", 2 / 9), ("", 1 / 9)]
-    assert quotas.refused(20 * NS_PER_S) == []
