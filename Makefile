@@ -8,7 +8,7 @@ PIP    = $(if $(wildcard $(VENV)/lib/python3*/site-packages/pip),$(BIN)/python -
 REPOSITORY ?= model_repository
 
 .DEFAULT_GOAL := help
-.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist
+.PHONY: help serve gpu-packages models test check format bench bench-gpu load soak lock docs clean test-slow test-gpu tools screenshots image-test dist site
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -98,6 +98,8 @@ lock: ## resolve the dependencies anew (needs uv)
 	  --no-emit-index-url --no-annotate --no-header -c requirements/serve.lock -q -o requirements/image-gpu.lock
 	uv pip compile --group gpu-packages --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
 	  --no-header -c requirements/serve.lock -c requirements/image-gpu.lock -q -o requirements/gpu.lock
+	uv pip compile --group docs --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
+	  --no-header -c requirements/dev.lock -q -o requirements/docs.lock
 
 # Debian's; a test that needs one skips where it is not there.
 TOOLS ?= chromium prometheus docker-compose
@@ -112,6 +114,14 @@ image-test: $(VENV)/.dev ## build the CPU's image, run it and Compose's services
 
 dist: $(VENV)/.dev ## build the wheel and the source archive, check them, install the wheel and serve with it
 	$(BIN)/python deploy/dist.py
+
+# Its own lock, on top of the others: it is not part of what serves or tests.
+$(VENV)/.site: requirements/docs.lock $(VENV)/.dev | $(BIN)/python
+	$(PIP) install --quiet --require-hashes --no-deps -r requirements/docs.lock
+	@touch $@
+
+site: $(VENV)/.site ## build the documentation site into build/site
+	$(BIN)/python deploy/site.py
 
 clean: ## forget the environment and the built models
 	rm -rf $(VENV) $(REPOSITORY)/*/[0-9]* .mypy_cache .ruff_cache .pytest_cache .hypothesis

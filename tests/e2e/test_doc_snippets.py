@@ -29,7 +29,12 @@ from server.config.config_reader import read_config_text
 from tests.serving import HOST, ROOT, Server, serving
 from tests.tools import tool
 
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 # What a line of an indented or unnamed block begins with if a shell is to run it.
 COMMAND = re.compile(
     r"(headrace|\.venv/bin/\w+|make|curl|docker|kubectl|pip|python|pytest|cd|source|k6|perf_analyzer|jq|[A-Z_]+=\S+) "
