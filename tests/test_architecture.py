@@ -43,7 +43,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "tritonclient uvicorn uvloop",
     },
     "server/pipelines": {"ours": "server.core server.backends.base", "third": "PIL numpy"},
-    "server/client": {"ours": "server.core server.pipelines", "third": "PIL numpy orjson rich"},
+    "server/client": {"ours": "server.core server.pipelines", "third": "PIL ml_dtypes numpy orjson rich tritonclient"},
     "server/simulation": {
         "ours": "server.core server.config server.dataplane server.observability.recorder server.backends.base "
         "server.control.loader.handle_policy",
@@ -297,8 +297,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ("server/control/loader.py", "import rich", "imports rich"),
     ("server/frontends/http_server.py", "import server.backends.base", "imports server.backends.base"),
     ("server/frontends/http_server.py", "import importlib; importlib.import_module('server.cuda')", "server.cuda"),
-    ("server/client/http_client.py", "import requests", "imports requests"),
-    ("server/pipelines/image.py", "from server.client import http_client", "imports server.client"),
+    ("server/client/http_get.py", "import requests", "imports requests"),
+    ("server/pipelines/image.py", "from server.client import http_get", "imports server.client"),
     ("server/simulation/x.py", "from server.control.loader import Loader", "imports server.control.loader.Loader"),
     ("server/somewhere/new.py", "", "nobody has said"),
     ("server/app.py", "import pycuda.driver", "imports pycuda"),

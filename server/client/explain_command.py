@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from server.client.http_client import DEFAULT_URL, Client
+from server.client.http_get import get
 from server.client.show import printable
 from server.core.console import open_console
-from server.core.errors import HeadraceError
+from server.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+_TIMEOUT_S = 60.0
 
 # What is shown of the numbers, as people read them: name -> unit, and what it is divided by.
 _SHOWN = {
@@ -57,7 +63,7 @@ def run(model: str, url: str, version: str, as_json: bool, console: Console, err
         0, or 1 if the server refused or is not there.
     """
     try:
-        told = Client(url).explain(model, version)
+        told = fetch(url, model, version)
     except HeadraceError as error:
         errors = errors or open_console(stderr=True, highlight=False)
         errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
@@ -69,6 +75,47 @@ def run(model: str, url: str, version: str, as_json: bool, console: Console, err
     _findings(console, told.get("findings", ()))
     _numbers(console, told.get("numbers", {}))
     return 0
+
+
+def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+    """The server's explanation of a model.
+
+    Args:
+        url: of the server's HTTP, e.g. "http://127.0.0.1:8000".
+        model: its name.
+        version: of the model, empty for the one that the server chooses.
+        timeout_s: for connecting, and for every wait for bytes.
+
+    Raises:
+        BadRequest: the URL is wrong.
+        Unavailable: no server answers.
+        HeadraceError: the server returns an error.
+        ModelFailed: the answer is not a JSON object.
+    """
+    path = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+    try:
+        status, body = get(url, path + "/explain", timeout_s)
+    except ValueError as error:
+        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
+    except ConnectionRefusedError:
+        cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
+        raise Unavailable(f"no server answers at {url}: {cure}") from None
+    except TimeoutError:
+        cure = "the server may be busy or stopped; look at its log"
+        raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise Unavailable(f"talking to {url} failed ({reason}): check the address, and the server's log") from None
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = None
+    if isinstance(document, dict) and status == 200:
+        return document
+    if isinstance(document, dict) and isinstance(document.get("error"), str):
+        raise HeadraceError(f"the server says {status}: {document['error']}")
+    start = body[:200].decode("utf-8", "replace").strip() or "no text"
+    raise ModelFailed(f"the answer is {status} {start}: is the URL that of a V2 inference server?")
 
 
 def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+
+from server.client.http_get import get
 
 _MOST_BYTES = 4096
 
@@ -95,21 +96,8 @@ def ask(url: str, live: bool, timeout_s: float, context: ssl.SSLContext) -> str:
         ValueError: no URL of HTTP.
         http.client.HTTPException: what listens speaks something else.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("no URL of an HTTP server")
-    connection = (
-        http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
-        if parts.scheme == "http"
-        else http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
-    )
-    try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/v2/health/{'live' if live else 'ready'}")
-        response = connection.getresponse()
-        body = response.read(_MOST_BYTES)
-    finally:
-        connection.close()
-    return "" if response.status == 200 else f"{response.status} {_told(body)}".rstrip()
+    status, body = get(url, f"/v2/health/{'live' if live else 'ready'}", timeout_s, context, _MOST_BYTES)
+    return "" if status == 200 else f"{status} {_told(body)}".rstrip()
 
 
 def _told(body: bytes) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import orjson
 from rich.console import Console
 from rich.text import Text
 
 from server.client import pictures, show, tensor_files
-from server.client.http_client import DEFAULT_URL, Client
 from server.core.clock import NS_PER_MS
 from server.core.console import open_console
 from server.core.errors import HeadraceError
+
+if TYPE_CHECKING:
+    from server.client.infer_client import InferClient
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="name of the model")
     add("files", nargs="*", metavar="PICTURE", help="pictures to classify: JPEG, PNG, WebP, GIF, BMP, TIFF")
-    add("--url", default=DEFAULT_URL, help="the server's address (%(default)s)")
+    text = "the server's gRPC address (%(default)s); grpcs://HOST:PORT for TLS"
+    add("--url", default="127.0.0.1:8001", metavar="ADDRESS", help=text)
     add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
     add("--top", type=_count, default=5, metavar="N", help="best labels to print for a picture (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="S", help="seconds to wait for an answer (%(default)g)")
@@ -69,7 +72,7 @@ def run(
     Args:
         model: its name.
         files: pictures; none if `raw` or `json_input` is given.
-        url: of the server.
+        url: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS.
         top: how many labels to print for a picture.
         console: where the answer goes.
         version: of the model, empty for the one that the server chooses.
@@ -86,12 +89,15 @@ def run(
     if (bool(files), raw is not None, json_input is not None).count(True) != 1:
         _complain(errors, "give pictures, or --raw FILE.npz, or --json-input FILE.json: exactly one of them")
         return 2
+    # grpcio takes a tenth of a second to import, which the other commands need not spend.
+    from server.client.infer_client import InferClient
+
     try:
-        client = Client(url, timeout_s)
-        if files:
-            _classify(client, model, version, files, top, console, as_json)
-        else:
-            _send_tensors(client, model, version, raw, json_input, console, as_json)
+        with InferClient(url, timeout_s) as client:
+            if files:
+                _classify(client, model, version, files, top, console, as_json)
+            else:
+                _send_tensors(client, model, version, raw, json_input, console, as_json)
     except HeadraceError as error:
         _complain(errors, str(error))
         return 1
@@ -99,13 +105,13 @@ def run(
 
 
 def _classify(
-    client: Client, model: str, version: str, files: Sequence[str], top: int, console: Console, as_json: bool
+    client: InferClient, model: str, version: str, files: Sequence[str], top: int, console: Console, as_json: bool
 ) -> None:
     start_ns = time.monotonic_ns()
     task = pictures.PictureTask.of(client.config(model, version), client.metadata(model, version))
-    before = _statistics(client, model, version)
+    before = client.successes(model, version)
     results = pictures.classify(client, task, files, top, version)
-    server_ns = pictures.server_time_ns(before, _statistics(client, model, version), task.requests(len(files)))
+    server_ns = pictures.server_time_ns(before, client.successes(model, version), task.requests(len(files)))
     total_ns = time.monotonic_ns() - start_ns
     if as_json:
         shown = {
@@ -121,7 +127,7 @@ def _classify(
 
 
 def _send_tensors(
-    client: Client,
+    client: InferClient,
     model: str,
     version: str,
     raw: Path | None,
@@ -129,30 +135,22 @@ def _send_tensors(
     console: Console,
     as_json: bool,
 ) -> None:
+    from server.client.infer_client import datatype_of
+
     metadata = client.metadata(model, version)
+    inputs = {} if json_input is None else tensor_files.read_json(json_input)
     if raw is not None:
-        inputs = tensor_files.read_npz(raw)
-        datatypes = tensor_files.bfloat16_inputs(metadata, inputs)
-    elif json_input is not None:
-        inputs, datatypes = tensor_files.read_json(json_input)
+        inputs = tensor_files.bfloat16_inputs(metadata, tensor_files.read_npz(raw))
     start_ns = time.monotonic_ns()
-    outputs = client.infer(model, inputs, version, datatypes=datatypes)
+    outputs = client.infer(model, inputs, version)
     total_ns = time.monotonic_ns() - start_ns
-    shown_as = tensor_files.datatypes(metadata, "outputs")
+    datatypes = {name: datatype_of(array, name) for name, array in outputs.items()}
     if as_json:
-        plain = {name: show.plain(array, shown_as.get(name, "")) for name, array in outputs.items()}
+        plain = {name: show.plain(array, datatypes[name]) for name, array in outputs.items()}
         _print_json(console, {"model": model, "outputs": plain})
         return
-    show.tensors(console, outputs, shown_as)
+    show.tensors(console, outputs, datatypes)
     show.times(console, 0, 1, total_ns, None)
-
-
-def _statistics(client: Client, model: str, version: str) -> Mapping[str, Any]:
-    """The model's statistics, empty from a server that keeps none: they only serve to show a time."""
-    try:
-        return client.statistics(model, version)
-    except HeadraceError:
-        return {}
 
 
 def _print_json(console: Console, value: object) -> None:

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-from server.client.binary_tensors import AnyArray
-from server.client.http_client import Client
+from server.client.tensor_files import AnyArray
 from server.core.errors import BadRequest, ModelFailed
 from server.pipelines.recipe import ImageRecipe, parameter_value
 
 # What a recipe's floats can be sent as.
 _PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
+
+
+class Client(Protocol):
+    """A client of one server; see `server.client.infer_client.InferClient`."""
+
+    def infer(
+        self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
+    ) -> dict[str, AnyArray]:
+        """Run a model; `outputs` has the number of classes to return, 0 for the tensor itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ class PictureTask:
             input=name,
             datatype=datatype,
             batched=max_batch_size > 0,
-            one_dimension_less=max_batch_size == 0 and len(inputs[name]["shape"]) == 3,
+            one_dimension_less=max_batch_size == 0 and len(inputs[name].get("shape", ())) == 3,
             output=labelled[0] if labelled else metadata["outputs"][0]["name"],
             ranked=_ranked_outputs(config.get("parameters") or {}, [tensor["name"] for tensor in metadata["outputs"]]),
             pictures_per_request=max(max_batch_size, 1),
@@ -142,14 +150,10 @@ def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, 
         if task.one_dimension_less:
             tensor = tensor[0]
         if task.ranked:
-            outputs = client.infer(
-                task.model, {task.input: tensor}, version, outputs={name: {} for name in task.ranked}
-            )
+            outputs = client.infer(task.model, {task.input: tensor}, version, dict.fromkeys(task.ranked, 0))
             found += _read_ranks(some, [outputs.get(name) for name in task.ranked], top)
             continue
-        outputs = client.infer(
-            task.model, {task.input: tensor}, version, outputs={task.output: {"classification": top}}
-        )
+        outputs = client.infer(task.model, {task.input: tensor}, version, {task.output: top})
         lines = outputs.get(task.output)
         if lines is None or lines.dtype != object or (task.batched and lines.shape[:1] != (len(some),)):
             raise ModelFailed(
@@ -160,19 +164,19 @@ def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, 
     return found
 
 
-def server_time_ns(before: Mapping[str, Any], after: Mapping[str, Any], requests: int) -> int | None:
+def server_time_ns(before: tuple[int, int] | None, after: tuple[int, int] | None, requests: int) -> int | None:
     """Time that the server spent on our requests, by its statistics before and after them.
 
+    Args:
+        before, after: number of successful requests and their time in ns; None from a server without statistics.
+        requests: how many were sent in between.
+
     Returns:
-        Nanoseconds, or None if it keeps no statistics or served others meanwhile.
+        Nanoseconds, or None if there are no statistics or the server had other requests meanwhile.
     """
-    try:
-        counts = [statistics["model_stats"][0]["inference_stats"]["success"] for statistics in (before, after)]
-        if int(counts[1]["count"]) - int(counts[0]["count"]) != requests:
-            return None
-        return int(counts[1]["ns"]) - int(counts[0]["ns"])
-    except (KeyError, IndexError, TypeError, ValueError):
+    if before is None or after is None or after[0] - before[0] != requests:
         return None
+    return after[1] - before[1]
 
 
 def _tensor(file: str, task: PictureTask) -> AnyArray:
@@ -197,7 +201,7 @@ def _ranked_outputs(parameters: Mapping[str, Any], offered: Sequence[str]) -> tu
     """The outputs of `postprocess` by the model's parameters, none where the server does not rank."""
     prefix = "headrace.postprocess."
     told = {
-        name.removeprefix(prefix): parameter_value(parameter["string_value"])
+        name.removeprefix(prefix): parameter_value(parameter.get("string_value", ""))
         for name, parameter in parameters.items()
         if name.startswith(prefix)
     }

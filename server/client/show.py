@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from server.client.binary_tensors import AnyArray, datatype_of
 from server.client.pictures import Classified, RankedClass
+from server.client.tensor_files import AnyArray
 from server.core.clock import NS_PER_MS
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -73,9 +73,9 @@ def tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mappin
     for title in ("output", "datatype", "shape", "min", "mean", "max", "first values"):
         table.add_column(title, overflow="fold")
     for name, array in outputs.items():
-        datatype = datatypes.get(name) or datatype_of(array, name).name
-        if datatype == "BF16":  # its bits are the upper half of an FP32's
-            array = (array.astype(np.uint32) << 16).view(np.float32)
+        datatype = datatypes[name]
+        if datatype == "BF16":  # NumPy's functions of statistics do not take it
+            array = array.astype(np.float32)
         numbers = array.astype(np.float64) if array.size and array.dtype.kind in "fiub" else None
         spread = (
             ["", "", ""]
@@ -89,12 +89,12 @@ def tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mappin
     console.print(table)
 
 
-def plain(array: AnyArray, datatype: str = "") -> dict[str, Any]:
+def plain(array: AnyArray, datatype: str) -> dict[str, Any]:
     """An output for JSON: datatype, shape, and its elements as a flat list; bytes as text, BF16 as its bits."""
-    elements = array.ravel().tolist()
+    elements = (array.view(np.uint16) if datatype == "BF16" else array).ravel().tolist()
     if array.dtype == object:
         elements = [element.decode("utf-8", "replace") for element in elements]
-    return {"datatype": datatype or datatype_of(array).name, "shape": list(array.shape), "data": elements}
+    return {"datatype": datatype, "shape": list(array.shape), "data": elements}
 
 
 def bar(ratio: float, width: int, ascii_only: bool = False) -> str:

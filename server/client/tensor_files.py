@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
-from server.client.binary_tensors import AnyArray, from_json, named
 from server.core.errors import BadRequest
+from server.core.tensor import BF16, BY_NAME, BYTES, Array, Datatype
+
+AnyArray = npt.NDArray[Any]
 
 
 def read_npz(file: Path) -> dict[str, AnyArray]:
@@ -36,22 +40,22 @@ def read_npz(file: Path) -> dict[str, AnyArray]:
     return arrays
 
 
-def datatypes(metadata: Mapping[str, Any], side: str) -> dict[str, str]:
-    """The datatypes by name of a model's "inputs" or "outputs", as far as its metadata tell them."""
-    return {str(tensor.get("name")): str(tensor.get("datatype")) for tensor in metadata.get(side, [])}
+def bfloat16_inputs(metadata: Mapping[str, Any], inputs: Mapping[str, AnyArray]) -> dict[str, AnyArray]:
+    """The inputs, those in uint16 as BF16 where the model's metadata say so: an .npz has no BF16, only its bits."""
+    import ml_dtypes  # takes long to import, so only where arrays are sent
+
+    datatypes = {tensor.get("name"): tensor.get("datatype") for tensor in metadata.get("inputs", [])}
+    return {
+        name: array.view(ml_dtypes.bfloat16) if datatypes.get(name) == "BF16" and array.dtype == np.uint16 else array
+        for name, array in inputs.items()
+    }
 
 
-def bfloat16_inputs(metadata: Mapping[str, Any], inputs: Mapping[str, AnyArray]) -> dict[str, str]:
-    """Which inputs are BF16 by the model's metadata and come as its bits in uint16: NumPy cannot say it."""
-    wanted = datatypes(metadata, "inputs")
-    return {name: "BF16" for name, array in inputs.items() if wanted.get(name) == "BF16" and array.dtype == np.uint16}
-
-
-def read_json(file: Path) -> tuple[dict[str, AnyArray], dict[str, str]]:
+def read_json(file: Path) -> dict[str, AnyArray]:
     """The inputs of a request as the protocol writes it: {"inputs": [{"name", "shape", "datatype", "data"}]}.
 
     Returns:
-        Arrays and datatypes by name.
+        Arrays by name, each of its tensor's datatype.
 
     Raises:
         BadRequest: not that; says which input and what is wrong.
@@ -65,7 +69,6 @@ def read_json(file: Path) -> tuple[dict[str, AnyArray], dict[str, str]]:
     if not isinstance(request, dict) or list(request) != ["inputs"] or not isinstance(request["inputs"], list):
         raise BadRequest(f'{file}: expected {{"inputs": [...]}} and nothing else')
     arrays: dict[str, AnyArray] = {}
-    said: dict[str, str] = {}
     for position, tensor in enumerate(request["inputs"]):
         where = f"{file}: inputs[{position}]"
         if not isinstance(tensor, dict) or set(tensor) != {"name", "shape", "datatype", "data"}:
@@ -76,9 +79,59 @@ def read_json(file: Path) -> tuple[dict[str, AnyArray], dict[str, str]]:
         if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise BadRequest(f"{where}: the shape {shape!r} is no list of whole numbers")
         try:
-            datatype = named(tensor["datatype"], name)
-            arrays[name] = from_json(tensor["data"], datatype, tuple(shape), name)
+            arrays[name] = _from_json(tensor["data"], _named(tensor["datatype"], name), tuple(shape), name)
         except BadRequest as error:
             raise BadRequest(f"{where}: {error}") from None
-        said[name] = datatype.name
-    return arrays, said
+    return arrays
+
+
+def _from_json(data: Any, datatype: Datatype, shape: tuple[int, ...], name: str = "") -> Array:
+    """The array of a tensor whose elements stand in JSON, flat or nested.
+
+    Args:
+        data: the elements as the JSON parser gave them.
+        datatype: of the elements.
+        shape: of the result.
+        name: of the tensor, for the error.
+
+    Raises:
+        BadRequest: the elements do not fit the datatype or the shape; BF16, which JSON has no form for.
+    """
+    if datatype is BF16:
+        raise BadRequest(
+            f"tensor '{name}' is BF16, which JSON has no form for: give its bits as uint16 in an .npz file"
+        )
+    flat = _flatten(data) if isinstance(data, list) else [data]
+    if len(flat) != math.prod(shape):
+        raise BadRequest(f"tensor '{name}' has {len(flat)} elements, shape {list(shape)} needs {math.prod(shape)}")
+    array = np.empty(len(flat), dtype=datatype.dtype)
+    kinds: tuple[type, ...] = (
+        (str,) if datatype is BYTES else {"b": (bool,), "f": (int, float)}.get(array.dtype.kind, (int,))
+    )
+    for element in flat:
+        if not isinstance(element, kinds) or (isinstance(element, bool) and bool not in kinds):
+            raise BadRequest(f"tensor '{name}' holds {element!r}, which is no {datatype}")
+    try:
+        array[:] = [element.encode() for element in flat] if datatype is BYTES else flat
+    except (OverflowError, ValueError) as error:
+        raise BadRequest(f"tensor '{name}' holds a value outside {datatype}: {error}") from None
+    return array.reshape(shape)
+
+
+def _named(datatype: Any, name: str) -> Datatype:
+    """The datatype of a name such as "FP32".
+
+    Raises:
+        BadRequest: there is none.
+    """
+    found = BY_NAME.get(datatype) if isinstance(datatype, str) else None
+    if found is None:
+        raise BadRequest(f"tensor '{name}' has datatype {datatype!r}, expected one of {', '.join(BY_NAME)}")
+    return found
+
+
+def _flatten(nested: list[Any]) -> list[Any]:
+    """Level by level, so that no depth of nesting exhausts the stack."""
+    while any(isinstance(element, list) for element in nested):
+        nested = [inner for element in nested for inner in (element if isinstance(element, list) else [element])]
+    return nested

@@ -42,7 +42,7 @@ def test_the_line_to_try_works_as_it_is_printed(demo: Server) -> None:
 )
 def test_a_photograph_is_named(demo: Server, picture: str, label: str, at_least: float) -> None:
     done = subprocess.run(
-        [*COMMAND, "infer", "efficientnet_lite0", str(PICTURES / picture), "--url", demo.url],
+        [*COMMAND, "infer", "efficientnet_lite0", str(PICTURES / picture), "--url", demo.grpc_address],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -58,7 +58,7 @@ def test_a_photograph_is_named(demo: Server, picture: str, label: str, at_least:
 
 def test_a_photograph_for_a_model_that_is_not_there(demo: Server) -> None:
     done = subprocess.run(
-        [*COMMAND, "infer", "nothing", str(PICTURES / "coffee.png"), "--url", demo.url],
+        [*COMMAND, "infer", "nothing", str(PICTURES / "coffee.png"), "--url", demo.grpc_address],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -153,7 +153,9 @@ class Shell:
         """
         command = re.sub(r"(127\.0\.0\.1|localhost):8000", self.server.address, command)
         command = re.sub(r"\bcurl\b", "curl --fail-with-body -sS", command)
-        if re.match(r"(\.venv/bin/)?headrace (infer|explain) ", command):
+        if re.match(r"(\.venv/bin/)?headrace infer ", command):
+            command += f" --url {self.server.grpc_address}"
+        if re.match(r"(\.venv/bin/)?headrace explain ", command):
             command += f" --url {self.server.url}"
         command = shorter(command)
         words = ["bash", "-c", command]

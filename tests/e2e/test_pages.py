@@ -137,7 +137,7 @@ def test_figures_follow_what_happens(page: Page, server: Server) -> None:
 
 
 def ranked_by_the_client(server: Server, model: str, picture: Path) -> list[tuple[str, float]]:
-    words = [*COMMAND, "infer", model, str(picture), "--url", server.url, "--json"]
+    words = [*COMMAND, "infer", model, str(picture), "--url", server.grpc_address, "--json"]
     told = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, timeout=60).stdout
     return [(found["label"], found["score"]) for found in json.loads(told)["results"][0]["classes"]]
 

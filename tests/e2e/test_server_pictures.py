@@ -140,7 +140,7 @@ def test_the_configuration_as_shown_can_be_loaded_again(client: triton.Inference
 def test_the_command_line_takes_photographs_to_each(server: Server) -> None:
     seen = []
     for model in ("plain", "pixels", "ranked"):
-        command = [*COMMAND, "infer", model, *map(str, FILES), "--url", server.url, "--json", "--top", "3"]
+        command = [*COMMAND, "infer", model, *map(str, FILES), "--url", server.grpc_address, "--json", "--top", "3"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         results = json.loads(done.stdout)["results"]

@@ -444,10 +444,13 @@ def test_flags_of_tritonserver_are_taken_or_answered(good: Path, tmp_path: Path)
 
 def test_commands_suggest_the_nearest_model(good: Path, tmp_path: Path) -> None:
     with serving(good, tmp_path) as server:
-        for words in (["explain", "row_sum"], ["infer", "row_sum", "--json-input", str(tmp_path / "x.json")]):
+        for words in (
+            ["explain", "row_sum", "--url", server.url],
+            ["infer", "row_sum", "--json-input", str(tmp_path / "x.json"), "--url", server.grpc_address],
+        ):
             (tmp_path / "x.json").write_bytes(row(2))
             done = subprocess.run(
-                [*COMMAND, *words, "--url", server.url],
+                [*COMMAND, *words],
                 cwd=ROOT,
                 capture_output=True,
                 text=True,

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tritonclient.http as triton
 
-from server.client.http_client import Client, encode_request
 from server.core.tensor import Array
 from tests.serving import ROOT, Server, serving
 
@@ -116,13 +116,30 @@ def images(rows: int) -> Array:
     return np.random.default_rng(rows).standard_normal((rows, 3, 224, 224), np.float32)
 
 
+def request_body(array: Array) -> tuple[bytes, int]:
+    """An inference request over HTTP, and the length of its JSON header in bytes."""
+    tensor = triton.InferInput("input", array.shape, "FP32").set_data_from_numpy(array, binary_data=True)
+    output = triton.InferRequestedOutput("logits", binary_data=True)
+    return triton.InferenceServerClient.generate_request_body([tensor], outputs=[output])
+
+
+def logits(server: Server, array: Array) -> Array:
+    """The model's answer over HTTP, on a connection of its own."""
+    body, header_bytes = request_body(array)
+    headers = {"Inference-Header-Content-Length": str(header_bytes), "Content-Type": "application/octet-stream"}
+    status, headers, content = server.request("POST", f"/v2/models/{MODEL}/infer", body, headers, timeout_s=60)
+    assert status == 200, content[:500]
+    length = int(headers["inference-header-content-length"])
+    return triton.InferenceServerClient.parse_response_body(content, header_length=length).as_numpy("logits")
+
+
 def measure(server: Server, folder: Path, transport: str, clients: int, rows: int, seconds: float) -> list[list[float]]:
     """Latencies in seconds of each of several client processes that send the same request again and again."""
-    header, content = encode_request({"input": images(rows)})
+    body, header_bytes = request_body(images(rows))
     file = folder / f"request-{rows}"
-    file.write_bytes(header + content)
+    file.write_bytes(body)
     port = server.port if transport == "http" else server.grpc_port
-    words = [sys.executable, "-c", _CLIENT, transport, port, file, len(header), rows, seconds]
+    words = [sys.executable, "-c", _CLIENT, transport, port, file, header_bytes, rows, seconds]
     processes = [
         subprocess.Popen([*map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(clients)
@@ -151,14 +168,14 @@ class Caller(threading.Thread):
 
     def __init__(self, server: Server, job: Job) -> None:
         super().__init__()
-        self._client, self._job, self._end = Client(server.url), job, threading.Event()
+        self._server, self._job, self._end = server, job, threading.Event()
 
     def run(self) -> None:
         image = images(1)
         while not self._end.is_set():
             self._job.requests += 1
             try:
-                self._client.infer(MODEL, {"input": image})
+                logits(self._server, image)
             except Exception as error:
                 self._job.failures.append(str(error))
 
@@ -170,8 +187,8 @@ class Caller(threading.Thread):
 def wait_for_engine(server: Server, job: Job) -> None:
     """Serve a caller on the CPU until the engine has taken over."""
     job.first = parameters(server)
-    client, image = Client(server.url), images(1)
-    job.answers.append(client.infer(MODEL, {"input": image})["logits"])
+    image = images(1)
+    job.answers.append(logits(server, image))
     caller = Caller(server, job)
     caller.start()
     began = time.monotonic()
@@ -185,7 +202,7 @@ def wait_for_engine(server: Server, job: Job) -> None:
         time.sleep(1.0)  # the caller meets the new version
     finally:
         caller.end()
-    job.answers.append(client.infer(MODEL, {"input": image})["logits"])
+    job.answers.append(logits(server, image))
 
 
 @pytest.fixture(scope="module")

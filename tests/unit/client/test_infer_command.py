@@ -1,10 +1,11 @@
-"""`headrace infer` against a scripted server: what is sent for a picture, and what is printed."""
+"""`headrace infer` against a scripted gRPC server: its requests for pictures and tensors, and its printed results."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.console import Console
 from server.client import infer_command, show
 from server.client.pictures import Classified, RankedClass, server_time_ns
 from server.pipelines.image import ImageRecipe, decode, prepare
+from tests.unit.client.conftest import respond
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 CAT, COFFEE, CAMERA = (str(PHOTOGRAPHS / name) for name in ("chelsea.png", "coffee.png", "camera.png"))
@@ -38,16 +40,6 @@ def bytes_tensor(texts: list[str]) -> bytes:
     return b"".join(len(t.encode()).to_bytes(4, "little") + t.encode() for t in texts)
 
 
-def binary(outputs: list[tuple[str, str, list[int], bytes]]) -> tuple[int, dict[str, str], bytes]:
-    described = [
-        {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": len(data)}}
-        for name, datatype, shape, data in outputs
-    ]
-    header = json.dumps({"model_name": "net", "model_version": "1", "outputs": described}).encode()
-    length = {"Inference-Header-Content-Length": str(len(header))}
-    return 200, length, header + b"".join(data for *_, data in outputs)
-
-
 def describe(
     server: Any,
     parameters: dict[str, str] = PARAMETERS,
@@ -66,49 +58,39 @@ def describe(
         "inputs": [{"name": "image", "datatype": datatype, "shape": list(shape)}],
         "outputs": [{"name": "features", "datatype": "FP32"}, {"name": "scores", "datatype": "FP32"}],
     }
-    server.say("GET /v2/models/net/config", json.dumps(config).encode())
-    server.say("GET /v2/models/net", json.dumps(metadata).encode())
+    server.configs["net"] = config
+    server.metadata["net"] = metadata
 
 
 @pytest.fixture
-def net(server: Any) -> Any:
+def net(grpc_server: Any) -> Any:
     """A classifier of batches of two; `sent` keeps the tensors, statistics count the requests."""
-    server.sent = []
+    grpc_server.sent = sent = []
 
-    def infer(received: Any) -> Any:
-        size = int(received.headers["inference-header-content-length"])
-        header = json.loads(received.body[:size])
-        (tensor,) = header["inputs"]
-        assert header["outputs"] == [{"name": "scores", "parameters": {"binary_data": True, "classification": 2}}]
-        array = np.frombuffer(received.body[size:], {"FP32": "<f4", "UINT8": "u1"}[tensor["datatype"]])
-        array = array.reshape(tensor["shape"])
-        server.sent.append(array)
+    def infer(request: Any) -> Any:
+        (tensor,), (output,), (data,) = request.inputs, request.outputs, request.raw_input_contents
+        assert (output.name, output.parameters["classification"].int64_param) == ("scores", 2)
+        array = np.frombuffer(data, {"FP32": "<f4", "UINT8": "u1"}[tensor.datatype]).reshape(tensor.shape)
+        sent.append(array)
         rows = len(array) if array.ndim == 4 else 1
         # The first picture of the first request is taken for the cat.
-        texts = [
-            text for row in range(rows) for text in LINES["cat" if len(server.sent) == 1 and row == 0 else "other"]
-        ]
-        return binary([("scores", "BYTES", [rows, 2] if array.ndim == 4 else [2], bytes_tensor(texts))])
+        texts = [text for row in range(rows) for text in LINES["cat" if len(sent) == 1 and row == 0 else "other"]]
+        return respond(("scores", "BYTES", [rows, 2] if array.ndim == 4 else [2], bytes_tensor(texts)))
 
-    def statistics(_received: Any) -> Any:
-        done = len(server.sent)
-        success = {"count": 10 + done, "ns": 5_000_000 + done * 2_500_000}
-        return 200, {}, json.dumps({"model_stats": [{"inference_stats": {"success": success}}]}).encode()
-
-    describe(server)
-    server.do("POST /v2/models/net/infer", infer)
-    server.do("GET /v2/models/net/stats", statistics)
-    return server
+    describe(grpc_server)
+    grpc_server.infer["net"] = infer
+    grpc_server.successes = lambda: (len(sent), len(sent) * 2_500_000)
+    return grpc_server
 
 
 @pytest.fixture
-def headrace(server: Any) -> Callable[..., tuple[int, str, str]]:
+def headrace(grpc_server: Any) -> Callable[..., tuple[int, str, str]]:
     """Run the command with arguments as typed; (status, standard output, standard error)."""
 
     def run(*typed: str, width: int = 80, encoding: str = "utf-8") -> tuple[int, str, str]:
         parser = argparse.ArgumentParser()
         infer_command.add_arguments(parser)
-        args = parser.parse_args(["--url", server.url, "--top", "2", *typed])
+        args = parser.parse_args(["--url", grpc_server.address, "--top", "2", *typed])
         raw, errors = io.BytesIO(), io.StringIO()
         with io.TextIOWrapper(raw, encoding=encoding, write_through=True) as out:
             status = infer_command.run(
@@ -200,7 +182,7 @@ def test_files_that_cannot_be_used_are_named(net: Any, headrace: Any, tmp_path: 
 
 
 def test_a_server_without_classification(net: Any, headrace: Any) -> None:
-    net.say("POST /v2/models/net/infer", b'{"outputs":[{"name":"scores","datatype":"FP32","shape":[1],"data":[1]}]}')
+    net.infer["net"] = lambda _: respond(("scores", "FP32", [1], b"\0\0\x80\x3f"))
     status, _, errors = headrace("net", CAT)
     assert status == 1
     assert "did not classify output 'scores'" in errors
@@ -213,30 +195,55 @@ def test_what_to_send_must_be_said_once(net: Any, headrace: Any) -> None:
         assert "exactly one" in errors
 
 
-def test_an_unknown_model_and_no_server(server: Any, headrace: Any) -> None:
+def test_an_unknown_model_and_no_server(grpc_server: Any, headrace: Any) -> None:
     status, _, errors = headrace("other", CAT)
     assert status == 1
-    assert "the server says 404: no such path" in errors
-    status, _, errors = headrace("net", CAT, "--url", "http://127.0.0.1:1")
+    assert "the server says NOT_FOUND: model 'other' is not found" in errors
+    with socket.socket() as taken:
+        taken.bind(
+            ("127.0.0.1", 0)
+        )  # bound, not listening: connections are refused, and no other process gets the port
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, _, errors = headrace("net", CAT, "--url", address)
     assert status == 1
-    assert "no server answers at http://127.0.0.1:1: start one with `headrace serve`" in errors
+    assert f"no server answers at {address}: start one with `headrace serve`" in " ".join(errors.split())
+
+
+def test_an_address_of_http_is_answered_with_that_of_grpc(headrace: Any) -> None:
+    status, _, errors = headrace("net", CAT, "--url", "http://127.0.0.1:8000")
+    assert status == 1
+    assert "is one of HTTP, `headrace infer` speaks gRPC: give its gRPC address, e.g. --url 127.0.0.1:8001" in errors
+
+
+def test_a_version_is_asked_for_everywhere(net: Any) -> None:
+    args = argparse.ArgumentParser()
+    infer_command.add_arguments(args)
+    typed = ["net", CAT, "--url", net.address, "--model-version", "3", "--top", "2", "--json"]
+    assert infer_command.main(args.parse_args(typed)) == 0
+    assert set(net.versions) == {"3"}
+
+
+def test_a_server_without_statistics_shows_no_time_of_its_own(net: Any, headrace: Any) -> None:
+    net.successes = None
+    status, out, _ = headrace("net", CAT)
+    assert status == 0
+    assert "in the server" not in out
 
 
 # --- tensors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def adder(server: Any) -> Any:
+def adder(grpc_server: Any) -> Any:
     tensors = [{"name": "x", "datatype": "BF16", "shape": [2]}, {"name": "s", "datatype": "BYTES", "shape": [1]}]
-    metadata = {
+    grpc_server.metadata["add"] = {
         "name": "add",
         "inputs": tensors,
         "outputs": [{"name": "y", "datatype": "BF16"}, {"name": "t", "datatype": "BYTES"}],
     }
-    server.say("GET /v2/models/add", json.dumps(metadata).encode())
-    answer = binary([("y", "BF16", [2], b"\x80\x3f\x20\xc0"), ("t", "BYTES", [1], bytes_tensor(["ok\x1b[31m"]))])
-    server.do("POST /v2/models/add/infer", lambda _: answer)
-    return server
+    response = respond(("y", "BF16", [2], b"\x80\x3f\x20\xc0"), ("t", "BYTES", [1], bytes_tensor(["ok\x1b[31m"])))
+    grpc_server.infer["add"] = lambda _: response
+    return grpc_server
 
 
 def test_raw_arrays(adder: Any, headrace: Any, tmp_path: Path) -> None:
@@ -244,8 +251,9 @@ def test_raw_arrays(adder: Any, headrace: Any, tmp_path: Path) -> None:
     np.savez(file, x=np.array([0x3F80, 0xC020], dtype=np.uint16), s=np.array(["hi"]))
     status, out, errors = headrace("add", "--raw", str(file))
     assert (status, errors) == (0, "")
-    body = adder.received[-1].body
-    assert [t["datatype"] for t in json.loads(body[: body.rindex(b"}") + 1])["inputs"]] == ["BF16", "BYTES"]
+    request = adder.requests[-1]
+    assert [tensor.datatype for tensor in request.inputs] == ["BF16", "BYTES"]
+    assert list(request.raw_input_contents) == [b"\x80\x3f\x20\xc0", b"\2\0\0\0hi"]
     assert out.splitlines()[1].split() == ["y", "BF16", "[2]", "-2.5", "-0.75", "1", "1", "-2.5"]
     assert "\x1b" not in out
     status, out, _ = headrace("add", "--raw", str(file), "--json")
@@ -260,7 +268,12 @@ def test_json_input(adder: Any, headrace: Any, tmp_path: Path) -> None:
     ]
     file.write_text(json.dumps({"inputs": tensors}))
     assert headrace("add", "--json-input", str(file))[0] == 0
-    assert adder.received[-1].body.endswith(b"\xff\xff\x02\x00" + b"\x02\x00\x00\x00hi")
+    request = adder.requests[-1]
+    assert [(tensor.name, tensor.datatype, list(tensor.shape)) for tensor in request.inputs] == [
+        ("x", "INT16", [2, 1]),
+        ("s", "BYTES", [1]),
+    ]
+    assert list(request.raw_input_contents) == [b"\xff\xff\x02\x00", b"\x02\x00\x00\x00hi"]
 
 
 @pytest.mark.parametrize(
@@ -346,13 +359,10 @@ def test_bar(ratio: float, cells: str) -> None:
 
 
 def test_server_time_is_told_only_if_it_is_ours() -> None:
-    def after(count: int, ns: int) -> dict[str, Any]:
-        return {"model_stats": [{"inference_stats": {"success": {"count": count, "ns": ns}}}]}
-
-    assert server_time_ns(after(5, 100), after(7, 160), 2) == 60
-    assert server_time_ns(after(5, 100), after(8, 160), 2) is None
-    assert server_time_ns({}, after(8, 160), 2) is None
-    assert server_time_ns({"model_stats": []}, {"model_stats": []}, 0) is None
+    assert server_time_ns((5, 100), (7, 160), 2) == 60
+    assert server_time_ns((5, 100), (8, 160), 2) is None
+    assert server_time_ns(None, (8, 160), 2) is None
+    assert server_time_ns((5, 100), None, 0) is None
 
 
 @pytest.mark.parametrize("typed", [["--top", "0"], ["--top", "x"], ["--timeout", "0"], ["--timeout", "nan"]])
