@@ -1,0 +1,42 @@
+"""How many Python functions of ours one plain request calls: each costs about 0.1 us, and they are what makes a server slow.
+
+Without keys, cache, pipeline or canary, each request alone. A rise within the bounds names its reason in the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.serving import ROOT
+
+# Calls of one request, generators and coroutines counted each time that they go on. A bound goes down with the count.
+BOUNDS = {"http": 168, "grpc on grpcio": 116, "grpc on our own engine": 143}
+ENGINES = {"grpcio": "grpc on grpcio", "fast": "grpc on our own engine"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_of_one_request(engine: str, tmp_path: Path) -> None:
+    models.add_model(tmp_path / "repository", "affine", models.affine())
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.call_counter", str(tmp_path / "repository"), engine],
+        cwd=ROOT,
+        env={**env, "HEADRACE_STATE_DIR": ""},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for protocol, calls in json.loads(ran.stdout).items():
+        name = ENGINES[engine] if protocol == "grpc" else protocol
+        total = sum(calls.values())
+        listed = "\n".join(f"{number:4} {function}" for function, number in sorted(calls.items()))
+        assert 20 < total <= BOUNDS[name], f"{name}: {total} calls, at most {BOUNDS[name]} are allowed:\n{listed}"
+        print(f"{name}: {total} calls in {len({function.partition(':')[0] for function in calls})} files")
