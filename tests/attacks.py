@@ -253,7 +253,7 @@ def is_idle(attacked: Attacked, model: str) -> bool:
     return not any(sum(attacked.samples(name, model=model)) for name in names)
 
 
-def until(what: Callable[[], bool], timeout_s: float = 15) -> None:
+def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait until a condition holds."""
     end_s = time.monotonic() + timeout_s
     while not what():

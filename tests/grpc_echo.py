@@ -189,7 +189,7 @@ def echo_server(
     assert not wrong, wrong
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for what happens on the server's loop."""
     end_s = time.monotonic() + timeout_s
     while not condition():

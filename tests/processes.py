@@ -32,7 +32,7 @@ def isolated_children(parent: int) -> list[int]:
     return [child for child in children(parent) if "server.backends.isolated_child" in words(child)]
 
 
-def eventually(true: Callable[[], object], timeout_s: float = 20.0) -> None:
+def eventually(true: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait until something is true."""
     deadline = time.monotonic() + timeout_s
     while not true():

@@ -51,8 +51,8 @@ def test_a_deadline_takes_the_request_out_of_the_queue(grpc_server: Server, grpc
     with pytest.raises(grpc.RpcError) as caught:
         grpc_channel.unary_unary(INFER)(steps("", 1), timeout=1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    until(lambda: depth(grpc_server, "busy") == 0, 2)
-    first.result(20)
+    until(lambda: depth(grpc_server, "busy") == 0, before=first)
+    first.result(60)
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
     assert executions(grpc_server, grpc_channel) - before == 2
 
@@ -73,8 +73,8 @@ def test_cancelling_takes_the_request_out_of_the_queue(
     call = grpc_client.async_infer("busy", [steps_tensor(1)], lambda result, error: told.append(error))
     until(lambda: depth(grpc_server, "busy") == 1)
     call.cancel()
-    until(lambda: depth(grpc_server, "busy") == 0, 2)
-    first.result(20)
+    until(lambda: depth(grpc_server, "busy") == 0, before=first)
+    first.result(60)
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
     assert executions(grpc_server, grpc_channel) - before == 2
     assert fail_count(grpc_server, "busy") - failed == 1
@@ -88,9 +88,9 @@ def test_a_connection_that_breaks_takes_its_requests_along(grpc_server: Server, 
     with grpc.insecure_channel(grpc_server.grpc_address, options=private) as other:
         calls = [other.unary_unary(INFER).future(steps("", 1)) for _ in range(3)]
         until(lambda: depth(grpc_server, "busy") == 3)
-    until(lambda: depth(grpc_server, "busy") == 0, 2)
+    until(lambda: depth(grpc_server, "busy") == 0, before=first)
     assert [call.code() for call in calls] == [grpc.StatusCode.CANCELLED] * 3
-    first.result(20)
+    first.result(60)
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
 
 
@@ -113,14 +113,14 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: Path, tmp_path: Path) -> None:
-    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "20") as server:
+    with serving(small, tmp_path, "--grpc-engine", engine, "--drain-timeout-s", "90") as server:
         ended: list[Any] = []
         with grpc.insecure_channel(server.grpc_address) as channel:
             hold_open = threading.Event()
 
             def asked() -> Any:
                 yield message("row_sums", "s", np.ones((1, 2), np.float32))
-                hold_open.wait(30)
+                hold_open.wait(90)
 
             stream = channel.stream_stream(STREAM)(asked())
             assert pb.ModelStreamInferResponse.FromString(next(stream)).infer_response.id == "s"
@@ -130,11 +130,11 @@ def test_the_drain_answers_what_runs_and_ends_open_streams(engine: str, small: P
             until(lambda: depth(server, "busy") == 1)
             began = time.monotonic()
             server.signal()
-            assert pb.ModelInferResponse.FromString(running.result(20)).outputs
-            assert pb.ModelInferResponse.FromString(queued.result(20)).id == "q"
+            assert pb.ModelInferResponse.FromString(running.result(60)).outputs
+            assert pb.ModelInferResponse.FromString(queued.result(60)).id == "q"
             assert server.wait() == 0
             hold_open.set()
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < 80
             until(lambda: ended)
             assert ended == [grpc.StatusCode.UNAVAILABLE]
 
@@ -148,7 +148,7 @@ def test_whom_the_drain_leaves_behind(engine: str, small: Path, tmp_path: Path) 
             server.signal()
             for call in (running, queued):
                 with pytest.raises(grpc.RpcError) as caught:
-                    call.result(20)
+                    call.result(60)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         server.process.kill()  # its instance still computes; how it ends then is the process's test
         server.process.wait()

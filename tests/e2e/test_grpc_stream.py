@@ -20,6 +20,7 @@ from tests.e2e.conftest import Reference
 from tests.serving import Server
 
 pb: Any = service_pb2
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 STEPS_PER_S = 5_000  # of `busy`, at the least
 
@@ -45,10 +46,12 @@ def fail_count(server: Server, model: str) -> int:
         return int(stats.inference_stats.fail.count)
 
 
-def until(what: Any, timeout_s: float = 10) -> None:
+def until(what: Any, timeout_s: float = 60, *, before: Any = None) -> None:
+    """Wait until `what` is true; it must be before `before`, a call, has ended."""
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "it never became true"
+        assert before is None or not before.done(), "it became true too late"
         time.sleep(0.01)
 
 
@@ -237,7 +240,11 @@ def test_cancelling_abandons_what_waits(grpc_server: Server, grpc_channel: grpc.
     until(lambda: depth(grpc_server, "busy") == 20)
     call.cancel()
     half_open.set()
-    until(lambda: depth(grpc_server, "busy") == 0, 2)  # at once: running them takes seconds
+    cancelled = time.monotonic()
+    until(lambda: depth(grpc_server, "busy") == 0)
+    emptied_s = time.monotonic() - cancelled
+    grpc_channel.unary_unary(INFER)(steps("next", 0))
+    assert emptied_s < (time.monotonic() - cancelled) / 2, "the next request waits for what still runs"
     until(lambda: fail_count(grpc_server, "busy") - before == 21)
     until(lambda: gauge(grpc_server, "headrace_in_flight", "busy") == 0)
 

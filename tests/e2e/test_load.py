@@ -169,11 +169,11 @@ def test_what_would_be_late_is_refused_at_once(loaded: Server, channel: grpc.Cha
         call(steps("", STEPS_PER_S // 20))
     running = [call.future(steps("", STEPS_PER_S)) for _ in range(4)]
     until(lambda: load(loaded, "busy")["queue_depth"] == 3)
-    begun = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
         call(steps("", 1), metadata=(("x-request-timeout-ms", "20"),))
     error = caught.value
-    assert (error.code(), time.monotonic() - begun < 0.5) == (grpc.StatusCode.UNAVAILABLE, True), error.details()
+    # A request that had waited for its deadline would end with DEADLINE_EXCEEDED.
+    assert error.code() == grpc.StatusCode.UNAVAILABLE, error.details()
     code, text, details = rich_status(dict(error.trailing_metadata())["grpc-status-details-bin"])
     assert (code, text) == (14, error.details())
     assert retry_delay_s(details) > 0

@@ -67,7 +67,7 @@ def index(client: Client) -> dict[str, tuple[str, str]]:
     return {row["name"]: (row["state"], row["reason"]) for row in client.get_model_repository_index()}
 
 
-def until(true: Callable[[], bool], timeout_s: float = 20) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline

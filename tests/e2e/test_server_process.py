@@ -271,7 +271,7 @@ def test_a_client_that_never_finishes_holds_the_end_up_only_so_long(
             assert answer.startswith(b"HTTP/1.1 503")
             assert b'{"error":"the server is shutting down' in answer
         assert server.wait() == 0
-        assert time.monotonic() - asked < 10
+        assert time.monotonic() - asked < 60  # the body would never have come
     assert "Traceback" not in server.text
 
 
@@ -300,7 +300,7 @@ def test_an_idle_connection_is_kept_for_so_long_and_one_that_is_used_for_longer(
                 asked(connection, b"", whole[:10], whole[10:-5], whole[-5:])
                 answered = time.monotonic()
                 assert connection.recv(1) == b""
-                assert 0.9 * kept_s < time.monotonic() - answered < 10
+                assert 0.9 * kept_s < time.monotonic() - answered < 60
     assert "Traceback" not in server.text
 
 
@@ -312,7 +312,7 @@ def post(body: bytes, size_bytes: int = 0) -> bytes:
     )
 
 
-def wait_for(what: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(what: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline

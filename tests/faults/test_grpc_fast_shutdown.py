@@ -78,7 +78,7 @@ def test_what_runs_is_waited_for_and_what_takes_too_long_ends() -> None:
         wait_for(lambda: server.running == 2)
         begin_s = time.monotonic()
         server.call(server.engine.stop(0.3))
-        assert 0.25 < time.monotonic() - begin_s < 3.0
+        assert 0.25 < time.monotonic() - begin_s < 15.0, "the calls would have had 20 s"
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 call.result(5)
@@ -92,8 +92,8 @@ def test_an_open_stream_is_told_that_the_server_stops() -> None:
         call = channel.stream_stream("/test.Echo/Chat")(iter(lambda: held.wait(10) or b"x", None), timeout=20)
         wait_for(lambda: server.open_streams == 1)
         begin_s = time.monotonic()
-        server.call(server.engine.stop(10))
-        assert time.monotonic() - begin_s < 3.0
+        server.call(server.engine.stop(60))
+        assert time.monotonic() - begin_s < 20.0
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE

@@ -25,7 +25,7 @@ QUICK = Limits(
 )
 
 
-async def _until_closed(wire: Wire, timeout_s: float = 2.0) -> list[Frame]:
+async def _until_closed(wire: Wire, timeout_s: float = 20.0) -> list[Frame]:
     end_ns = monotonic_ns() + int(timeout_s * 1e9)
     found: list[Frame] = []
     while monotonic_ns() < end_ns:

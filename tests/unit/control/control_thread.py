@@ -98,7 +98,7 @@ def everything(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*"))
 
 
-async def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline

@@ -273,7 +273,7 @@ def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
 
     started = time.monotonic()
     workshop.run(check)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 60, "the build would never have ended"
     assert workshop.calls() == ["started", "stopped"]
     assert [path.name for path in (workshop.repository / "m" / "1").iterdir()] == ["model.onnx"]
 

@@ -61,7 +61,7 @@ def calls(orders: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def until(true: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline

@@ -38,7 +38,7 @@ class Watched:
     def states(self) -> dict[str, str]:
         return {f"{row['name']}/{row['version']}": str(row["state"]) for row in self.registry.index()}
 
-    async def until(self, true: Callable[[], bool], timeout_s: float = 10) -> None:
+    async def until(self, true: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not true():
             assert time.monotonic() < deadline, self.states()
@@ -54,7 +54,7 @@ class Watched:
 
     async def until_answer(self, name: str, expected: float) -> None:
         """Between the load and the swap the old version still answers."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while await self.answer(name) != expected:
             assert time.monotonic() < deadline, self.states()
             await asyncio.sleep(0.01)
@@ -219,7 +219,7 @@ def test_a_volume_is_watched_and_what_cannot_be_a_model_is_noted_once(
         (volume / "..new").symlink_to("..2")
         (volume / "..new").rename(volume / "..data")
         await watched.until(lambda: watched.loads == ["m", "m"])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while await watched.answer("m") == before:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)

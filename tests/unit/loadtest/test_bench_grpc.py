@@ -85,7 +85,7 @@ def test_streams_are_counted_on_both_sides(echo: Running, bench: Bench) -> None:
     sample = grpc_calls.measure_stream(bench, target, StreamLoad(MESSAGE, connections=2, in_flight=8, seconds=1))
     assert sample.answers > 100
     assert target.succeeded() - before == sample.answers + 1
-    assert 1.0 <= sample.duration_s < 5.0
+    assert 1.0 <= sample.duration_s < 30.0
 
 
 def test_no_more_is_in_flight_than_asked_for(echo: Running) -> None:

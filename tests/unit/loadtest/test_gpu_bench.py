@@ -121,7 +121,7 @@ def test_a_part_that_hangs_is_killed_with_its_children() -> None:
     )
     reason, ((_, child),), taken_s, _ = run_part(code, 1.0)
     assert "longer than 1 s" in reason
-    assert taken_s < 10
+    assert taken_s < 60
     assert_gone(child)
 
 
