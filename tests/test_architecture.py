@@ -69,6 +69,8 @@ EXTRA: dict[str, str] = {
     "server/core/config_*.py": "pydantic",
     "server/core/console.py": "rich",
     "server/backends/onnxruntime_backend.py": "onnxruntime",
+    "server/frontends/http_bodies.py": "pydantic",
+    "server/frontends/openapi.py": "pydantic",
     "server/cuda/tensorrt.py": "tensorrt",
     "server/control/shared_memory.py": "numpy",
     "server/control/valid*.py": "rich",

@@ -53,7 +53,7 @@ class ControlPlane:
         services = self.services
         return {"name": services.name, "version": services.version, "extensions": list(services.extensions)}
 
-    def model_metadata(self, model: str, version: str) -> dict[str, object]:
+    def model_metadata(self, model: str, version: str = "") -> dict[str, object]:
         """Inputs, outputs and versions; raises NotFound or Unavailable."""
         models = self.services.models
         handle = models.lease(model, version)
@@ -62,7 +62,7 @@ class ControlPlane:
         finally:
             handle.release()
 
-    def require_model_ready(self, model: str, version: str) -> dict[str, object]:
+    def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
         """Readiness of a model; raises NotFound or Unavailable unless requests for it can be served."""
         handle = self.services.models.lease(model, version)
         try:
@@ -88,15 +88,15 @@ class ControlPlane:
                     handle.release()
         return {"models": list(models.values())}
 
-    def config(self, model: str, version: str) -> Mapping[str, object]:
+    def config(self, model: str, version: str = "") -> Mapping[str, object]:
         """The configuration as it is in force; raises NotFound or Unavailable."""
         return self.services.models.config(model, version)
 
-    def statistics(self, model: str, version: str) -> dict[str, object]:
+    def statistics(self, model: str = "", version: str = "") -> dict[str, object]:
         """Exact counts and times since the model was loaded, of all models if `model` is ""."""
         return {"model_stats": list(self.services.models.statistics(model, version))}
 
-    def profile(self, model: str, version: str) -> dict[str, object]:
+    def profile(self, model: str, version: str = "") -> dict[str, object]:
         """How long batches of a version compute; raises NotFound or Unavailable."""
         handle = self.services.models.lease(model, version)
         try:
@@ -104,11 +104,11 @@ class ControlPlane:
         finally:
             handle.release()
 
-    def explain(self, model: str, version: str) -> Mapping[str, object]:
+    def explain(self, model: str, version: str = "") -> Mapping[str, object]:
         """What limits a version now; raises NotFound or Unavailable."""
         return self.services.explain(model, version)
 
-    def load_of(self, model: str, version: str) -> dict[str, object]:
+    def load_of(self, model: str, version: str = "") -> dict[str, object]:
         """How busy a version is; raises NotFound or Unavailable."""
         handle = self.services.models.lease(model, version)
         try:
@@ -123,7 +123,7 @@ class ControlPlane:
         services = self.services
         return {"name": "headrace", "version": services.version, **(await services.overview.status())}
 
-    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+    async def layers(self, model: str, version: str = "") -> Mapping[str, object]:
         """How long each layer of a version takes; raises NotFound or Unavailable."""
         return await self.services.overview.layers(model, version)
 
@@ -132,7 +132,7 @@ class ControlPlane:
         rows = self.services.models.index()
         return [row for row in rows if row["state"] == "READY"] if ready else rows
 
-    def trace_settings(self, model: str, changes: Mapping[str, object] | None = None) -> Mapping[str, object]:
+    def trace_settings(self, model: str = "", changes: Mapping[str, object] | None = None) -> Mapping[str, object]:
         """Trace settings in force for a model, or for all if `model` is "", after the changes if there are any.
 
         Raises:

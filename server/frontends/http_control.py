@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,15 +17,16 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from server.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
 from server.core.limits import Door
 from server.core.names import REGION_PATTERN
 from server.frontends.http_infer import error_answer
-from server.frontends.http_routes import JSON, Call, Page, Route, routes
+from server.frontends.http_routes import JSON, Page, Route, routes
 from server.frontends.json_bounds import check_json, unique
 from server.frontends.models import Services
-from server.frontends.openapi import page
+from server.frontends.openapi import TAGS, add_route, document, infer_routes
 from server.frontends.pages import page_routes
 
 logger = logging.getLogger("headrace.http")
@@ -48,17 +50,25 @@ def control_application(services: Services, door: Door, metrics: Metrics | None)
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
     """
-    app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Headrace",
+        version=services.version,
+        summary="An inference server that speaks the Open Inference Protocol V2.",
+        openapi_tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.add_exception_handler(HTTPException, _no_route)
-    described = b""
-    table = [*routes(services, door.limits.max_body_bytes), *_pages(metrics, lambda call: described)]
-    described = orjson.dumps(page(table, services.version))
-    by_path: dict[str, list[Route]] = {}
+
+    @functools.cache
+    def openapi() -> bytes:
+        return orjson.dumps(document(app, table))
+
+    table = [*infer_routes(), *routes(services, door.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
-        by_path.setdefault(route.path, []).append(route)
-    for path, of_path in by_path.items():
-        methods = [route.method for route in of_path]
-        app.add_api_route(path, _endpoint(of_path, door), methods=["HEAD", *methods] if "GET" in methods else methods)
+        add_route(app, route, _endpoint(route, door))
     return app
 
 
@@ -70,13 +80,9 @@ def check_path(raw_path: bytes) -> None:
         )
 
 
-def _endpoint(of_path: Sequence[Route], door: Door) -> Callable[[Request], Awaitable[Response]]:
-    by_method = {route.method: route for route in of_path}
-    if "GET" in by_method:
-        by_method["HEAD"] = by_method["GET"]  # the protocol sends the head alone
-
+def _endpoint(route: Route, door: Door) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await _answer(by_method[request.method], request, door)
+        return await _answer(route, request, door)
 
     return endpoint
 
@@ -84,7 +90,7 @@ def _endpoint(of_path: Sequence[Route], door: Door) -> Callable[[Request], Await
 async def _answer(route: Route, request: Request, door: Door) -> Response:
     """Run a route; never raises for what the client did."""
     try:
-        result = route.run(await _call(route, request, door))
+        result = route.run(**await _arguments(route, request, door))
         if isinstance(result, Awaitable):
             result = await result
         if result is None:
@@ -101,16 +107,18 @@ async def _answer(route: Route, request: Request, door: Door) -> Response:
         return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
 
 
-async def _call(route: Route, request: Request, door: Door) -> Call:
-    names: Mapping[str, str] = request.path_params
-    if re.fullmatch(REGION_PATTERN, names.get("region", "_")) is None:
-        raise BadRequest(f"{names['region'][:64]!r} cannot be the name of a region: it must match {REGION_PATTERN}")
-    body = None
+async def _arguments(route: Route, request: Request, door: Door) -> dict[str, Any]:
+    """Keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
+    arguments: dict[str, Any] = dict(request.path_params)
+    if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
+        region = arguments["region"][:64]
+        raise BadRequest(f"{region!r} cannot be the name of a region: it must match {REGION_PATTERN}")
     if route.body is not None:
         _check_media_type(request)
-        body = _decode(await _read(request, route.max_body_bytes, door), route, door)
-    accept = request.headers.get("accept", "")
-    return Call(names.get("model", ""), names.get("version", ""), names.get("region", ""), body, accept)
+        arguments |= msgspec.to_builtins(_decode(await _read(request, route.max_body_bytes, door), route, door))
+    if route.negotiates:
+        arguments["accept"] = request.headers.get("accept", "")
+    return arguments
 
 
 def _check_media_type(request: Request) -> None:
@@ -196,23 +204,26 @@ async def _no_route(request: Request, error: Exception) -> Response:
     """Answer what Starlette's router found no endpoint for."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     text, headers = "no such path; /docs lists what there is", {"content-type": JSON}
-    if status == 405 and isinstance(error, HTTPException) and error.headers:
-        headers["allow"] = ", ".join(sorted(error.headers["Allow"].split(", ")))
+    if status == 405:
+        matches = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        methods = {method for route in matches for method in route.methods}
+        headers["allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         text = f"this path takes {headers['allow']}"
     return Response(orjson.dumps({"error": text}), status, headers)
 
 
-def _pages(metrics: Metrics | None, described: Callable[[Call], bytes]) -> list[Route]:
-    found = [
-        Route("GET", "/openapi.json", "pages", "This page, for programs", described, dict[str, Any]),
-        *page_routes(metrics is not None),
-    ]
+def _pages(metrics: Metrics | None, openapi: Callable[[], bytes]) -> Iterator[Route]:
+    async def describe() -> bytes:
+        # In a thread: the first request generates the document, which takes a tenth of a second.
+        return await asyncio.to_thread(openapi)
+
+    yield Route("pages", "/openapi.json", "This document, for programs", describe, dict[str, Any])
+    yield from page_routes(metrics is not None)
     if metrics is not None:
-        text = metrics("")[0]
+        render, media_type = metrics, metrics("")[0]
 
-        async def scraped(call: Call) -> Page:
-            # Not on the loop: with many models it takes longer than requests should wait.
-            return Page(*await asyncio.to_thread(metrics, call.accept))
+        async def scrape(accept: str) -> Page:
+            # In a thread: with many models it takes longer than requests should wait.
+            return Page(*await asyncio.to_thread(render, accept))
 
-        found.append(Route("GET", "/metrics", "pages", "For Prometheus", scraped, str, media_type=text))
-    return found
+        yield Route("pages", "/metrics", "For Prometheus", scrape, str, media_type=media_type, negotiates=True)

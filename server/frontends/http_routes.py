@@ -1,24 +1,24 @@
-"""Every route of the HTTP control plane in one table: what is served, and what the API page says, come from here."""
+"""Every route of the HTTP control plane in one table: FastAPI serves and documents what is listed here."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from server.core.names import REGION_PATTERN
 from server.frontends import http_bodies as bodies
-from server.frontends import status_bodies
 from server.frontends.control_plane import ControlPlane
 from server.frontends.models import Services
 
-# Of a request to the control plane that carries no model.
+# Limit of a control request that carries no model files.
 MAX_CONTROL_BYTES = 65536
 JSON = "application/json"
-# Names as they stand in paths. Those of models are checked where models are looked up; clients give the regions'.
+# Path parameters. Model names are checked when the model is looked up; region names are checked by the route.
 PATTERNS = {
     "model": r"^[A-Za-z0-9_](?:\.?[A-Za-z0-9_-]){0,63}$",
     "version": "^[A-Za-z0-9_-]{1,64}$",
@@ -27,29 +27,12 @@ PATTERNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What a route is asked.
-
-    Attributes:
-        model, version, region: out of the path; "" where the route has none.
-        body: decoded, None where the route takes none.
-        accept: the header of that name.
-    """
-
-    model: str
-    version: str
-    region: str
-    body: Any
-    accept: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Page:
-    """What a route gives that answers in a form of the client's choice.
+    """Response whose media type depends on the request.
 
     Attributes:
-        media_type: of the form.
-        content: as it is sent.
+        media_type: of the content.
+        content: response body.
     """
 
     media_type: str
@@ -61,49 +44,57 @@ class Route:
     """One method of one path.
 
     Attributes:
-        method: GET or POST; HEAD is taken wherever GET is.
+        tag: section of the OpenAPI document.
         path: with its parameters in braces: model, version, region.
-        tag: under which the API page shows it.
         summary: one line.
-        run: gives what is to be sent: bytes or a Page as they are, None for an empty body, anything else as JSON.
-        answer: type of what is sent, as the page describes it; None for an empty body.
-        body: type of the request's body, None if it takes none.
-        body_required: False where an empty body stands for one without fields.
+        run: takes the path parameters and the fields of the body as keyword arguments. It returns bytes or a Page, which are
+            sent as they are, None for an empty body, or a value that is sent as JSON.
+        response: type that documents the response body; None for an empty body.
+        method: GET or POST; HEAD is accepted wherever GET is.
+        body: type of the request body; None if the route takes no body.
+        body_required: False if an empty body stands for a body without fields.
+        example: request body for the OpenAPI document.
+        negotiates: `run` takes the request header Accept as `accept`.
         max_body_bytes: of the request.
-        media_type: of the answer.
-        headers: of the answer, beside its media type.
-        statuses: of the errors that can come, beside 400 and 500.
-        described: on the API page.
+        media_type: of the response.
+        headers: of the response, besides its media type.
+        statuses: of the errors that can occur, besides 400, 431 and 500.
+        documented: in the OpenAPI document.
+        openapi_extra: other fields of the OpenAPI operation.
     """
 
-    method: str
-    path: str
     tag: str
+    path: str
     summary: str
-    run: Callable[[Call], object | Awaitable[object]]
-    answer: Any = None
+    run: Callable[..., object | Awaitable[object]]
+    response: Any = None
+    method: str = "GET"
     body: type[msgspec.Struct] | None = None
     body_required: bool = False
+    example: Mapping[str, object] | None = None
+    negotiates: bool = False
     max_body_bytes: int = MAX_CONTROL_BYTES
     media_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
     statuses: tuple[int, ...] = ()
-    described: bool = True
+    documented: bool = True
+    openapi_extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def routes(services: Services, max_body_bytes: int) -> list[Route]:
-    """The whole table; where two paths match, the first counts.
+    """Every route of the control plane; the first that matches a path serves it.
 
     Args:
         services: of the server.
-        max_body_bytes: of a request that may carry a model's files.
+        max_body_bytes: limit of a request that may carry a model's files.
     """
     control = ControlPlane(services)
     return [
         *_server(control),
         *_repository(control, max_body_bytes),
         *_models(control),
-        *_shared_memory(services),
+        *_system_regions(services),
+        *_cuda_regions(services),
         *_settings(control),
     ]
 
@@ -116,247 +107,159 @@ READY_TEXT = (
 
 
 def _server(control: ControlPlane) -> Iterator[Route]:
-    yield Route(
-        "GET",
-        "/v2/health/live",
-        "health",
-        "200 while the process answers",
-        lambda call: control.live(),
-        bodies.ServerLive,
+    health, server = partial(Route, "health"), partial(Route, "server")
+    yield health("/v2/health/live", "200 while the process answers", control.live, bodies.ServerLive)
+    yield health("/v2/health/ready", READY_TEXT, control.require_ready, bodies.ServerReady, statuses=(503,))
+    yield server(
+        "/v2", "Name, version and protocol extensions of the server", control.server_metadata, bodies.ServerMetadata
     )
-    yield Route(
-        "GET",
-        "/v2/health/ready",
-        "health",
-        READY_TEXT,
-        lambda call: control.require_ready(),
-        bodies.ServerReady,
-        statuses=(503,),
-    )
-    yield Route(
-        "GET",
-        "/v2",
-        "server",
-        "Name, version and protocol extensions of the server",
-        lambda call: control.server_metadata(),
-        bodies.ServerMetadata,
-    )
-    yield Route(
-        "GET",
-        "/v2/status",
-        "server",
-        "Every version with its state, counts and gauges, for who watches: rates follow from two answers",
-        lambda call: control.status(),
-        status_bodies.Status,
-    )
+    summary = "Every version with its state, counts and gauges, for monitoring: rates follow from two responses"
+    yield server("/v2/status", summary, control.status, bodies.ServerStatus)
 
 
 def _repository(control: ControlPlane, max_body_bytes: int) -> Iterator[Route]:
-    yield Route(
-        "POST",
+    post = partial(Route, "repository", method="POST")
+    yield post(
         "/v2/repository/index",
-        "repository",
-        "Every version found, its state and, where it is not served, the reason",
-        lambda call: control.index(call.body.ready),
+        "Every version in the repository, its state and, if it is not served, the reason",
+        control.index,
         list[bodies.IndexRow],
-        bodies.IndexRequest,
+        body=bodies.IndexRequest,
+        example={"ready": True},
     )
-    yield Route(
-        "POST",
+    yield post(
         "/v2/repository/models/{model}/load",
-        "repository",
-        "Load a model, or load it anew; answers when the new versions serve",
-        lambda call: control.load(call.model, call.body.parameters),
+        "Load or reload a model; answers when the new versions serve",
+        control.load,
         body=bodies.LoadRequest,
+        example={"parameters": {}},
         max_body_bytes=max_body_bytes,
         statuses=(403, 404, 409, 503),
     )
-    yield Route(
-        "POST",
+    yield post(
         "/v2/repository/models/{model}/unload",
-        "repository",
         "Stop serving a model once its requests in flight are answered",
-        lambda call: control.unload(call.model, msgspec.to_builtins(call.body.parameters)),
+        control.unload,
         body=bodies.UnloadRequest,
+        example={"parameters": {"unload_dependents": True}},
         statuses=(403, 404, 409, 503),
     )
+    summary = "Every model with its platform and the state of its versions"
+    yield Route("repository", "/v2/models", summary, control.list_models, bodies.ModelList)
 
 
 def _models(control: ControlPlane) -> Iterator[Route]:
-    yield Route(
-        "GET",
-        "/v2/models",
-        "repository",
-        "Every model with its platform and the state of its versions",
-        lambda call: control.list_models(),
-        bodies.ModelList,
-    )
-    yield Route(
-        "GET",
-        "/v2/models/stats",
-        "statistics",
-        "Statistics of every model",
-        lambda call: control.statistics("", ""),
-        bodies.Statistics,
-    )
-    of_model = (
-        Route(
-            "GET",
-            "",
+    statistics = bodies.Statistics
+    yield Route("statistics", "/v2/models/stats", "Statistics of every model", control.statistics, statistics)
+    of_model: tuple[tuple[str, str, str, Callable[..., object], type], ...] = (
+        ("model", "", "Inputs, outputs and versions", control.model_metadata, bodies.ModelMetadata),
+        ("health", "/ready", "200 while the model can serve requests", control.require_model_ready, bodies.ModelReady),
+        (
             "model",
-            "Inputs, outputs and versions",
-            lambda call: control.model_metadata(call.model, call.version),
-            bodies.ModelMetadata,
-        ),
-        Route(
-            "GET",
-            "/ready",
-            "health",
-            "200 while requests for the model can be served",
-            lambda call: control.require_model_ready(call.model, call.version),
-            bodies.ModelReady,
-        ),
-        Route(
-            "GET",
             "/config",
-            "model",
-            "The configuration as it is in force, derived fields included",
-            lambda call: control.config(call.model, call.version),
-            bodies.ModelConfig,
+            "The configuration in force, with derived fields",
+            control.config,
+            bodies.ServedModelConfig,
         ),
-        Route(
-            "GET",
-            "/stats",
-            "statistics",
-            "Exact counts and times since the model was loaded",
-            lambda call: control.statistics(call.model, call.version),
-            bodies.Statistics,
+        ("statistics", "/stats", "Exact counts and times since the model was loaded", control.statistics, statistics),
+        ("profile", "/profile", "Compute times of each batch size", control.profile, bodies.ProfileResponse),
+        (
+            "load",
+            "/load",
+            "Queue, running batches and predicted wait of the model",
+            control.load_of,
+            bodies.LoadResponse,
         ),
-        *_scheduling(control),
-        _layers(control),
+        ("profile", "/explain", "What limits the model now, and what would help", control.explain, bodies.Explanation),
+        (
+            "profile",
+            "/layers",
+            "Layer times measured by `headrace inspect --publish`",
+            control.layers,
+            bodies.LayerTimes,
+        ),
     )
-    for route in of_model:
+    for tag, suffix, summary, run, response in of_model:
         for prefix in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            yield replace(route, path=prefix + route.path, statuses=(404, 503))
+            yield Route(tag, prefix + suffix, summary, run, response, statuses=(404, 503))
 
 
-def _scheduling(control: ControlPlane) -> Iterator[Route]:
-    """Of one model, without the path in front."""
-    yield Route(
-        "GET",
-        "/profile",
-        "profile",
-        "How long the model computes on batches of each size",
-        lambda call: control.profile(call.model, call.version),
-        bodies.Profile,
-    )
-    yield Route(
-        "GET",
-        "/load",
-        "load",
-        "How busy the model is: what waits, what runs, how long a request that came now would wait",
-        lambda call: control.load_of(call.model, call.version),
-        bodies.Load,
-    )
-    yield Route(
-        "GET",
-        "/explain",
-        "profile",
-        "What limits the model now, in words, and what would help",
-        lambda call: control.explain(call.model, call.version),
-        bodies.Explanation,
-    )
+def _system_regions(services: Services) -> Iterator[Route]:
+    def register(region: str, key: str, offset: int, byte_size: int) -> None:
+        services.regions.register_system(region, key, offset, byte_size)
+
+    example = {"key": "/input_0", "byte_size": 64}
+    yield from _regions(services, "system", register, bodies.SystemRegionRequest, bodies.SystemRegionStatus, example)
 
 
-def _layers(control: ControlPlane) -> Route:
-    return Route(
-        "GET",
-        "/layers",
-        "profile",
-        "How long each layer takes, as `headrace inspect --publish` has measured it",
-        lambda call: control.layers(call.model, call.version),
-        status_bodies.Layers,
-    )
+def _cuda_regions(services: Services) -> Iterator[Route]:
+    def register(region: str, raw_handle: Mapping[str, str], device_id: int, byte_size: int) -> None:
+        services.regions.register_cuda(region, base64.b64decode(raw_handle["b64"]), device_id, byte_size)
 
-
-def _shared_memory(services: Services) -> Iterator[Route]:
-    regions = services.regions
-
-    def register_system(call: Call) -> None:
-        regions.register_system(call.region, call.body.key, call.body.offset, call.body.byte_size)
-
-    def register_cuda(call: Call) -> None:
-        handle = base64.b64decode(call.body.raw_handle.b64)
-        regions.register_cuda(call.region, handle, call.body.device_id, call.body.byte_size)
-
-    kinds: Mapping[str, tuple[Callable[[Call], None], Any, Any]] = {
-        "system": (register_system, bodies.SystemRegionRequest, list[bodies.SystemRegion]),
-        "cuda": (register_cuda, bodies.CudaRegionRequest, list[bodies.CudaRegion]),
-    }
-    for kind, (register, body, answer) in kinds.items():
-        yield from _regions(services, kind, register, body, answer)
+    # No example: a handle is valid only while the process that exported it lives.
+    yield from _regions(services, "cuda", register, bodies.CudaRegionRequest, bodies.CudaRegionStatus, None)
 
 
 def _regions(
-    services: Services, kind: str, register: Callable[[Call], None], body: type[msgspec.Struct], answer: Any
+    services: Services,
+    kind: str,
+    register: Callable[..., None],
+    body: type[msgspec.Struct],
+    status: Any,
+    example: Mapping[str, object] | None,
 ) -> Iterator[Route]:
-    regions, base, tag = services.regions, f"/v2/{kind}sharedmemory", f"{kind} shared memory"
+    def list_regions(region: str = "") -> object:
+        return services.regions.status(kind, region)
 
-    def status(call: Call) -> object:
-        return regions.status(kind, call.region)
+    def unregister(region: str = "") -> None:
+        services.regions.unregister(kind, region)
 
-    def unregister(call: Call) -> None:
-        regions.unregister(kind, call.region)
-
-    region = base + "/region/{region}"
-    yield Route("GET", f"{base}/status", tag, "All regions", status, answer)
-    yield Route("GET", f"{region}/status", tag, "One region", status, answer, statuses=(404,))
-    yield Route(
-        "POST",
-        f"{region}/register",
-        tag,
-        "Take on memory of the client",
+    route, base, region = partial(Route, f"{kind} shared memory"), f"/v2/{kind}sharedmemory", "/region/{region}"
+    yield route(f"{base}/status", "List all regions", list_regions, list[status])
+    yield route(f"{base}{region}/status", "Show one region", list_regions, list[status], statuses=(404,))
+    post = partial(route, method="POST")
+    yield post(
+        f"{base}{region}/register",
+        "Register memory of the client",
         register,
         body=body,
         body_required=True,
+        example=example,
         statuses=(403, 409, 503),
     )
-    for path, summary in ((region, "Let go of a region"), (base, "Let go of all regions")):
-        yield Route("POST", f"{path}/unregister", tag, summary, unregister, statuses=(403,))
+    yield post(f"{base}{region}/unregister", "Unregister a region", unregister, statuses=(403,))
+    yield post(f"{base}/unregister", "Unregister all regions", unregister, statuses=(403,))
 
 
 def _settings(control: ControlPlane) -> Iterator[Route]:
+    def update_traces(model: str = "", **changes: object) -> object:
+        return control.trace_settings(model, changes)
+
+    def update_logs(**changes: object) -> object:
+        return logs.update(changes)
+
+    trace, response, statuses = partial(Route, "trace"), bodies.TraceSettings, (404, 503)
+    traces_update = partial(
+        trace,
+        method="POST",
+        body=bodies.TraceSettingsRequest,
+        example={"trace_level": ["TIMESTAMPS"], "trace_rate": 100},
+    )
+    path, text = "/v2/trace/setting", "Change trace settings of {}; returns the settings in force"
+    yield trace(path, "Trace settings of all models", control.trace_settings, response)
+    yield traces_update(path, text.format("all models"), update_traces, response, statuses=(403, 503))
+    path = "/v2/models/{model}/trace/setting"
+    yield trace(path, "Trace settings of one model", control.trace_settings, response, statuses=statuses)
+    yield traces_update(path, text.format("one model"), update_traces, response, statuses=(403, *statuses))
     logs = control.services.logs
-
-    def trace_settings(call: Call) -> object:
-        return control.trace_settings(call.model)
-
-    def trace_update(call: Call) -> object:
-        return control.trace_settings(call.model, msgspec.to_builtins(call.body))
-
-    model_path, update = "/v2/models/{model}/trace/setting", bodies.TraceSettingsRequest
-    for path, whose, statuses in (("/v2/trace/setting", "all models", ()), (model_path, "one model", (404, 503))):
-        yield Route(
-            "GET", path, "trace", f"Trace settings of {whose}", trace_settings, bodies.TraceSettings, statuses=statuses
-        )
-        yield Route(
-            "POST",
-            path,
-            "trace",
-            f"Change trace settings of {whose}; answers with those in force then",
-            trace_update,
-            bodies.TraceSettings,
-            update,
-            statuses=tuple(sorted({403, 503, *statuses})),
-        )
-    yield Route("GET", "/v2/logging", "logging", "Log settings", lambda call: logs.settings(), bodies.LogSettings)
-    yield Route(
-        "POST",
-        "/v2/logging",
-        "logging",
-        "Change log settings; answers with those in force then",
-        lambda call: logs.update(msgspec.to_builtins(call.body)),
-        bodies.LogSettings,
-        bodies.LogSettingsRequest,
+    logging, settings = partial(Route, "logging", "/v2/logging"), bodies.LogSettingsResponse
+    yield logging("Log settings", logs.settings, settings)
+    yield logging(
+        "Change log settings; returns the settings in force",
+        update_logs,
+        settings,
+        method="POST",
+        body=bodies.LogSettingsRequest,
+        example={"log_verbose_level": 1},
         statuses=(403,),
     )

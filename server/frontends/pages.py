@@ -60,8 +60,8 @@ def page_routes(metrics: bool) -> Iterator[Route]:
     for file in sorted(_FOLDER.iterdir()):
         if file.suffix in _MEDIA_TYPES and file.suffix != ".html":
             part = _route(f"/page/{file.name}", "", file.read_bytes(), _MEDIA_TYPES[file.suffix])
-            yield replace(part, described=False)
+            yield replace(part, documented=False)
 
 
 def _route(path: str, summary: str, content: bytes, media_type: str) -> Route:
-    return Route("GET", path, "pages", summary, lambda call: content, str, media_type=media_type, headers=HEADERS)
+    return Route("pages", path, summary, lambda: content, str, media_type=media_type, headers=HEADERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import jsonschema_rs
 import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
+from engines.demo import small
 from tests import models
 from tests.serving import Server, serving
 
@@ -115,3 +117,60 @@ def test_the_server_does_what_its_page_says(
     assert f"Tested: {operations}" in ran.stdout, ran.stdout
     assert described.request("GET", "/v2/health/live")[0] == 200
     assert "Traceback" not in described.text
+
+
+# Operations whose example cannot succeed here, with the status that they return.
+EXPECTED = {
+    ("post", "/v2/cudasharedmemory/region/{region}/register"): None,  # no example: a handle of a process that lives
+    ("get", "/v2/cudasharedmemory/region/{region}/status"): 404,  # so no region can be registered
+    ("get", "/v2/models/{model}/layers"): 404,  # `headrace inspect --publish` has not run
+    ("get", "/v2/models/{model}/versions/{version}/layers"): 404,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the demo model that the examples name."""
+    folder = tmp_path_factory.mktemp("examples")
+    model = small.build_tiny(lambda part, text: None).model
+    models.add_model(folder / "repository", "tiny", model, config="max_batch_size: 64")
+    options = ("--model-control", "explicit", "--load-model", "tiny", "--allow-client-shm")
+    with serving(folder / "repository", folder, *options, "--trace-file", str(folder / "traces.json")) as running:
+        yield running
+
+
+def _order(operation: tuple[str, str]) -> int:
+    """Registering comes first; unregistering and unloading come last."""
+    steps = {"/register": 0, "/unregister": 2, "/unload": 3}
+    return next((step for suffix, step in steps.items() if operation[1].endswith(suffix)), 1)
+
+
+def test_every_example_is_accepted(tiny: Server) -> None:
+    paths = json.loads(tiny.request("GET", "/openapi.json")[2])["paths"]
+    operations = sorted(((method, path) for path, methods in paths.items() for method in methods), key=_order)
+    bodies = 0
+    memory = SharedMemory("input_0", create=True, size=64)
+    try:
+        for method, path in operations:
+            operation, body, expected = paths[path][method], None, EXPECTED.get((method, path), 200)
+            parameters = {each["name"]: each for each in operation["parameters"]}
+            examples = {name: str(each["schema"].get("examples", [""])[0]) for name, each in parameters.items()}
+            headers = {name: examples[name] for name, each in parameters.items() if each["in"] == "header"}
+            if "requestBody" in operation:
+                content = operation["requestBody"]["content"]["application/json"]
+                if expected is None:
+                    assert "example" not in content
+                    continue
+                body = json.dumps(content["example"]).encode()
+                bodies += 1
+            headers = {name: value for name, value in headers.items() if value}
+            status, received, answer = tiny.request(method.upper(), path.format(**examples), body, headers)
+            assert status == expected, (method, path, answer)
+            if path.endswith("/infer"):
+                answer = gzip.decompress(answer) if received.get("content-encoding") == "gzip" else answer
+                assert len(json.loads(answer)["outputs"][0]["data"]) == 16
+                assert "headrace-timing" in received
+    finally:
+        memory.close()
+        memory.unlink()
+    assert bodies == 9, "load, unload, index, a region, two trace settings, log settings, inference on two paths"

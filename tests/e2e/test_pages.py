@@ -13,7 +13,6 @@ from typing import cast
 import pytest
 import skimage
 
-from server.frontends.http_routes import Call
 from server.frontends.pages import page_routes
 from tests import models
 from tests.browser import PHONE, Browser, Page, chromium
@@ -268,8 +267,7 @@ def test_the_files_hold_no_way_out() -> None:
 
 def test_no_page_leads_to_metrics_that_are_elsewhere(server: Server) -> None:
     routes = {route.path: route for route in page_routes(metrics=False)}
-    call = Call("", "", "", None)
-    assert b'"metrics"' not in cast(bytes, routes["/"].run(call))
+    assert b'"metrics"' not in cast(bytes, routes["/"].run())
     assert b'"metrics"' in server.request("GET", "/")[2]
 
 

@@ -63,7 +63,7 @@ function described(of) {
 /** A form that asks the route, with a field for each name in its path. */
 function asking(path, verb, of) {
   const fields = (of.parameters ?? []).filter((each) => each.in === "path").map((each) => [each.name, element("input", { type: "search", placeholder: each.name, "aria-label": each.name })]);
-  const body = of.requestBody ? element("textarea", { rows: 4, spellcheck: false, value: "{}", "aria-label": "body" }) : null;
+  const body = of.requestBody ? element("textarea", { rows: 4, spellcheck: false, value: JSON.stringify(of.requestBody.content["application/json"].example ?? {}), "aria-label": "body" }) : null;
   const answer = element("pre", { hidden: true });
   const ask = async () => {
     const target = fields.reduce((all, [name, field]) => all.replace(`{${name}}`, encodeURIComponent(field.value)), path).slice(1);
