@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from server.core.tensor import Array
 
-Parameter = bool | int | float | str
-
 
 class InferRequest:
     """One decoded and checked inference request.
@@ -18,7 +16,6 @@ class InferRequest:
             `resident_devices`, any of them may be `ResidentRows` (by `resident.as_input`).
         rows: size of the batch dimension (1 for a model without one).
         shape_key: equal for requests that may share a batch; None where the model allows one shape only.
-        outputs: names of the outputs wanted; None means all.
         priority: the level asked for, 0 for the model's default; 1 is the highest.
         deadline_ns: on the monotonic clock, 0 if the request has none.
         queue_timeout_ns: the longest time in the queue that the request asks for, nanoseconds, 0 for none. It counts only where
@@ -33,7 +30,6 @@ class InferRequest:
         "deadline_ns",
         "id",
         "inputs",
-        "outputs",
         "priority",
         "queue_timeout_ns",
         "received_ns",
@@ -50,7 +46,6 @@ class InferRequest:
         shape_key: object,
         received_ns: int,
         request_id: str = "",
-        outputs: tuple[str, ...] | None = None,
         priority: int = 0,
         deadline_ns: int = 0,
         queue_timeout_ns: int = 0,
@@ -61,7 +56,6 @@ class InferRequest:
         self.inputs = inputs
         self.rows = rows
         self.shape_key = shape_key
-        self.outputs = outputs
         self.priority = priority
         self.deadline_ns = deadline_ns
         self.queue_timeout_ns = queue_timeout_ns
