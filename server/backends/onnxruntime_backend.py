@@ -19,8 +19,6 @@ from server.backends.base import InputRefused
 from server.core.errors import ConfigError, Finding
 from server.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
 
-PLATFORM = "onnxruntime_onnx"
-
 _LEVELS = {
     "-1": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "1": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,

@@ -132,8 +132,8 @@ class Ports:
 
     def __init__(self, plan: Plan, stages: Mapping[str, Joined]) -> None:
         self._plan = plan
-        self.inputs = [_port(plan, tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
-        self.outputs = [_port(plan, tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
+        self.inputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
+        self.outputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
         self.given = {name: dtype for port in self.inputs for name, dtype in port.outside.items()}
         seen = [name for port in self.outputs for name in port.outside]
         for name in seen:
@@ -171,7 +171,7 @@ class Ports:
         return found
 
 
-def _port(plan: Plan, tensor: str, dtype: Dtype, stages: Mapping[str, Joined]) -> Port:
+def _port(tensor: str, dtype: Dtype, stages: Mapping[str, Joined]) -> Port:
     joined = stages.get(tensor)
     if joined is None:
         return Port(tensor, dtype, {tensor: dtype}, None)

@@ -78,7 +78,7 @@ class Tenant:
         """Monotonic, when it was used last, or loaded."""
         return max(self.handle.used_ns, self.loaded_ns)
 
-    def leaves_ns(self, now_ns: int) -> int:
+    def leaves_ns(self) -> int:
         """Monotonic, when it may be parked for somebody who waits."""
         handle = self.handle
         if handle.in_flight or handle.depth:
@@ -172,7 +172,7 @@ class Residency:
         victims = [tenant for tenant in self._candidates(error.gpu) if tenant.name != name]
         if sum(tenant.needs[error.gpu] for tenant in victims) < error.lacking_bytes:
             return False
-        victims.sort(key=lambda tenant: (tenant.leaves_ns(now_ns) > now_ns, tenant.last_ns))
+        victims.sort(key=lambda tenant: (tenant.leaves_ns() > now_ns, tenant.last_ns))
         return self._park(victims, error.gpu, error.lacking_bytes, name)
 
     # For the control thread
@@ -267,10 +267,9 @@ class Residency:
     def _possible_ns(self, tenant: Tenant) -> int:
         """Monotonic, when a version can come back: once enough of the others may be parked; now if that is never."""
         at_ns = tenant.next_ns
-        now_ns = self.clock()
         for gpu, need_bytes in tenant.needs.items():
             lacking = self._lacking(gpu, need_bytes)
-            leaving = sorted((other.leaves_ns(now_ns), other.needs[gpu]) for other in self._candidates(gpu))
+            leaving = sorted((other.leaves_ns(), other.needs[gpu]) for other in self._candidates(gpu))
             if lacking > sum(size_bytes for _, size_bytes in leaving):
                 continue
             for leaves_ns, size_bytes in leaving:
@@ -298,7 +297,7 @@ class Residency:
                     continue
                 later = self._candidates(error.gpu) if error.others else []
                 if later and sum(other.needs[error.gpu] for other in later) >= error.lacking_bytes:
-                    leaves_ns = min(other.leaves_ns(self.clock()) for other in later)
+                    leaves_ns = min(other.leaves_ns() for other in later)
                     return max(leaves_ns, self.clock() + _LEAST_WAIT_NS)
                 self._put_off(tenant, error)
             except HeadraceError as error:
@@ -340,7 +339,7 @@ class Residency:
         now_ns, candidates = self.clock(), self._candidates(gpu)
         if sum(tenant.needs[gpu] for tenant in candidates) < lacking_bytes:
             return False
-        victims = [tenant for tenant in candidates if tenant.leaves_ns(now_ns) <= now_ns]
+        victims = [tenant for tenant in candidates if tenant.leaves_ns() <= now_ns]
         victims.sort(key=lambda tenant: tenant.last_ns)
         return self._park(victims, gpu, lacking_bytes, for_whom.name)
 

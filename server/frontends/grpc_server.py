@@ -134,7 +134,7 @@ class GrpcioServer:
             calls.add(call)
             try:
                 held.grow(len(message))
-                return _joined(await method(message, call))
+                return b"".join(await method(message, call))
             except Exception as error:
                 await _abort(context, error)
                 raise
@@ -232,7 +232,7 @@ class _StreamCall:
 
     async def write(self, message: Message) -> None:
         try:
-            await self._context.write(_joined(message))
+            await self._context.write(b"".join(message))
         except grpc.aio.BaseError as error:
             raise Cancelled("the client has left") from error
 
@@ -256,10 +256,6 @@ def _deadline_ns(context: Any, now_ns: int) -> int:
 def _asked(asked_headers: AskedHeaders, context: Any) -> Asked:
     names = asked_headers.names
     return asked_headers.read({name: value for name, value in context.invocation_metadata() or () if name in names})
-
-
-def _joined(message: Message) -> bytes:
-    return b"".join(message)
 
 
 def _shutting_down() -> Unavailable:
