@@ -86,11 +86,15 @@ class BuildDisplay:
         self._progress.start_task(task)
         return lambda done, note: self._progress.update(task, completed=done, note=escape(note))
 
-    def finish(self, outcome: Outcome) -> None:
-        """Count a model as done, whatever came of it."""
-        note = "failed" if outcome.error else "stored" if outcome.built and outcome.built.cached else "built"
-        self._progress.update(self._tasks[outcome.name], completed=1.0, note=note)
-        self._progress.stop_task(self._tasks[outcome.name])
+    def finish(self, name: str, note: str) -> None:
+        """Complete the bar of a model.
+
+        Args:
+            name: The model.
+            note: Its last phase, e.g. "built" or "failed".
+        """
+        self._progress.update(self._tasks[name], completed=1.0, note=note)
+        self._progress.stop_task(self._tasks[name])
 
 
 def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]) -> None:

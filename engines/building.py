@@ -15,7 +15,7 @@ from engines.build import Built, find_fp32, make, make_best, stamp_of
 from engines.errors import BuildError, CallError
 from engines.progress import Report, printed
 from engines.project import Project, all_projects, open_project
-from engines.publishing import publishing_folder
+from engines.publishing import publish, publishing_folder
 from engines.serving import Forecast, cpu_change, forecast, gpu_runtime, now_rows_per_s, now_words
 from engines.spec import BuildSpec, spec_of
 from engines.store import Store
@@ -111,9 +111,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
             report = display.report(project.name)
             outcome = build_one(project, options, targets, store, printed(report) if options.progress else report)
             outcomes.append(outcome)
-            display.finish(outcome)
+            display.finish(outcome.name, _ending(outcome))
     show_outcomes(console, open_console(stderr=True), outcomes)
     return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def _ending(outcome: Outcome) -> str:
+    """The last phase of a model's progress bar."""
+    if outcome.error:
+        return "failed"
+    return "stored" if outcome.built is not None and outcome.built.cached else "built"
 
 
 class _Targets:
@@ -204,7 +211,7 @@ def _publish(
         raise BuildError("the engine has gone from the store meanwhile: build it again")
     stamp = stamp_of(built, entry, project, asked, overridden, forced)
     place = publishing_folder(project, options.state_dir)
-    store.publish(entry, place, stamp)
+    publish(entry.path, place, stamp)
     return None if place == project.version_folder else place
 
 

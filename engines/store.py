@@ -28,7 +28,7 @@ from engines.errors import BuildError
 from engines.store_errors import disk_error, told_if_full
 from server.config.durable import locked, sync, write_durably
 from server.config.machine import Machine
-from server.config.stamps import Stamp, artefact_name, artefact_problem, onnx_digest
+from server.config.stamps import artefact_name, artefact_problem, onnx_digest
 from server.core.errors import ConfigError
 
 DEFAULT_ROOT = Path("~/.cache/headrace/engines")
@@ -251,23 +251,6 @@ class Store:
             entry.rename(place)
             sync(self.root)
         return self.read(key)
-
-    def publish(self, entry: Entry, version_folder: Path, stamp: Stamp) -> None:
-        """Lay an artefact beside the model it was built from, and stamp it; what no stamp names any more is removed.
-
-        Readers see the old stamp and artefact, or the new ones.
-
-        Args:
-            entry: of this store.
-            version_folder: <model>/<version>.
-            stamp: of this very artefact.
-
-        Raises:
-            BuildError: the folder cannot be written; the artefact stays in the store.
-        """
-        from engines.publishing import publish
-
-        publish(entry.path, version_folder, stamp)
 
     def remove(self, key: str, dry_run: bool = False) -> int | None:
         """Remove an entry, sound or not, unless somebody builds it.

@@ -19,7 +19,7 @@ import onnx
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
 from engines.progress import Report
-from engines.quantization import fp8
+from engines.quantization.fp8 import fp8_numbers
 from engines.quantization.samples import Samples
 
 Doubles = npt.NDArray[np.float64]
@@ -94,7 +94,7 @@ def _stored_weight(graph: Graph, tensor: str) -> Doubles | None:
     if values is None or scale is None:
         return None
     if quantizing is not None:
-        values = fp8.numbers(values, np.float32(scale))
+        values = fp8_numbers(values, np.float32(scale))
     numbers, factor = values.astype(np.float64), scale.astype(np.float64)
     if factor.ndim:
         shape = [1] * numbers.ndim

@@ -18,7 +18,7 @@ import onnx
 
 from engines.errors import BuildError
 from engines.onnx_graph import Graph, copy_model
-from engines.quantization import fp8
+from engines.quantization.fp8 import fp8_layers
 from engines.quantization.operators import (
     ACTIVATIONS,
     CLAMPS,
@@ -115,7 +115,7 @@ class _TensorRT:
     def __init__(self, graph: Graph, precision: str, keep: Collection[str]) -> None:
         self._graph, self._keep = graph, keep
         every = all_weighted(graph, keep)
-        self.weighted = fp8.fitting(graph, every) if precision == "fp8" else every
+        self.weighted = fp8_layers(graph, every) if precision == "fp8" else every
         self._floats = set(all_weighted(graph)) - set(self.weighted)
         self._wanted = wanted(graph, self.weighted, _TENSORRT_STEPS, keep)
         self._joinable = precision == "int8" or any(one.operator == "Conv" for one in self.weighted.values())

@@ -18,7 +18,7 @@ from onnx import TensorProto
 
 from engines.errors import BuildError
 from engines.onnx_graph import Array, Graph, captured, copy_model
-from engines.quantization import fp8
+from engines.quantization.fp8 import FP8_OPSET, encode_fp8, fp8_scale, next_fp8_scale
 from engines.quantization.operators import Weighted, all_weighted
 from engines.quantization.placement import Placement, place
 from engines.simplify import raise_opset
@@ -66,7 +66,7 @@ def quantize(
     Raises:
         BuildError: a range is missing or no range; the target cannot have the precision.
     """
-    model = copy_model(raise_opset(model, fp8.OPSET) if precision == "fp8" else model)
+    model = copy_model(raise_opset(model, FP8_OPSET) if precision == "fp8" else model)
     graph = Graph(model)
     placement = place(graph, target, precision, keep)
     scheme: _Scheme
@@ -160,20 +160,20 @@ class _Fp8:
     quantizes_bias = False
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
-        return self._with_zero(fp8.scale_of(max(-low, high)))
+        return self._with_zero(fp8_scale(max(-low, high)))
 
     def larger(self, scale: Floats) -> Floats:
-        return _float32(fp8.next_scale(np.float32(scale)))
+        return _float32(next_fp8_scale(np.float32(scale)))
 
     def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
         # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
-        scale = fp8.scale_of(float(np.abs(values).max(initial=0)))
+        scale = fp8_scale(float(np.abs(values).max(initial=0)))
         # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
-        whole = values if one.operator == "Conv" else fp8.encode(values, scale)
+        whole = values if one.operator == "Conv" else encode_fp8(values, scale)
         return whole, self._with_zero(scale)
 
     def _with_zero(self, scale: np.float32) -> _Scale:
-        return _Scale(_float32(scale), fp8.encode(np.zeros((), np.float32), np.float32(1)))
+        return _Scale(_float32(scale), encode_fp8(np.zeros((), np.float32), np.float32(1)))
 
 
 def _float32(values: npt.ArrayLike) -> Floats:

@@ -12,8 +12,8 @@ from engines.casting import cast
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
 from engines.progress import silent
-from engines.quantization import fp8
 from engines.quantization.bias_correction import correct_biases
+from engines.quantization.fp8 import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale
 from engines.quantization.placement import place, tensors_to_calibrate
 from engines.quantization.qdq import quantize
 from engines.quantization.samples import Samples
@@ -23,22 +23,22 @@ from tests.unit.engines import networks
 
 def test_numbers_round_to_the_nearest_and_saturate() -> None:
     values = np.array([0, 1, -1.0625, 1.1, 448, 500, -1e9, 2**-9, 2**-11], np.float32)
-    tensor = fp8.encode(values, np.float32(1))
+    tensor = encode_fp8(values, np.float32(1))
     assert tensor.data_type == TensorProto.FLOAT8E4M3FN
     bits = np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(bits, np.array([0, 1, -1, 1.125, 448, 448, -448, 2**-9, 0], np.float32))
 
 
 def test_scale_brings_the_largest_value_to_the_largest_number() -> None:
-    assert fp8.scale_of(448) == 1
-    assert fp8.scale_of(0) == 1
+    assert fp8_scale(448) == 1
+    assert fp8_scale(0) == 1
     for largest in (1e-30, 1e-3, 0.7, 13.3, 1e4):
-        scale = fp8.scale_of(largest)
-        assert scale * fp8.LARGEST >= largest
-        assert scale == np.float32(np.float16(scale)) <= max(largest / fp8.LARGEST * 1.001, 2**-14)
-        assert scale < fp8.next_scale(scale) < scale * 1.001
-    assert fp8.scale_of(1e30) == 65504
-    tensor = fp8.encode(np.array([[7.0, -3.5]], np.float32), fp8.scale_of(7.0))
+        scale = fp8_scale(largest)
+        assert scale * FP8_LARGEST >= largest
+        assert scale == np.float32(np.float16(scale)) <= max(largest / FP8_LARGEST * 1.001, 2**-14)
+        assert scale < next_fp8_scale(scale) < scale * 1.001
+    assert fp8_scale(1e30) == 65504
+    tensor = encode_fp8(np.array([[7.0, -3.5]], np.float32), fp8_scale(7.0))
     assert list(tensor.dims) == [1, 2]
     np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(int), [448, -224])
 

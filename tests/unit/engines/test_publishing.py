@@ -13,6 +13,7 @@ import pytest
 
 from engines import publishing
 from engines.errors import BuildError
+from engines.publishing import publish
 from engines.store import Entry, Store
 from server.config.machine import Machine
 from server.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
@@ -67,7 +68,7 @@ def _names(folder: Path) -> set[str]:
 
 def test_an_engine_is_published_as_the_file_in_the_store(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
-    store.publish(entry, folder, _stamp(entry))
+    publish(entry.path, folder, _stamp(entry))
     choice = choose_in(folder, ONNX, CONFIG, CPU)
     assert choice.path == folder / entry.path.name
     assert choice.path.samefile(entry.path)
@@ -79,9 +80,9 @@ def test_what_no_stamp_names_any_more_goes(store: Store, folder: Path) -> None:
     old, new, gpu = _entry(store, "old", ".onnx"), _entry(store, "new", ".onnx"), _entry(store, "gpu")
     (folder / f".{old.path.name}.4711.0123abcd.tmp").write_bytes(b"half of a killed builder's")
     (folder / "model.0123456789ab.onnx").write_bytes(b"nobody's")
-    store.publish(gpu, folder, _stamp(gpu, GPU))
-    store.publish(old, folder, _stamp(old))
-    store.publish(new, folder, _stamp(new))
+    publish(gpu.path, folder, _stamp(gpu, GPU))
+    publish(old.path, folder, _stamp(old))
+    publish(new.path, folder, _stamp(new))
     assert _names(folder) == {new.path.name, gpu.path.name, STAMP_FILE}
     assert {stamp.machine for stamp in read_stamps(folder)} == {CPU, GPU}
     assert store.find(old.key) is not None, "the store keeps it"
@@ -95,9 +96,9 @@ def test_publishing_again_touches_nothing(
     entry = _entry(store, "a")
     if not links:
         monkeypatch.setattr(publishing.os, "link", _failing(errno.EXDEV))
-    store.publish(entry, folder, _stamp(entry))
+    publish(entry.path, folder, _stamp(entry))
     before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
-    store.publish(entry, folder, _stamp(entry))
+    publish(entry.path, folder, _stamp(entry))
     assert before == {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
@@ -107,7 +108,7 @@ def test_where_a_link_cannot_be_made_the_engine_is_copied(
 ) -> None:
     entry = _entry(store, "a")
     monkeypatch.setattr(publishing.os, "link", _failing(number))
-    store.publish(entry, folder, _stamp(entry))
+    publish(entry.path, folder, _stamp(entry))
     published = folder / entry.path.name
     assert published.read_bytes() == entry.path.read_bytes()
     assert not published.samefile(entry.path)
@@ -129,7 +130,7 @@ def test_a_disk_without_room_for_a_copy_is_told_with_the_bytes(
     monkeypatch.setattr(publishing.os, "link", _failing(errno.EXDEV))
     monkeypatch.setattr(publishing, "free_bytes", lambda _folder: entry.size_bytes - 1)
     with pytest.raises(BuildError, match=r"the disk is full \(200 kB are needed, .*stays in the store"):
-        store.publish(entry, folder, _stamp(entry))
+        publish(entry.path, folder, _stamp(entry))
     assert _names(folder) == set()
     assert store.find(entry.key) is not None
 
@@ -140,11 +141,11 @@ def test_a_repository_that_cannot_be_written_keeps_what_it_had(
     store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int
 ) -> None:
     old, new = _entry(store, "old"), _entry(store, "new")
-    store.publish(old, folder, _stamp(old))
+    publish(old.path, folder, _stamp(old))
     with monkeypatch.context() as patch:
         patch.setattr(publishing, step, _failing(number))
         with pytest.raises(BuildError, match="stays in the store"):
-            store.publish(new, folder, _stamp(new))
+            publish(new.path, folder, _stamp(new))
     assert _names(folder) == {old.path.name, STAMP_FILE}
     assert choose_in(folder, ONNX, CONFIG, CPU).path == folder / old.path.name
     assert store.find(new.key) is not None
@@ -153,28 +154,28 @@ def test_a_repository_that_cannot_be_written_keeps_what_it_had(
 def test_what_has_gone_meanwhile_is_told(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
     with pytest.raises(BuildError, match="absent has changed meanwhile"):
-        store.publish(entry, folder.with_name("absent"), _stamp(entry))
+        publish(entry.path, folder.with_name("absent"), _stamp(entry))
     store.remove(entry.key)
     with pytest.raises(BuildError, match="the store has changed meanwhile"):
-        store.publish(entry, folder, _stamp(entry))
+        publish(entry.path, folder, _stamp(entry))
     assert _names(folder) == set()
 
 
 def test_a_damaged_engine_and_a_stamp_of_another_are_not_published(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
     with pytest.raises(BuildError):
-        store.publish(entry, folder, replace(_stamp(entry), size_bytes=-1))
+        publish(entry.path, folder, replace(_stamp(entry), size_bytes=-1))
     entry.path.chmod(0o644)
     entry.path.write_bytes(b"b" * entry.size_bytes)
     with pytest.raises(BuildError, match=r"damaged.*--rebuild"):
-        store.publish(entry, folder, _stamp(entry))
+        publish(entry.path, folder, _stamp(entry))
     assert _names(folder) == set()
 
 
 def test_a_published_file_that_was_changed_is_put_right(store: Store, folder: Path) -> None:
     entry = _entry(store, "a")
     (folder / entry.path.name).symlink_to("/etc/passwd")
-    store.publish(entry, folder, _stamp(entry))
+    publish(entry.path, folder, _stamp(entry))
     assert choose_in(folder, ONNX, CONFIG, CPU).path is not None
     assert Path("/etc/passwd").exists()
 
@@ -182,11 +183,11 @@ def test_a_published_file_that_was_changed_is_put_right(store: Store, folder: Pa
 def test_builders_for_two_machines_publish_at_once(store: Store, folder: Path) -> None:
     entries = {machine: _entry(store, machine.device) for machine in (CPU, GPU)}
 
-    def publish(machine: Machine) -> None:
+    def build(machine: Machine) -> None:
         for _ in range(10):
-            store.publish(entries[machine], folder, _stamp(entries[machine], machine))
+            publish(entries[machine].path, folder, _stamp(entries[machine], machine))
 
-    threads = [threading.Thread(target=publish, args=(machine,)) for machine in entries]
+    threads = [threading.Thread(target=build, args=(machine,)) for machine in entries]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -218,14 +219,14 @@ print(looks, len(seen))
 
 def test_a_reader_always_finds_a_whole_engine_while_others_are_published(store: Store, folder: Path) -> None:
     entries = [_entry(store, "a" * 50), _entry(store, "b" * 50)]
-    store.publish(entries[0], folder, _stamp(entries[0]))
+    publish(entries[0].path, folder, _stamp(entries[0]))
     reader = subprocess.Popen(
         [sys.executable, "-c", READER, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert reader.stdout is not None
     assert reader.stdout.readline() == "reads\n"
     for number in range(1, 101):
-        store.publish(entries[number % 2], folder, _stamp(entries[number % 2]))
+        publish(entries[number % 2].path, folder, _stamp(entries[number % 2]))
     (folder / "enough").touch()
     told, error = reader.communicate(timeout=30)
     assert reader.returncode == 0, error
@@ -238,7 +239,7 @@ def test_a_stamp_of_a_folder_that_is_full_of_them_is_refused(store: Store, folde
     entry = _entry(store, "a")
     write_stamp(folder, replace(_stamp(_entry(store, "gpu"), GPU), kept=("x" * 900_000,)))
     with pytest.raises(BuildError, match="larger than"):
-        store.publish(entry, folder, replace(_stamp(entry), kept=("x" * 900_000,)))
+        publish(entry.path, folder, replace(_stamp(entry), kept=("x" * 900_000,)))
     with pytest.raises(ConfigError, match="larger than"):
         write_stamp(folder, replace(_stamp(entry), kept=("x" * 900_000,)))
     assert _names(folder) == {STAMP_FILE}

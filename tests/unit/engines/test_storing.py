@@ -16,6 +16,7 @@ from rich.console import Console
 from engines import store_survey, storing
 from engines.errors import BuildError
 from engines.project import open_project
+from engines.publishing import publish
 from engines.store import ENTRY_FILE, Entry, Store
 from server.config.machine import Machine, onnxruntime_machine
 from server.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
@@ -64,7 +65,7 @@ class _Place:
             machine=machine,
             accuracy={"top1_agreement": 0.9876, "accuracy": None},
         )
-        self.store.publish(entry, project.source.parent, replace(stamp, **changes))
+        publish(entry.path, project.source.parent, replace(stamp, **changes))
         return entry
 
     def run(self, action: str, *words: str, repositories: bool = True, width: int = 200) -> tuple[int, str]:
