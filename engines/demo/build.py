@@ -105,7 +105,7 @@ def state_of(model: DemoModel, output: Path, fetched: WeightsFile | None) -> Sta
     # Who fetched weights wants to keep them, also when `make serve` builds what is missing.
     elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
         return State.UP_TO_DATE
-    return State.UP_TO_DATE if stamp.get("recipe") == model.recipe_digest() else State.OUTDATED
+    return State.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else State.OUTDATED
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
