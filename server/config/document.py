@@ -5,10 +5,10 @@ Both readers end here, so that everything after them (screening, validation, com
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from server.core.command_line import nearest
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import Location, Problem
 
@@ -52,9 +52,8 @@ def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigE
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A cure that names the known word nearest to `word`, or all that are known."""
     words = sorted(known)
-    near = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {near[0]}?"
+    if near := nearest(word, words):
+        return f"did you mean {near}?"
     if not words:
         return "remove it"
     return f"known here: {', '.join(words)}" if len(words) <= 8 else "docs/configuration.md lists the fields"

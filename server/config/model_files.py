@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 
 from server.config.document import refuse
+from server.core.command_line import did_you_mean
 from server.core.errors import Finding, NotFound
 from server.core.model_config import ModelConfig, Problem
 from server.core.optimization_config import CALIBRATED, asked_precision
@@ -88,8 +88,8 @@ def find_model_folder(model: str, repository: Path) -> Path:
     if not repository.is_dir():
         cure = "name yours with --model-repository DIR, or the model's folder; `headrace models build` makes one to try"
         raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
-    near = difflib.get_close_matches(model, names, n=1, cutoff=0.6)
-    guess = f" (did you mean {near[0]}?)" if near else ""
+    suggestion = did_you_mean(model, names)
+    guess = f" ({suggestion})" if suggestion else ""
     has = f"it has {', '.join(names)}" if names else "it is empty"
     cure = "name one of them, a model's folder, or another repository with --model-repository DIR"
     raise NotFound(f"there is no model '{model}' in {repository}{guess}: {has}: {cure}")
