@@ -107,7 +107,6 @@ class Sweep:
 
     Attributes:
         points: In the order of instances and rows.
-        group: The instance group of the best setting.
         now: The setting of the configuration; None if it was not measured.
         best: The setting to take; None if none keeps to the objective.
         advice: Whether to take it.
@@ -117,7 +116,6 @@ class Sweep:
     """
 
     points: Sequence[Point]
-    group: InstanceGroup
     now: Point | None
     best: Point | None
     advice: Advice
@@ -201,7 +199,6 @@ class _Sweeper:
         best = choose(points, self._options.slo_ns)
         return Sweep(
             points=points,
-            group=_group(self._folder.config, best.instances if best is not None else 1),
             now=now,
             best=best,
             advice=advise(now, best, self._options.slo_ns),
