@@ -14,6 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from loadtest.onnx_models import Dim, onnx_model
 from loadtest.onnx_models import busy as busy
+from server.config.config_binding import bind
+from server.config.config_reader import CONFIG_FILES
+from server.core.errors import ConfigError, Finding
+from server.core.model_config import ModelConfig
 from server.core.tensor import BY_NAME
 
 
@@ -171,3 +175,20 @@ def add_model(
     for file, text in (files or {}).items():
         (folder / file).write_text(text)
     return folder
+
+
+def read_config_text(text: str, path: str) -> tuple[ModelConfig | None, list[Finding]]:
+    """Read and check one configuration file, without its model.
+
+    Args:
+        text: what is in the file.
+        path: its name, which ends in "config.pbtxt", "config.yaml" or "config.yml".
+
+    Returns:
+        The configuration (None if a finding is fatal) and all findings.
+    """
+    try:
+        document = CONFIG_FILES[path.rpartition("/")[2]](text, path)
+    except ConfigError as error:
+        return None, error.findings
+    return bind(document)

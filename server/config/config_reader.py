@@ -43,7 +43,7 @@ from server.config.yaml_reader import read_yaml
 from server.core.errors import ConfigError, Finding
 from server.core.model_config import ModelConfig, Problem, name_problem
 
-__all__ = ["CONFIG_FILES", "ModelFolder", "read_config_text", "read_model_folder", "served_versions", "to_triton_json"]
+__all__ = ["CONFIG_FILES", "ModelFolder", "read_model_folder", "served_versions", "to_triton_json"]
 
 # What an engine is built from, where the model's own file is the engine.
 SOURCE = "model.onnx"
@@ -90,23 +90,6 @@ def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, 
     if policy.latest is not None:
         return tuple(ascending[-policy.latest.num_versions :])
     return tuple(ascending)
-
-
-def read_config_text(text: str, path: str) -> tuple[ModelConfig | None, list[Finding]]:
-    """Reads and checks one configuration file, without its model.
-
-    Args:
-        text: what is in the file.
-        path: its name, which ends in "config.pbtxt", "config.yaml" or "config.yml".
-
-    Returns:
-        The configuration (None if a finding is fatal) and all findings.
-    """
-    try:
-        document = CONFIG_FILES[path.rpartition("/")[2]](text, path)
-    except ConfigError as error:
-        return None, error.findings
-    return bind(document)
 
 
 def read_model_folder(path: Path, repository: Path, instead: Document | None = None) -> ModelFolder:

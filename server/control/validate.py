@@ -52,23 +52,13 @@ class Inspection:
         return tuple(version for version, state, _ in self.states if state == _READY)
 
 
-def validate_repository(path: Path, load: bool = True) -> list[Finding]:
-    """Every finding of a repository, or of the one model whose folder `path` is.
+def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspection]:
+    """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
 
     Args:
         path: a repository, one model's folder, or an ONNX file; findings name files relative to it (to the folder around a
             model or file).
         load: load the models too, in a process of their own; False: only read their files.
-    """
-    return [finding for inspection in inspect(path, load) for finding in inspection.findings]
-
-
-def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspection]:
-    """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
-
-    Args:
-        path: as for `validate_repository`.
-        load: as for `validate_repository`.
         state_dir: of the server, where engines of read-only folders lie; "" for none.
     """
     # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
@@ -187,7 +177,7 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
     Args:
         paths: repositories, or folders of single models.
         console: where to print.
-        load: as for `validate_repository`.
+        load: as for `inspect`.
         strict: a model that the CPU serves in place of a GPU is an error, as with `headrace serve --strict`.
         state_dir: as for `inspect`.
 

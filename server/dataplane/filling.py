@@ -27,25 +27,6 @@ _SHARE_BYTES = 1 << 19
 _Copy = tuple[Array, list[Array]]
 
 
-def fill(flight: Flight, entries: list[Entry]) -> None:
-    """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
-
-    Rows that the flight's GPU reads by itself are not copied but noted in `flight.residents`. NumPy lets go of the interpreter's
-    lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster than the lock
-    changes hands.
-
-    Args:
-        flight: of exactly as many rows as the entries have together.
-        entries: all with the same inputs, of the same row shape.
-
-    Raises:
-        ValueError, TypeError: the flight's inputs are of another shape or dtype.
-        KeyError: an entry lacks an input.
-        HeadraceError: rows on a GPU that is not the flight's cannot be copied.
-    """
-    _run(_copies(flight, entries))
-
-
 class Filler:
     """Fills an instance's flights, large ones with helpers: daemon threads, which are started for the first of them.
 
@@ -63,7 +44,21 @@ class Filler:
         self._helpers: list[_Helper] = []
 
     def fill(self, flight: Flight, entries: list[Entry]) -> None:
-        """As `fill`."""
+        """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
+
+        Rows that the flight's GPU reads by itself are not copied but noted in `flight.residents`. NumPy releases the
+        interpreter's lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster
+        than the lock changes hands.
+
+        Args:
+            flight: of exactly as many rows as the entries have together.
+            entries: all with the same inputs, of the same row shape.
+
+        Raises:
+            ValueError, TypeError: the flight's inputs are of another shape or dtype.
+            KeyError: an entry lacks an input.
+            HeadraceError: rows on a GPU that is not the flight's cannot be copied.
+        """
         copies = _copies(flight, entries)
         shares = 1
         if self._threads > 1:

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.config.config_reader import read_config_text
+from tests.models import read_config_text
 from tests.serving import HOST, ROOT, Server, serving
 from tests.tools import tool
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from server.config.config_binding import bind
-from server.config.config_reader import read_config_text
 from server.config.config_support import REFUSED
 from server.config.document import Document
 from server.config.pbtxt_reader import read_pbtxt
 from server.config.yaml_reader import read_yaml
 from server.core.errors import Finding
 from server.core.model_config import ModelConfig
+from tests.models import read_config_text
 
 EXAMPLES = Path(__file__).parent / "triton_examples"
 

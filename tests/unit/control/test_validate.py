@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from server.control import validate
-from server.control.validate import main, validate_repository
+from server.control.validate import inspect, main
 from tests.unit.config.onnx_models import write_model
 
 
@@ -42,7 +42,8 @@ def test_one_bad_model_makes_the_status_1_and_the_others_are_still_read(reposito
     expected = 'bad/config.yaml:1: error: unknown field "max_batch_siz" (did you mean max_batch_size?)'
     assert f"{repository}/{expected}" in lines
     assert lines[-1] == "2 good models, 1 error, 1 warning"
-    assert [str(finding) for finding in validate_repository(repository) if finding.fatal] == [expected]
+    findings = [finding for inspection in inspect(repository) for finding in inspection.findings]
+    assert [str(finding) for finding in findings if finding.fatal] == [expected]
 
 
 @pytest.mark.parametrize("text", ["[bold]x[/bold]: 3", "a" * 300 + ": 3"])

@@ -13,7 +13,7 @@ from server.core.request import InferRequest
 from server.core.resident import as_input
 from server.core.tensor import Array
 from server.dataplane.batch import Staging, cut
-from server.dataplane.filling import fill
+from server.dataplane.filling import Filler
 from server.dataplane.queue import Entry
 from tests.residents import HostOwner, read, resident
 
@@ -55,7 +55,7 @@ def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None)
             expected.append(first)
         first += count
     flight = _flight(first, device)
-    fill(flight, entries)
+    Filler("test").fill(flight, entries)
     assert np.array_equal(_seen(flight), _rows(0, first))
     assert [row for _, row, _ in flight.residents] == expected
 
@@ -64,7 +64,7 @@ def test_each_input_goes_its_own_way() -> None:
     a, b = _rows(0, 2), _rows(5, 3)
     entries = [_entry(x=resident(a), y=a), _entry(x=resident(b), y=b)]
     flight = Flight({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
-    fill(flight, entries)
+    Filler("test").fill(flight, entries)
     assert np.array_equal(flight.inputs["y"], np.concatenate([a, b]))
     assert [(name, row) for name, row, _ in flight.residents] == [("x", 0), ("x", 2)]
 
@@ -73,14 +73,14 @@ def test_each_input_goes_its_own_way() -> None:
 def test_rows_of_another_kind_are_no_residents_either(array: Array) -> None:
     flight = _flight(2, 0)
     with pytest.raises((ValueError, TypeError)):
-        fill(flight, [_entry(x=resident(array))])
+        Filler("test").fill(flight, [_entry(x=resident(array))])
     assert not flight.residents
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_too_few_rows_and_too_many_are_found_out(rows: int) -> None:
     with pytest.raises(ValueError, match="input 'x' has 2 rows"):
-        fill(_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
+        Filler("test").fill(_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
 
 
 def test_a_batch_on_the_cpu_gets_copies() -> None:
@@ -95,6 +95,6 @@ def test_a_batch_on_the_cpu_gets_copies() -> None:
 def test_an_oversized_request_is_cut_where_it_lies() -> None:
     parts = cut({"x": as_input(resident(_rows(0, 5)))}, 5, 2)
     flight = _flight(5, 0)
-    fill(flight, [_entry(**part) for part in parts])
+    Filler("test").fill(flight, [_entry(**part) for part in parts])
     assert np.array_equal(_seen(flight), _rows(0, 5))
     assert len(flight.residents) == 3
