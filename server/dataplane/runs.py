@@ -2,6 +2,7 @@
 
 They lie in runs of some thousands, each a list. To find a place is a search among the runs and one within a run, and to make room
 there moves no more than the rest of that run; in one list or deque either would cost as much as what waits is long.
+`sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
 
 Nothing here locks: the scheduler owns the lock under which every method is called.
 """
