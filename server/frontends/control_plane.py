@@ -11,7 +11,7 @@ from typing import Any
 from server.core.errors import BadRequest, HeadraceError, Unavailable
 from server.core.tensor import ModelSpec, TensorSpec
 from server.frontends.load_report import describe_load
-from server.frontends.models import Services
+from server.frontends.models import Handle, Services
 
 _FILE = "file:"
 # Of names in errors: one that is longer than any model may have is shown by its beginning.
@@ -31,17 +31,13 @@ class ControlPlane:
     def __init__(self, services: Services) -> None:
         self.services = services
 
-    def ready(self) -> bool:
-        """Whether the server is ready for traffic; see `server.control.registry.Registry.ready`."""
-        return self.services.models.ready()
-
     def live(self) -> dict[str, object]:
         """Liveness as KServe's client reads it."""
         return {"live": True}
 
     def require_ready(self) -> dict[str, object]:
-        """Readiness as KServe's client reads it; raises Unavailable unless `ready`."""
-        if not self.ready():
+        """Readiness as KServe's client reads it; raises Unavailable unless the server is."""
+        if not self.services.models.ready():
             raise Unavailable(
                 "the server is not ready: it is starting or draining, or models are not available; "
                 "the repository index (POST /v2/repository/index) says which, and why"
@@ -55,21 +51,14 @@ class ControlPlane:
 
     def model_metadata(self, model: str, version: str = "") -> dict[str, object]:
         """Inputs, outputs and versions; raises NotFound or Unavailable."""
-        models = self.services.models
-        handle = models.lease(model, version)
-        try:
-            return describe(handle.spec, list(models.versions(model)))
-        finally:
-            handle.release()
+        with self._lease(model, version) as handle:
+            return describe(handle.spec, list(self.services.models.versions(model)))
 
     def require_model_ready(self, model: str, version: str = "") -> dict[str, object]:
         """Readiness of a model; raises NotFound or Unavailable unless requests for it can be served."""
-        handle = self.services.models.lease(model, version)
-        try:
+        with self._lease(model, version) as handle:
             handle.admit()
             return {"name": model, "ready": True}
-        finally:
-            handle.release()
 
     def list_models(self) -> dict[str, object]:
         """Every model of the repository index by name: its platform, and the state of each of its versions."""
@@ -82,10 +71,8 @@ class ControlPlane:
             else:  # what is wrong with the model as a whole
                 model |= {"state": row["state"], "reason": row["reason"]}
             if row["state"] == "READY":
-                with suppress(HeadraceError):  # unloaded meanwhile
-                    handle = self.services.models.lease(name, version)
+                with suppress(HeadraceError), self._lease(name, version) as handle:  # unloaded meanwhile
                     model["platform"] = handle.spec.platform
-                    handle.release()
         return {"models": list(models.values())}
 
     def config(self, model: str, version: str = "") -> Mapping[str, object]:
@@ -98,11 +85,8 @@ class ControlPlane:
 
     def profile(self, model: str, version: str = "") -> dict[str, object]:
         """How long batches of a version compute; raises NotFound or Unavailable."""
-        handle = self.services.models.lease(model, version)
-        try:
+        with self._lease(model, version) as handle:
             return {"name": model, "version": handle.spec.version, "profile": list(handle.profile.table())}
-        finally:
-            handle.release()
 
     def explain(self, model: str, version: str = "") -> Mapping[str, object]:
         """What limits a version now; raises NotFound or Unavailable."""
@@ -110,13 +94,10 @@ class ControlPlane:
 
     def load_of(self, model: str, version: str = "") -> dict[str, object]:
         """How busy a version is; raises NotFound or Unavailable."""
-        handle = self.services.models.lease(model, version)
-        try:
+        with self._lease(model, version) as handle:
             load = handle.load()
             load = load._replace(in_flight=load.in_flight - 1)  # less this lease
             return describe_load(model, handle.spec.version, load)
-        finally:
-            handle.release()
 
     async def status(self) -> dict[str, object]:
         """Every version with its state, counts and gauges."""
@@ -175,6 +156,15 @@ class ControlPlane:
             raise BadRequest("unload takes the parameter 'unload_dependents', true or false")
         with _failed_to("unload", model):
             await self.services.repository.unload(model, dependents)
+
+    @contextmanager
+    def _lease(self, model: str, version: str) -> Iterator[Handle]:
+        """A lease on a model version; raises NotFound or Unavailable."""
+        handle = self.services.models.lease(model, version)
+        try:
+            yield handle
+        finally:
+            handle.release()
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from tritonclient.grpc import service_pb2
 from server.core.errors import BadRequest, NotFound, Unavailable, Unsupported
 from server.frontends.control_plane import ControlPlane
 from server.frontends.grpc_methods import Call, Message, Unary
-from server.frontends.models import Services
+from server.frontends.models import Regions, Services
 
 pb: Any = service_pb2  # its classes are made at import, where no type checker sees them
 
 P = TypeVar("P", bound=Protobuf)
-Answer = Callable[[Any], Awaitable[Any]]
+# Answers a request message with Triton's JSON, which names its fields as the response message does.
+Answer = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
 
 
 def parse(kind: type[P], message: bytes) -> P:
@@ -35,160 +36,108 @@ def parse(kind: type[P], message: bytes) -> P:
     return parsed
 
 
-def unary(kind: type[Protobuf], answer: Answer) -> Unary:
-    """A method on bytes of one on messages."""
+def _unary(name: str, answer: Answer) -> Unary:
+    """The method on serialized messages of an RPC whose answer is Triton's JSON."""
+    request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
 
     async def method(message: bytes, call: Call) -> Message:
-        response: Protobuf = await answer(parse(kind, message))
+        values = answer(parse(request_type, message))
+        if isinstance(values, Awaitable):
+            values = await values
+        response: Protobuf = json_format.ParseDict(dict(values), response_type())
         return [response.SerializeToString()]
 
     return method
 
 
-class ControlMethods:
-    """The control RPCs, on messages.
+def control_methods(services: Services) -> dict[str, Unary]:
+    """The RPCs of GRPCInferenceService except inference, by name.
 
     Args:
         services: of the server.
     """
+    plane, regions = ControlPlane(services), services.regions
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._plane = ControlPlane(services)
-
-    def methods(self) -> dict[str, Unary]:
-        """By the names of the RPCs."""
-        answers: dict[str, Answer] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ModelReady": self._model_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._load,
-            "RepositoryModelUnload": self._unload,
-            "SystemSharedMemoryStatus": self._system_status,
-            "SystemSharedMemoryRegister": self._system_register,
-            "SystemSharedMemoryUnregister": self._system_unregister,
-            "CudaSharedMemoryStatus": self._cuda_status,
-            "CudaSharedMemoryRegister": self._cuda_register,
-            "CudaSharedMemoryUnregister": self._cuda_unregister,
-            "TraceSetting": self._trace_setting,
-            "LogSettings": self._log_settings,
-        }
-        return {name: unary(getattr(pb, f"{name}Request"), answer) for name, answer in answers.items()}
-
-    def is_model_ready(self, model: str, version: str) -> bool:
-        """True if requests for the model can be served; a model that is not there is not ready, as in Triton."""
-        try:
-            self._plane.require_model_ready(model, version)
-        except (NotFound, Unavailable):
-            return False
-        return True
-
-    # Health and metadata
-
-    async def _server_live(self, request: Any) -> Any:
-        return pb.ServerLiveResponse(live=True)
-
-    async def _server_ready(self, request: Any) -> Any:
-        return pb.ServerReadyResponse(ready=self._plane.ready())
-
-    async def _model_ready(self, request: Any) -> Any:
-        return pb.ModelReadyResponse(ready=self.is_model_ready(request.name, request.version))
-
-    async def _server_metadata(self, request: Any) -> Any:
-        return _from_json(self._plane.server_metadata(), pb.ServerMetadataResponse())
-
-    async def _model_metadata(self, request: Any) -> Any:
-        metadata = self._plane.model_metadata(request.name, request.version)
-        # Triton's message has no field for them; what matters of them is in the repository index too.
-        metadata.pop("parameters", None)
-        return _from_json(metadata, pb.ModelMetadataResponse())
-
-    async def _model_config(self, request: Any) -> Any:
-        return _from_json({"config": self._plane.config(request.name, request.version)}, pb.ModelConfigResponse())
-
-    async def _model_statistics(self, request: Any) -> Any:
-        found: Any = self._plane.statistics(request.name, request.version)["model_stats"]
-        # Triton's message has no field for where a version runs.
-        models = [{key: value for key, value in one.items() if key != "headrace"} for one in found]
-        return _from_json({"model_stats": models}, pb.ModelStatisticsResponse())
-
-    # The repository
-
-    async def _repository_index(self, request: Any) -> Any:
-        _only_repository(request)
-        return _from_json({"models": list(self._plane.index(request.ready))}, pb.RepositoryIndexResponse())
-
-    async def _load(self, request: Any) -> Any:
-        _only_repository(request)
-        await self._plane.load(request.model_name, _parameters(request))
-        return pb.RepositoryModelLoadResponse()
-
-    async def _unload(self, request: Any) -> Any:
-        _only_repository(request)
-        await self._plane.unload(request.model_name, _parameters(request))
-        return pb.RepositoryModelUnloadResponse()
-
-    # Shared memory
-
-    async def _system_status(self, request: Any) -> Any:
-        return _regions(self._services.regions.status("system", request.name), pb.SystemSharedMemoryStatusResponse())
-
-    async def _system_register(self, request: Any) -> Any:
-        _named(request)
-        self._services.regions.register_system(request.name, request.key, request.offset, request.byte_size)
-        return pb.SystemSharedMemoryRegisterResponse()
-
-    async def _system_unregister(self, request: Any) -> Any:
-        self._services.regions.unregister("system", request.name)
-        return pb.SystemSharedMemoryUnregisterResponse()
-
-    async def _cuda_status(self, request: Any) -> Any:
-        return _regions(self._services.regions.status("cuda", request.name), pb.CudaSharedMemoryStatusResponse())
-
-    async def _cuda_register(self, request: Any) -> Any:
-        _named(request)
-        self._services.regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
-        return pb.CudaSharedMemoryRegisterResponse()
-
-    async def _cuda_unregister(self, request: Any) -> Any:
-        self._services.regions.unregister("cuda", request.name)
-        return pb.CudaSharedMemoryUnregisterResponse()
-
-    # Traces and logs
-
-    async def _trace_setting(self, request: Any) -> Any:
+    def trace_settings(request: Any) -> Mapping[str, object]:
         changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
-        settings = self._plane.trace_settings(request.model_name, changes or None)
-        response = pb.TraceSettingResponse()
-        for name, value in settings.items():
-            response.settings[name].value.extend(value if isinstance(value, list | tuple) else [str(value)])
-        return response
+        settings = plane.trace_settings(request.model_name, changes or None)
+        return {"settings": {name: {"value": _texts(value)} for name, value in settings.items()}}
 
-    async def _log_settings(self, request: Any) -> Any:
-        logs = self._services.logs
-        changes = {name: _chosen(name, setting, "parameter_choice") for name, setting in request.settings.items()}
-        settings = logs.update(changes) if changes else logs.settings()
-        response = pb.LogSettingsResponse()
-        for name, value in settings.items():
-            setting = response.settings[name]
-            if isinstance(value, bool):
-                setting.bool_param = value
-            elif isinstance(value, int):
-                setting.uint32_param = value
-            else:
-                setting.string_param = value
-        return response
+    def log_settings(request: Any) -> Mapping[str, object]:
+        changes = {name: _chosen(name, setting) for name, setting in request.settings.items()}
+        settings = services.logs.update(changes) if changes else services.logs.settings()
+        return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
+
+    answers: dict[str, Answer] = {
+        "ServerLive": lambda request: plane.live(),
+        "ServerReady": lambda request: {"ready": services.models.ready()},
+        "ModelReady": lambda request: {"ready": _is_ready(plane, request.name, request.version)},
+        "ServerMetadata": lambda request: plane.server_metadata(),
+        # Triton's messages have no field for the engine's precision, nor for where a version runs.
+        "ModelMetadata": lambda request: _without("parameters", plane.model_metadata(request.name, request.version)),
+        "ModelConfig": lambda request: {"config": plane.config(request.name, request.version)},
+        "ModelStatistics": lambda request: {
+            "model_stats": [
+                _without("headrace", each) for each in services.models.statistics(request.name, request.version)
+            ]
+        },
+        "TraceSetting": trace_settings,
+        "LogSettings": log_settings,
+    }
+    answers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
+    return {name: _unary(name, answer) for name, answer in answers.items()}
 
 
-def _from_json(values: Mapping[str, object], response: P) -> P:
-    """Fill a message from Triton's JSON, which names its fields as the message does."""
-    json_format.ParseDict(dict(values), response)
-    return response
+def _repository(plane: ControlPlane) -> dict[str, Answer]:
+    def index(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        return {"models": list(plane.index(request.ready))}
+
+    async def load(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        await plane.load(request.model_name, _parameters(request))
+        return {}
+
+    async def unload(request: Any) -> Mapping[str, object]:
+        _only_repository(request)
+        await plane.unload(request.model_name, _parameters(request))
+        return {}
+
+    return {"RepositoryIndex": index, "RepositoryModelLoad": load, "RepositoryModelUnload": unload}
+
+
+def _shared_memory(kind: str, regions: Regions) -> dict[str, Answer]:
+    def status(request: Any) -> Mapping[str, object]:
+        return {"regions": {str(row["name"]): dict(row) for row in regions.status(kind.lower(), request.name)}}
+
+    def register(request: Any) -> Mapping[str, object]:
+        if not request.name:
+            raise BadRequest("a region needs a name")
+        if kind == "System":
+            regions.register_system(request.name, request.key, request.offset, request.byte_size)
+        else:
+            regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+        return {}
+
+    def unregister(request: Any) -> Mapping[str, object]:
+        regions.unregister(kind.lower(), request.name)
+        return {}
+
+    name = f"{kind}SharedMemory"
+    return {f"{name}Status": status, f"{name}Register": register, f"{name}Unregister": unregister}
+
+
+def _is_ready(plane: ControlPlane, model: str, version: str) -> bool:
+    """True if the model can serve requests; a model that does not exist is not ready, as in Triton."""
+    try:
+        plane.require_model_ready(model, version)
+    except (NotFound, Unavailable):
+        return False
+    return True
+
+
+def _without(key: str, values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name != key}
 
 
 def _only_repository(request: Any) -> None:
@@ -196,17 +145,12 @@ def _only_repository(request: Any) -> None:
         raise Unsupported("'repository_name' is not supported: all repositories share one set of model names")
 
 
-def _named(request: Any) -> None:
-    if not request.name:
-        raise BadRequest("a region needs a name")
-
-
 def _parameters(request: Any) -> dict[str, object]:
-    return {name: _chosen(name, value, "parameter_choice") for name, value in request.parameters.items()}
+    return {name: _chosen(name, value) for name, value in request.parameters.items()}
 
 
-def _chosen(name: str, value: Any, choice: str) -> Any:
-    field = value.WhichOneof(choice)
+def _chosen(name: str, value: Any) -> Any:
+    field = value.WhichOneof("parameter_choice")
     if field is None:
         raise BadRequest(f"{name[:64]!r} has no value")
     return getattr(value, field)
@@ -223,7 +167,11 @@ def _trace_value(name: str, values: list[str]) -> object:
     return values[0]
 
 
-def _regions(rows: Any, response: P) -> P:
-    for row in rows:
-        json_format.ParseDict(dict(row), response.regions[row["name"]])  # type: ignore[attr-defined]
-    return response
+def _texts(value: object) -> list[str]:
+    return list(value) if isinstance(value, list | tuple) else [str(value)]
+
+
+def _log_field(value: object) -> str:
+    if isinstance(value, bool):
+        return "bool_param"
+    return "uint32_param" if isinstance(value, int) else "string_param"

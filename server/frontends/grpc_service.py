@@ -6,7 +6,7 @@ from tritonclient.grpc import service_pb2
 
 from server.frontends import grpc_health, grpc_reflection
 from server.frontends.asked import AskedHeaders
-from server.frontends.grpc_control import ControlMethods
+from server.frontends.grpc_control import control_methods
 from server.frontends.grpc_health import HealthService
 from server.frontends.grpc_infer import InferService
 from server.frontends.grpc_methods import Methods, Stream, Unary
@@ -29,9 +29,7 @@ def grpc_methods(services: Services, max_message_bytes: int, asked_headers: Aske
     health = HealthService(services.models, SERVICE)
     names = (SERVICE, grpc_health.SERVICE, *grpc_reflection.SERVICES)
     reflection = ReflectionService(names)
-    unary: dict[str, Unary] = {
-        f"/{SERVICE}/{name}": method for name, method in ControlMethods(services).methods().items()
-    }
+    unary: dict[str, Unary] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
     unary[f"/{SERVICE}/ModelInfer"] = infer.infer
     unary[f"/{grpc_health.SERVICE}/Check"] = health.check
     streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in grpc_reflection.SERVICES}
