@@ -132,7 +132,7 @@ def skip_absent(engine: str) -> None:
         pytest.skip("server/frontends/grpc_fast.py is not there yet")
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     skip_absent(request.param)
     return str(request.param)
