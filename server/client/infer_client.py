@@ -1,6 +1,6 @@
 """The client of `headrace infer`: models of a V2 server over gRPC, by tritonclient.
 
-tritonclient and its libraries take a tenth of a second to import, so only the command that uses this module imports it.
+tritonclient and its libraries take 0.3 s to import, so only the command that uses this module imports it.
 """
 
 from __future__ import annotations

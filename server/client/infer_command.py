@@ -89,7 +89,7 @@ def run(
     if (bool(files), raw is not None, json_input is not None).count(True) != 1:
         _complain(errors, "give pictures, or --raw FILE.npz, or --json-input FILE.json: exactly one of them")
         return 2
-    # grpcio takes a tenth of a second to import, which the other commands need not spend.
+    # tritonclient takes 0.3 s to import, which the other commands need not spend.
     from server.client.infer_client import InferClient
 
     try:
