@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ class FakeCuda:
     Attributes:
         depth: how many contexts are pushed.
         live: addresses of allocated device and pinned memory.
+        device_blocks: sizes of allocated device memory, by address.
         room_bytes: device memory that is left.
         captured: work recorded while a graph is captured, None outside of that.
         busy: True if something was queued on the stream that nobody has waited for.
@@ -35,12 +37,14 @@ class FakeCuda:
         registered: sizes of the host's memory that is pinned, by address.
         refuse_pinning: makes that fail.
         exported: arrays that stand for memory of another process, by IPC handle.
+        opened: how often each of them is open here, by address.
         broken_ipc: makes copies of such memory fail.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.live: set[int] = set()
+        self.device_blocks: dict[int, int] = {}
         self.room_bytes = 1 << 30
         self.captured: list[Callable[[], None]] | None = None
         self.busy = False
@@ -54,7 +58,12 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.refuse_pinning = False
         self.exported: dict[bytes, Any] = {}
+        self.opened: Counter[int] = Counter()
         self.broken_ipc = False
+
+    def used_bytes(self) -> int:
+        """Device memory that is allocated."""
+        return sum(self.device_blocks.values())
 
     def submit(self, work: Callable[[], None], stream: int = 77) -> None:
         """Queue work on a stream: done at once, or recorded for a graph."""
@@ -179,6 +188,7 @@ def _add_memory(module: Any, cuda: FakeCuda) -> None:
             self._block = ctypes.create_string_buffer(size)
             self._address = ctypes.addressof(self._block)
             cuda.live.add(self._address)
+            cuda.device_blocks[self._address] = size
 
         def __int__(self) -> int:
             return self._address
@@ -186,6 +196,7 @@ def _add_memory(module: Any, cuda: FakeCuda) -> None:
         def free(self) -> None:
             assert cuda.depth > 0
             cuda.live.remove(self._address)
+            del cuda.device_blocks[self._address]
 
     def pagelocked_empty(size: int, dtype: Any) -> Any:
         assert np.dtype(dtype) == np.uint8
@@ -203,6 +214,7 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
             if bytes(handle) not in cuda.exported:
                 raise DriverError("cuIpcOpenMemHandle failed: invalid resource handle")
             self._array = cuda.exported[bytes(handle)]
+            cuda.opened[int(self)] += 1
             cuda.live.add(int(self))
 
         def __int__(self) -> int:
@@ -210,7 +222,9 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
 
         def close(self) -> None:
             assert cuda.depth > 0
-            cuda.live.remove(int(self))
+            cuda.opened[int(self)] -= 1
+            if not cuda.opened[int(self)]:
+                cuda.live.remove(int(self))
 
     def address_range(address: int) -> tuple[int, int]:
         sizes = {array.ctypes.data: array.nbytes for array in cuda.exported.values()}
@@ -222,7 +236,15 @@ def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
             raise DriverError("cuMemcpyDtoH failed: invalid argument")
         ctypes.memmove(target.ctypes.data, source, target.nbytes)
 
-    module.IPCMemoryHandle, module.mem_get_address_range, module.memcpy_dtoh = IPCMemoryHandle, address_range, dtoh_now
+    def htod_now(target: int, source: Any) -> None:
+        assert cuda.depth > 0
+        if cuda.broken_ipc:
+            raise DriverError("cuMemcpyHtoD failed: invalid argument")
+        content = bytes(source)
+        ctypes.memmove(target, content, len(content))
+
+    module.IPCMemoryHandle, module.mem_get_address_range = IPCMemoryHandle, address_range
+    module.memcpy_dtoh, module.memcpy_htod = dtoh_now, htod_now
 
 
 class _Library:

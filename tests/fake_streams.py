@@ -136,6 +136,7 @@ def _stream_and_event(cuda: LateCuda) -> tuple[type, type]:
         def __init__(self, flags: int = 0) -> None:
             assert cuda.depth > 0
             self.recorded = self.done = 0
+            self.at_us = 0.0
 
         def record(self, stream: Stream) -> None:
             self.recorded += 1
@@ -143,7 +144,12 @@ def _stream_and_event(cuda: LateCuda) -> tuple[type, type]:
 
         def _happen(self) -> bool:
             self.done += 1
+            self.at_us = cuda.now_us
             return True
+
+        def time_since(self, earlier: Event) -> float:
+            assert self.done == self.recorded, "it has not happened yet"
+            return (self.at_us - earlier.at_us) / 1000
 
         def synchronize(self) -> None:
             cuda.check()

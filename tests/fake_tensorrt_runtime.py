@@ -40,7 +40,11 @@ class FakeRuntime:
         if not plan.startswith(MAGIC):
             self._logger.log(1, "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed.")
             return None
-        told = json.loads(plan[len(MAGIC) :])
+        try:
+            told = json.loads(plan[len(MAGIC) :])
+        except ValueError:
+            self._logger.log(1, "Serialization assertion failed: the plan is cut off.")
+            return None
         if told["version"] != self._trt.__version__:
             text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
             self._logger.log(1, f"{text} {self._trt.__version__} got {told['version']}")

@@ -32,16 +32,6 @@ from tests.kernel_cases import (
 )
 
 
-def test_pictures_in_full_precision() -> None:
-    for recipe in RECIPES.values():
-        check_pictures(recipe, "float32")
-
-
-def test_pictures_in_half_precision() -> None:
-    for recipe in RECIPES.values():
-        check_pictures(recipe, "float16")
-
-
 def test_pictures_that_lie_anywhere() -> None:
     for dtype in ("float32", "float16"):
         for name in ("crop only", "not divisible", "odd channels last", "odd gray", "one pixel"):
@@ -68,10 +58,6 @@ def test_pixels_are_scaled_as_if_divided_whatever_the_scale() -> None:
 def test_a_large_batch_of_camera_pictures() -> None:
     check_pictures(CAMERA, "float16", rows=8)
     check_pictures(RECIPES["crop only"], "float32", rows=33)
-
-
-def test_a_launch_is_captured_in_a_graph() -> None:
-    check_pictures(RECIPES["shrunk"], "float16", rows=5, graph=True)
 
 
 def test_rows_are_gathered_and_padded() -> None:

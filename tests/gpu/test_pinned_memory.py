@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from server.core.resident import PINNED, ResidentRows
 from server.core.tensor import Array
 from server.cuda.shared_memory import ClientMemory, PinnedFile
 
@@ -94,68 +93,6 @@ class Fetch:
             self._buffer.free()
             self._table.free()
         self._kernel.close()
-
-
-@pytest.fixture
-def fetch() -> Iterator[Fetch]:
-    with closing(Fetch()) as made:
-        yield made
-
-
-def test_the_gpu_reads_a_pinned_array(fetch: Fetch) -> None:
-    from server.cuda.pinned import pinned_empty, pinned_rows
-
-    array = pinned_empty((16, 1000), np.float32)
-    array[:] = np.random.default_rng(0).standard_normal(array.shape, dtype=np.float32)
-    expected = array[3:5].copy()
-    rows: ResidentRows = pinned_rows(array)[3:5]
-    del array
-    gc.collect()
-    assert rows.device == PINNED
-    seen = fetch(rows.address, rows.nbytes).view(np.float32).reshape(rows.shape)
-    np.testing.assert_array_equal(seen, expected)
-    np.testing.assert_array_equal(np.asarray(rows), expected)
-
-
-def test_memory_that_is_not_pinned_is_refused() -> None:
-    from server.cuda.driver import DeviceError
-    from server.cuda.pinned import pinned_rows
-
-    with pytest.raises(DeviceError, match="looking for pinned memory"):
-        pinned_rows(np.zeros(1 << 20, np.uint8))
-
-
-@pytest.mark.parametrize(("start", "size"), [(0, SIZE), (4096, 100), (4097, 1_000_000), (SIZE - 3, 3)])
-def test_the_gpu_reads_a_file_in_shared_memory(path: Path, fetch: Fetch, start: int, size: int) -> None:
-    memory = ClientMemory(1 << 30)
-    found = pinned(memory, path, start, size)
-    assert found is not None
-    np.testing.assert_array_equal(fetch(found.address, size), CONTENT[start : start + size])
-    for offset in (1, 2, 4, 8, 16):
-        part = fetch(found.address + min(offset, size - 1), 1 + size // 2 - min(offset, size // 2))
-        np.testing.assert_array_equal(part, CONTENT[start + min(offset, size - 1) :][: len(part)])
-    # What the client writes later is seen without asking.
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(b"\xff\xfe\xfd")
-    assert fetch(found.address, 3).tolist() == [255, 254, 253]
-    del found
-    finished(memory)
-    again = pinned(memory, path, start, size)
-    assert again is not None
-    del again
-    finished(memory)
-
-
-def test_two_regions_of_one_file_are_pinned_side_by_side(path: Path, fetch: Fetch) -> None:
-    memory = ClientMemory(1 << 30)
-    both = [pinned(memory, path, 0, SIZE), pinned(memory, path, 100, 5000)]
-    for found, start in zip(both, (0, 100), strict=True):
-        assert found is not None
-        np.testing.assert_array_equal(fetch(found.address, 5000), CONTENT[start : start + 5000])
-    both.clear()
-    found = None
-    finished(memory)
 
 
 PLACES = [(offset, size) for size in (1, 3, 4, 16, 17, 64, 4096, 1 << 16, (1 << 16) + 1, 1 << 20) for offset in PLACED]

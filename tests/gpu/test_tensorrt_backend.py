@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -34,7 +33,6 @@ from server.dataplane.handle import ModelHandle
 from server.dataplane.policy import HandlePolicy
 from server.dataplane.selection import QueueLimits
 from server.observability.recorder import Recorder
-from tests.gpu.own_memory import own_bytes
 from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
 from tests.serving import ROOT, serving
 
@@ -106,79 +104,6 @@ def test_batches_of_every_size(plan: Path, graphs: str, caplog: pytest.LogCaptur
     assert not caplog.records, "graphs can be captured, and TensorRT complains of nothing"
 
 
-def test_flights_overlap_and_are_finished_by_another_thread(plan: Path) -> None:
-    with opened(plan) as execution:
-        batches = [pictures(1 + number % ROWS, seed=number) for number in range(60)]
-        free = threading.Semaphore(execution.depth)
-        launched: list[Any] = []
-        there = threading.Semaphore(0)
-        found: list[Any] = []
-
-        def finish() -> None:
-            for number in range(len(batches)):
-                there.acquire()
-                found.append(execution.finish(launched[number]))
-                free.release()
-
-        finisher = threading.Thread(target=finish)
-        finisher.start()
-        for x in batches:
-            free.acquire()
-            launched.append(fly(execution, x))
-            there.release()
-        finisher.join(60)
-        for x, outputs in zip(batches, found, strict=True):
-            check(outputs, x)
-
-
-def test_instances_at_the_same_time(plan: Path) -> None:
-    with closing(TensorRtBackend().load(plan, 2, {MAX_BATCH_SIZE: str(ROWS)})) as model:
-        wrong: list[BaseException] = []
-
-        def work(index: int) -> None:
-            try:
-                with closing(model.execution(index)) as execution:
-                    for number in range(100):
-                        x = pictures(1 + number % 5, seed=index)
-                        found = execution.run({"x": x})
-                        if number % 20 == 0:
-                            check(found, x)
-            except BaseException as error:
-                wrong.append(error)
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not wrong, wrong
-
-
-def test_memory_is_taken_once_and_given_back(plan: Path) -> None:
-    with opened(plan):
-        pass  # whatever a process takes once is taken now
-    before = own_bytes()
-    for _ in range(3):
-        with opened(plan) as execution:
-            execution.run({"x": pictures(ROWS)})
-            taken = own_bytes()
-            for number in range(200):
-                execution.run({"x": pictures(1 + number % ROWS)})
-            assert own_bytes() == taken
-    assert own_bytes() - before <= 32 << 20, (before, own_bytes())
-
-
-def test_profiles_by_bucket(tmp_path: Path) -> None:
-    path = tmp_path / "model.plan"
-    TARGET.build(convolutions(), Order("fp32", (profile(1, 1, 1), profile(4, 16, 16))), path, silent)
-    with opened(path, rows=16) as execution:
-        for count in (1, 2, 3, 4, 9, 16):
-            x = pictures(count, seed=count)
-            check(execution.run({"x": x}), x)
-    with pytest.raises(ConfigError, match="up to 16 rows"), opened(path, rows=17):
-        pass
-
-
 def test_rows_of_any_length(tmp_path: Path) -> None:
     path, model = tmp_path / "model.plan", transformer()
     TARGET.build(model, Order("fp32", (ShapeRange({"ids": ((1, 4), (4, 16), (8, 32))}),)), path, silent)
@@ -224,15 +149,6 @@ def test_an_output_whose_shape_the_values_decide_on(tmp_path: Path) -> None:
         pass
 
 
-def test_plans_that_are_refused(plan: Path, tmp_path: Path) -> None:
-    whole = plan.read_bytes()
-    path = tmp_path / "model.plan"
-    for content in (b"", b"rubbish", whole[: len(whole) // 2]):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match="headrace build"):
-            TensorRtBackend().load(path, 1, {})
-
-
 # Through the data plane
 
 
@@ -262,24 +178,6 @@ def handled(path: Path, mailbox: Mailbox, width: int = 16, instances: int = 1) -
 
 def request(x: np.ndarray[Any, Any]) -> InferRequest:
     return InferRequest(inputs={"x": x}, rows=len(x), shape_key=x.shape[1:], received_ns=time.monotonic_ns())
-
-
-def test_through_the_scheduler(plan: Path) -> None:
-    async def scenario() -> None:
-        with handled(plan, Mailbox(asyncio.get_running_loop()), instances=2) as handle:
-            batches = [pictures(1 + number % 7, seed=number) for number in range(200)]
-            found = await asyncio.gather(*[_answer(handle, x) for x in batches])
-            for x, outputs in list(zip(batches, found, strict=True))[::10]:
-                check(outputs, x)
-            # And from threads that wait, beside the loop's callers.
-            waiting = [asyncio.to_thread(lambda x=x: handle.infer_blocking(request(x)).outputs) for x in batches]
-            mixed = await asyncio.gather(*waiting, *[_answer(handle, x) for x in batches])
-            for x, outputs in list(zip([*batches, *batches], mixed, strict=True))[::10]:
-                check(outputs, x)
-            for x in batches[:10]:
-                check(handle.infer_blocking(request(x)).outputs, x)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 async def _answer(handle: ModelHandle, x: np.ndarray[Any, Any]) -> Any:
