@@ -148,11 +148,12 @@ def _known_at(loc: Location) -> list[str]:
     for part in loc:
         field = model.model_fields.get(str(part))
         if field is not None:
-            model = _model_in(field.annotation) or model
+            model = model_in(field.annotation) or model
     return list(model.model_fields)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model class in a field's annotation, e.g. of `tuple[ModelInput, ...]`; None if there is none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner)) is not None), None)
+    return next((found for inner in get_args(annotation) if (found := model_in(inner)) is not None), None)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from server.config.config_binding import model_in
 from server.config.config_completion import DEFAULT_MAX_BATCH_SIZE
 from server.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
 from server.core.model_config import HEADRACE_FIELDS, ModelConfig, is_own
@@ -160,12 +161,6 @@ that acts on it comes with a later release.
 """
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _model_in(inner)) is not None), None)
-
-
 def _step(annotation: Any) -> tuple[str, ...]:
     """`*` if one goes through an index or a key to reach the part inside of a field."""
     if get_origin(annotation) in (tuple, dict):
@@ -178,7 +173,7 @@ def _parts(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple
     yield path, model
     for name, field in model.model_fields.items():
         pattern = (*path, name, *_step(field.annotation))
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         if inner is not None and inner.model_fields:
             yield from _parts(inner, pattern)
 
