@@ -25,6 +25,7 @@ from server.config.config_completion import (
 from server.config.document import MAX_CONFIG_BYTES, Document, refuse
 from server.config.model_files import (
     check_model_file,
+    decoded,
     filename_problem,
     find_model_file,
     find_versions,
@@ -197,12 +198,7 @@ class _FolderReader:
             content = stream.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
             raise refuse(name, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
-        self._document = CONFIG_FILES[present[0]](text, name)
+        self._document = CONFIG_FILES[present[0]](decoded(content, name), name)
         return True
 
     def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:

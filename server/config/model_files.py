@@ -165,11 +165,7 @@ def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
         raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
     if content is None:
         raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
+    text = decoded(content, name)
     # Not splitlines(): that also splits at characters which may stand in a name.
     return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
 
@@ -229,3 +225,20 @@ def _samples(config: ModelConfig) -> dict[str, str]:
 def _file_of(data: str) -> str:
     """The file or folder of samples; "samples.py:held_out" is a function in a file."""
     return data.rpartition(":")[0] if ".py:" in data else data
+
+
+def decoded(content: bytes, name: str) -> str:
+    """The text of a file, without a byte order mark.
+
+    Args:
+        content: all of the file.
+        name: of the file, for the message.
+
+    Raises:
+        ConfigError: it is not UTF-8; with the line.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
