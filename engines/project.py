@@ -79,7 +79,7 @@ def open_project(model: str, repository: Path, version: int | None = None) -> Pr
     if chosen not in folder.versions:
         there = ", ".join(map(str, folder.versions))
         raise BuildError(f"{folder.name} has no version {chosen}: choose from {there}")
-    source = _source(folder, chosen)
+    source = folder.source_file(chosen)
     findings = check_model_file(source, path.parent)
     if findings:
         raise BuildError(str(findings[0]))
@@ -112,9 +112,3 @@ def _folder(model: str, repository: Path) -> Path:
         return find_model_folder(model, repository)
     except NotFound as error:
         raise BuildError(str(error)) from error
-
-
-def _source(folder: ModelFolder, version: int) -> Path:
-    if folder.config.backend == "onnxruntime":
-        return folder.model_file(version)
-    return folder.path / str(version) / SOURCE
