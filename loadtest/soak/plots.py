@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from server.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, ticks
+from server.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, text_element, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 52, 46
 _EVENT_HEIGHT = 6
@@ -36,14 +36,14 @@ def time_plot(
     """
     highest = max((value for curve in curves for value in curve.values if math.isfinite(value)), default=0.0)
     up = ticks(highest)
-    parts = [_text(f"{title}, {unit}", _LEFT, 18, "t"), _legend(curves)]
+    parts = [text_element(f"{title}, {unit}", _LEFT, 18, "t"), _legend(curves)]
     for tick in up:
         y = _y(tick, up[-1])
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="var(--line)"/>')
-        parts.append(_text(short(tick), _LEFT - 6, y + 4, "s", "end"))
+        parts.append(text_element(short(tick), _LEFT - 6, y + 4, "s", "end"))
     seconds = [tick for tick in ticks(end_s) if tick <= end_s]
-    parts += [_text(short(tick), _x(tick, end_s), HEIGHT - _BOTTOM + 18, "s", "middle") for tick in seconds]
-    parts.append(_text("s", WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, "s", "end"))
+    parts += [text_element(short(tick), _x(tick, end_s), HEIGHT - _BOTTOM + 18, "s", "middle") for tick in seconds]
+    parts.append(text_element("s", WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, "s", "end"))
     for at_s, name in events:
         x = _x(at_s, end_s)
         mark = f'<path d="M{x:.1f} {HEIGHT - _BOTTOM}v-{_EVENT_HEIGHT}" stroke="var(--soft)" stroke-width="1.5"/>'
@@ -71,7 +71,7 @@ def _legend(curves: Sequence[Curve]) -> str:
     parts, x = [], float(_LEFT)
     for number, curve in enumerate(curves):
         parts.append(f'<path d="M{x:.0f} 36h16" stroke="{nth_colour(number)}" stroke-width="3"/>')
-        parts.append(_text(curve.name, x + 21, 40))
+        parts.append(text_element(curve.name, x + 21, 40))
         x += 38 + 6.6 * len(curve.name)
     return "".join(parts)
 
@@ -82,8 +82,3 @@ def _x(at_s: float, end_s: float) -> float:
 
 def _y(value: float, top: float) -> float:
     return HEIGHT - _BOTTOM - (HEIGHT - _BOTTOM - _TOP) * value / top
-
-
-def _text(text: str, x: float, y: float, style: str = "", anchor: str = "") -> str:
-    extra = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor else "")
-    return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'

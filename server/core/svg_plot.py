@@ -156,16 +156,16 @@ def line_plot(title: str, series: Sequence[Series], x_title: str, y_title: str, 
     """
     drawn = [one for one in series if one.points]
     points = [point for one in drawn for point in one.points]
-    parts = [_text(title, _LEFT, 18, "t")]
+    parts = [text_element(title, _LEFT, 18, "t")]
     if not points:
-        return "".join([*parts, _text("nothing was measured", WIDTH / 2, HEIGHT / 2, "s", "middle")])
+        return "".join([*parts, text_element("nothing was measured", WIDTH / 2, HEIGHT / 2, "s", "middle")])
     xs = sorted({point.x for point in points})
     tops = [max(point.y, point.high or 0.0) for point in points]
     y_ticks = log_ticks(min(p.y for p in points), max(tops)) if log_y else ticks(max(tops))
     across = _Axis(xs[0], xs[-1], _LEFT + _INSET, WIDTH - _RIGHT - _INSET, True)
     up = _Axis(y_ticks[0], y_ticks[-1], HEIGHT - _BOTTOM, _TOP, log_y)
     parts.append(_grid(y_ticks, up, x_title, y_title))
-    parts += [_text(short(x), across.at(x), HEIGHT - _BOTTOM + 16, "s", "middle") for x in _thinned(xs, across)]
+    parts += [text_element(short(x), across.at(x), HEIGHT - _BOTTOM + 16, "s", "middle") for x in _thinned(xs, across)]
     for number, one in enumerate(drawn):
         parts.append(_line(number, one, across, up, y_title))
     return "".join(parts)
@@ -178,12 +178,12 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
         panel: what is drawn.
         names: of the curves, in the order of their colours and dashes; see `curve_legend`.
     """
-    parts = [_text(panel.title, _LEFT, 18, "t")]
+    parts = [text_element(panel.title, _LEFT, 18, "t")]
     points = [
         (x, y) for curve in panel.curves for x, y in zip(curve.xs, curve.ys, strict=True) if x > 0 or not panel.log_x
     ]
     if not points:
-        return "".join([*parts, _text(panel.empty, WIDTH / 2, HEIGHT / 2, "s", "middle")])
+        return "".join([*parts, text_element(panel.empty, WIDTH / 2, HEIGHT / 2, "s", "middle")])
     xs = [x for x, _ in points] + list(panel.marks)
     x_ticks = log_ticks(min(xs), max(xs)) if panel.log_x else ticks(max(xs))
     y_ticks = ticks(max(y for _, y in points))
@@ -193,7 +193,9 @@ def curve_plot(panel: Panel, names: Sequence[str]) -> str:
     for tick in x_ticks:
         x = across.at(tick)
         parts.append(f'<path d="M{x:.1f} {HEIGHT - _BOTTOM}v5" stroke="var(--ink)"/>')
-    parts += [_text(short(x), across.at(x), HEIGHT - _BOTTOM + 18, "s", "middle") for x in _thinned(x_ticks, across)]
+    parts += [
+        text_element(short(x), across.at(x), HEIGHT - _BOTTOM + 18, "s", "middle") for x in _thinned(x_ticks, across)
+    ]
     for mark in panel.marks:
         x = across.at(mark)
         parts.append(f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" stroke="var(--ink)" stroke-dasharray="2 2"/>')
@@ -217,28 +219,28 @@ def curve_legend(names: Sequence[str]) -> str:
     parts = []
     for number, name in enumerate(names):
         y = _CURVE_LEGEND_HEIGHT * number + _CURVE_LEGEND_HEIGHT / 2
-        parts.append(f'<path d="M0 {y:.1f}h28" {_stroke(number)}/>{_text(name, 36, y + 4)}')
+        parts.append(f'<path d="M0 {y:.1f}h28" {_stroke(number)}/>{text_element(name, 36, y + 4)}')
     return "".join(parts)
 
 
 def bar_plot(title: str, bars: Sequence[Bar]) -> str:
     """A panel of horizontal bars from 0 to 1 with their values behind them; as high as `bars_height`."""
     start = max([150, *(round(_LETTER * len(bar.label)) for bar in bars)])
-    parts = [_text(title, 0, 18, "t")]
+    parts = [text_element(title, 0, 18, "t")]
     if not bars:
-        parts.append(_text("nothing was measured", 0, 44, "s"))
+        parts.append(text_element("nothing was measured", 0, 44, "s"))
     room = WIDTH - start - 64
     for number, bar in enumerate(bars):
         y = _TOP + number * (_BAR_HEIGHT + _BAR_GAP)
         width = room * min(max(bar.value, 0.0), 1.0)
-        parts.append(_text(bar.label, 0, y + 13))
+        parts.append(text_element(bar.label, 0, y + 13))
         parts.append(
             f'<rect x="{start}" y="{y}" width="{room}" height="{_BAR_HEIGHT}" rx="3" fill="var(--line)" opacity=".5"/>'
         )
         parts.append(
             f'<rect x="{start}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" rx="3" fill="{colour(bar.name)}"/>'
         )
-        parts.append(_text(bar.text, start + room + 6, y + 13))
+        parts.append(text_element(bar.text, start + room + 6, y + 13))
     return "".join(parts)
 
 
@@ -286,7 +288,7 @@ def legend(names: Sequence[str]) -> str:
     x = 8
     for number, name in enumerate(names):
         parts.append(_marker(number, x, LEGEND_HEIGHT / 2, colour(name)))
-        parts.append(_text(name, x + 10, LEGEND_HEIGHT / 2 + 4))
+        parts.append(text_element(name, x + 10, LEGEND_HEIGHT / 2 + 4))
         x += 34 + 8 * len(name)
     return "".join(parts)
 
@@ -338,8 +340,8 @@ def _grid(y_ticks: Sequence[float], up: _Axis, x_title: str, y_title: str) -> st
     for tick in y_ticks:
         y = up.at(tick)
         parts.append(f'<path d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}" stroke="var(--line)"/>')
-        parts.append(_text(short(tick), _LEFT - 6, y + 4, "s", "end"))
-    parts.append(_text(x_title, (_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, "s", "middle"))
+        parts.append(text_element(short(tick), _LEFT - 6, y + 4, "s", "end"))
+    parts.append(text_element(x_title, (_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 10, "s", "middle"))
     turned = f'transform="translate(12 {HEIGHT / 2 - 6:.0f}) rotate(-90)"'
     parts.append(f'<text class="s" text-anchor="middle" {turned}>{escape(y_title)}</text>')
     return "".join(parts)
@@ -393,6 +395,7 @@ def _thinned(xs: Sequence[float], across: _Axis) -> list[float]:
     return kept
 
 
-def _text(text: str, x: float, y: float, style: str = "", anchor: str = "") -> str:
+def text_element(text: str, x: float, y: float, style: str = "", anchor: str = "") -> str:
+    """A text at a place, in pixels; `style` and `anchor` are the CSS class and the text-anchor of SVG."""
     extra = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor else "")
     return f'<text x="{x:.1f}" y="{y:.1f}"{extra}>{escape(text)}</text>'
