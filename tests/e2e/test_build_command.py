@@ -24,6 +24,8 @@ from onnx import TensorProto, helper
 from tests import models
 from tests.serving import ROOT, Server, serving
 
+pytestmark = pytest.mark.slow
+
 FEATURES = 16
 CLASSES = 4
 

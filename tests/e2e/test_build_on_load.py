@@ -22,6 +22,8 @@ from tests.fake_builder import publish
 from tests.models import affine
 from tests.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 FEATURES, CLASSES = 64, 16
 CONFIG = """
 max_batch_size: 8

@@ -244,6 +244,7 @@ def _has_headrace(folder: str) -> bool:
     return (Path(folder) / "headrace").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(where.startswith(f"{page}:") for where, _ in COMMANDS)])
 def test_the_commands_of_a_page_run_as_typed(page: str, shell: Shell) -> None:

@@ -22,7 +22,10 @@ from tests.fake_gpu_server import HANDLE_BYTES, SHARED
 from tests.serving import Server, start
 
 COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm"),
+]
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def test_what_is_not_described_is_not_served(described: Server, page: Any) -> No
         assert described.request("GET", path)[0] == 404, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["", REAL_NAMES], ids=["any names", "real names"])
 def test_the_server_does_what_its_page_says(
     described: Server, page: Any, registered: None, tmp_path: Path, names: str

@@ -18,6 +18,8 @@ from tests.e2e.test_demo_models import DEMO
 from tests.models import add_model, affine
 from tests.serving import ROOT, Server, serving
 
+pytestmark = pytest.mark.slow
+
 MODELS = ("tiny", "digits", "add_sub", "efficientnet_lite0")
 SHAPES = dict(zip(MIXES, ("steady", "steps", "ramp", "spike"), strict=True))
 

@@ -32,6 +32,8 @@ from tests.models import add_model
 from tests.random_models import Sample, sample
 from tests.serving import HOST, Server, serving
 
+pytestmark = pytest.mark.slow
+
 MODELS = int(os.environ.get("HEADRACE_RANDOM_MODELS", "16"))
 REQUESTS = int(os.environ.get("HEADRACE_RANDOM_REQUESTS", "600"))
 FIRST_SEED = int(os.environ.get("HEADRACE_RANDOM_SEED", "0"))

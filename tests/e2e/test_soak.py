@@ -16,6 +16,8 @@ import pytest
 
 from tests.serving import ROOT
 
+pytestmark = pytest.mark.slow
+
 FAULTY = shlex.join([sys.executable, "-m", "tests.faulty_server", "serve"])
 
 

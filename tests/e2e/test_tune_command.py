@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 import tritonclient.http as triton
 
 from tests.models import affine
 from tests.serving import ROOT, serving
+
+pytestmark = pytest.mark.slow
 
 CONFIG = """\
 # Rows by guess.

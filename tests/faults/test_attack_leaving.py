@@ -26,6 +26,8 @@ from tests.attacks import (
 )
 from tests.serving import HOST
 
+pytestmark = pytest.mark.slow
+
 pb: Any = service_pb2
 INFER = SERVICE + "ModelInfer"
 INFER_PATH = "/v2/models/affine/infer"

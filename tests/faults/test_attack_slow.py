@@ -32,6 +32,8 @@ from tests.attacks import (
 from tests.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.serving import HOST
 
+pytestmark = pytest.mark.slow
+
 pb: Any = service_pb2
 INFER = SERVICE + "ModelInfer"
 INFER_PATH = "/v2/models/affine/infer"

@@ -19,6 +19,8 @@ from tritonclient.utils import InferenceServerException
 from tests.models import add_model, affine, busy
 from tests.serving import Server, serving
 
+pytestmark = pytest.mark.slow
+
 RELOADS = 20
 FEATURES, CLASSES = 16_384, 64  # 4 MB of weights: a version that is not given back shows
 SEEDS = (1, 2)

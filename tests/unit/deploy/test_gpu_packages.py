@@ -22,6 +22,8 @@ import pytest
 
 from tests.serving import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "deploy" / "gpu_packages.py"
 MODULES = {
     "tensorrt-cu12": {"tensorrt/__init__.py": "from tensorrt_bindings import __version__\n"},

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.onnx_runner import OnnxRunner
 
 _LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
+# Names for `light` of networks of hundreds of nodes: seconds for each test.
+DEEP = [pytest.param(name, marks=pytest.mark.slow) for name in ("inception_v2", "densenet121")]
 
 
 @functools.cache

@@ -23,6 +23,8 @@ from engines.simplify import simplify
 from tests.onnx_blocks import Network, small_cnn, transformer_block
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
+DEEP = ("light_densenet121", "light_inception_v2", "light_resnet50")
+NETWORKS = [pytest.param(path, marks=pytest.mark.slow) if path.stem in DEEP else path for path in LIGHT]
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 
@@ -216,7 +218,7 @@ def test_a_transformer_block_is_cast_and_answers_as_before(written_out: bool) ->
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("path", LIGHT, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NETWORKS, ids=lambda path: path.stem)
 def test_networks_of_many_families_are_cast(path: Path, precision: str) -> None:
     model = onnx.load(path)
     if path.stem.removeprefix("light_") in ("vgg19", "zfnet512", "bvlc_alexnet"):

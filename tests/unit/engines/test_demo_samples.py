@@ -47,6 +47,7 @@ def test_models_of_pictures_have_pictures(demo_repository, name):
     assert 0.3 < batch.std() < 2
 
 
+@pytest.mark.slow
 def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
     made = photographs.build()
     assert len(set(made.values())) == len(made) == 112

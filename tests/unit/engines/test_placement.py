@@ -198,9 +198,7 @@ def test_kept_nodes_are_left_out_with_what_stood_for_them_alone() -> None:
         assert not none.stored
 
 
-@pytest.mark.parametrize(
-    "name", ["residual", "squeeze_excite", "transformer", "squeezenet", "inception_v2", "densenet121"]
-)
+@pytest.mark.parametrize("name", ["residual", "squeeze_excite", "transformer", "squeezenet", *networks.DEEP])
 def test_ranges_of_the_whole_suffice_whatever_is_kept(name: str) -> None:
     model = simple(name)
     known = set(tensors_to_calibrate(model))

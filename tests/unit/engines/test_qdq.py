@@ -18,7 +18,7 @@ from engines.quantization.qdq import quantizable, quantize
 from engines.simplify import simplify
 from tests.unit.engines import networks
 
-FAMILIES = ["residual", "squeeze_excite", "transformer", "squeezenet", "shufflenet", "inception_v2", "densenet121"]
+FAMILIES = ["residual", "squeeze_excite", "transformer", "squeezenet", "shufflenet", *networks.DEEP]
 Ranges = dict[str, tuple[float, float]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -13,6 +14,8 @@ from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
 from engines.simplify import simplify
 from tests.unit.engines import networks
+
+pytestmark = pytest.mark.slow
 
 CHANNELS, SIDE = 8, 6
 _STEPS = [

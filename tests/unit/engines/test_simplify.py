@@ -24,7 +24,7 @@ def _same(model: onnx.ModelProto, simple: onnx.ModelProto, tolerance: float = 1e
         np.testing.assert_allclose(found[name], values, atol=tolerance * np.abs(values).max())
 
 
-@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "densenet121", "inception_v2"])
+@pytest.mark.parametrize("name", ["squeezenet", "shufflenet", *networks.DEEP])
 def test_light_models_keep_their_function_and_names(name: str) -> None:
     model = networks.light(name)
     before = model.SerializeToString(deterministic=True)

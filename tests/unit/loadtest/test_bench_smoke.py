@@ -17,6 +17,8 @@ from loadtest.bench.cases.idle_connections import idle_connections
 from loadtest.protocol import HttpRequest, send
 from loadtest.servers import ROOT, ServerCommand, ServerFailed, running
 
+pytestmark = pytest.mark.slow
+
 TINY = ROOT / "model_repository" / "tiny"
 needs_models = pytest.mark.skipif(not TINY.is_dir(), reason="the demo models are not built: `make models`")
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the bench needs two cores")
