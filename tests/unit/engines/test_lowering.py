@@ -17,7 +17,7 @@ from engines.lowering import Lowered, lower
 from engines.onnx_graph import Graph, copy_model
 from engines.onnx_runner import OnnxRunner
 from engines.progress import silent
-from engines.quantization.fp8 import OPSET
+from engines.quantization.fp8 import FP8_OPSET
 from engines.quantization.qdq import quantizable
 from engines.quantization.samples import Samples
 from engines.simplify import simplify
@@ -99,7 +99,7 @@ def test_at_least_half_of_the_layers_that_fp8_has_stay_in_fp8(tmp_path: Path) ->
     assert quantizable(simplify(model), "tensorrt", "fp8") == ["gemm0", "gemm1"]
     assert len(names) == 4
     made = lowered(model, tmp_path, "tensorrt", "fp8", min_cosine=1.0).model
-    assert made.opset_import[0].version >= OPSET
+    assert made.opset_import[0].version >= FP8_OPSET
     assert quantized(made)
 
 
