@@ -17,12 +17,12 @@ from server.core.command_line import Parser
 
 # Words of the command line -> its module, and what it is for.
 COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("build",): ("engines.building", "build the engine of a model for this machine, compare it, publish it"),
-    ("inspect",): ("engines.inspecting", "what a built engine consists of: layers, precisions, kernels, times"),
-    ("compare",): ("engines.comparing", "a model in several precisions side by side: accuracy, speed, size"),
-    ("engines", "ls"): ("engines.storing", "the engines in the store, and which of them are published"),
-    ("engines", "gc"): ("engines.storing", "remove engines that nothing publishes any more"),
-    ("engines", "verify"): ("engines.storing", "check stored and published engines against their stamps"),
+    ("build",): ("engines.commands.build", "build the engine of a model for this machine, compare it, publish it"),
+    ("inspect",): ("engines.commands.inspect", "what a built engine consists of: layers, precisions, kernels, times"),
+    ("compare",): ("engines.commands.compare", "a model in several precisions side by side: accuracy, speed, size"),
+    ("engines", "ls"): ("engines.commands.engines", "the engines in the store, and which of them are published"),
+    ("engines", "gc"): ("engines.commands.engines", "remove engines that nothing publishes any more"),
+    ("engines", "verify"): ("engines.commands.engines", "check stored and published engines against their stamps"),
     ("models", "build"): ("engines.demo.command", "build the demo models that are missing or out of date"),
 }
 _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
@@ -65,7 +65,7 @@ def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
         if tuple(given[: len(words)]) == words:
             module: Any = import_module(module_name)
             # One module has three commands, which differ in their options.
-            arguments = (child, words[-1]) if module_name == "engines.storing" else (child,)
+            arguments = (child, words[-1]) if module_name == "engines.commands.engines" else (child,)
             module.add_arguments(*arguments)
             called = module
     return parser, called

@@ -24,8 +24,8 @@ from engines.errors import BuildError
 from engines.progress import Report
 
 if TYPE_CHECKING:
+    from engines.project import Bar
     from engines.quantization.samples import Samples
-    from engines.spec import Bar
 
 Array = npt.NDArray[Any]
 

@@ -18,18 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from engines.accuracy import Accuracy, judge, measure
-from engines.build_data import BuildData, open_data
 from engines.errors import BuildError, NoKernelError
-from engines.lowering import ROWS, Lowered, lower
-from engines.onnx_graph import read_onnx
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner, read_onnx
+from engines.precision.lowering import ROWS, Lowered, lower
 from engines.progress import Report, part
-from engines.project import Project
+from engines.project import RECIPE, BuildData, BuildSpec, Project, open_data
 from engines.simplify import simplify
-from engines.spec import RECIPE, BuildSpec
 from engines.store import Entry, Store
 from engines.targets.base import Engine, Order, Target, Timing
-from engines.targets.onnxruntime_engine import OnnxRuntimeEngine
+from engines.targets.onnxruntime import OnnxRuntimeEngine
 from server.config.machine import Machine
 from server.config.stamps import Stamp, artefact_name, config_digest
 

@@ -13,21 +13,24 @@ import onnx
 
 from engines.accuracy import Accuracy
 from engines.build import Built, make, rows_of
-from engines.build_data import open_data
 from engines.errors import BuildError
 from engines.onnx_graph import read_onnx
 from engines.progress import Report, part, silent
-from engines.project import Project
-from engines.spec import BuildSpec, spec_of
+from engines.project import BuildSpec, Project, open_data, spec_of
 from engines.store import Store
 from engines.targets.base import Array, Engine, Target, Timing
 from server.config.machine import Machine
 
 FORMAT = 1
+
+
 # A machine's clock, its heat and its neighbours change while it is measured; rounds spread that over all precisions.
 ROUNDS = 5
+
+
 # Which precisions are compared when nobody says; what the machine refuses is left out.
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
+
 
 Maker = Callable[[Project, BuildSpec, Target, Store, Report], Built]
 
@@ -196,7 +199,7 @@ def _build(project: Project, spec: BuildSpec, target: Target, store: Store, repo
     report(1.0, "from the store" if built.cached else "built")
     remarks = list(built.refusal)
     if target.name == "onnxruntime" and spec.precision == "fp16":
-        from engines.targets.onnxruntime_target import FP16_REMARK
+        from engines.targets.onnxruntime import FP16_REMARK
 
         remarks.append(FP16_REMARK)
     return Row(spec.precision, built=built, remark="; ".join(remarks))

@@ -1,14 +1,24 @@
-"""What `headrace inspect` found, as data."""
+"""Opens an engine and measures its layers: nodes, precision, kernel and time of each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from engines.targets.base import Layer, Timing
+import numpy as np
+
+from engines.errors import BuildError, CallError
+from engines.onnx_graph import read_onnx
+from engines.project import Project, spec_of
+from engines.quantization.samples import random_samples
+from engines.targets import choose_target
+from engines.targets.base import Array, Layer, ShapeRange, Target, Timing
 from server.config.layer_report import FORMAT
 from server.config.machine import Machine
+from server.config.stamps import choose_in, onnx_digest
+from server.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +89,98 @@ class Inspection:
             "total_us": self.total_us,
             "layers": [asdict(layer) | {"nodes": list(layer.nodes)} for layer in self.layers],
         }
+
+
+# A CPU needs seconds for the largest batches of a large model; the picture is the same from a few rows on.
+_CPU_ROWS = 8
+
+
+_NOISE_ROWS = 8
+
+
+_TIMING_S = 0.5
+
+
+def targets_of(name: str) -> list[Target]:
+    """Where an engine is looked for, in order; "auto" on a GPU machine means its CPU as well.
+
+    Raises:
+        BuildError: the target is not to be had.
+    """
+    first = choose_target(name)
+    if name != "auto" or first.name == "onnxruntime":
+        return [first]
+    return [first, choose_target("onnxruntime")]
+
+
+def inspect(project: Project, targets: list[Target], rows: int | None = None) -> Inspection:
+    """Open what was built for this machine, else the model itself on ONNX Runtime, and look into it.
+
+    Args:
+        project: the version.
+        targets: where engines are looked for, in order.
+        rows: of the batch, None: what it is tuned for.
+
+    Raises:
+        BuildError: nothing can be opened or run.
+    """
+    folder = project.source.parent
+    try:
+        digest = onnx_digest(project.source)
+    except ConfigError as error:
+        raise BuildError(str(error)) from error
+    reasons = []
+    for target in targets:
+        choice = choose_in(folder, digest, project.config, target.describe())
+        if choice.stamp is not None and choice.path is not None:
+            return _inspect(project, target, choice.path, choice.stamp.precision, "", rows)
+        reasons.append(choice.reason)
+    return _inspect(project, choose_target("onnxruntime"), project.source, "", reasons[0], rows)
+
+
+def _inspect(project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None) -> Inspection:
+    inputs = _inputs(project, target, rows)
+    engine = target.open(path, read_onnx(project.source))
+    try:
+        timing = engine.time(inputs, _TIMING_S)
+        layers = engine.layers(inputs)
+    finally:
+        engine.close()
+    batched = bool(project.config.max_batch_size)
+    if not batched:
+        # Without a batch dimension, one execution is one row.
+        timing = replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
+    return Inspection(
+        model=project.name,
+        version=project.version,
+        artefact=path.name,
+        precision=precision,
+        machine=target.describe(),
+        reason=reason,
+        shapes={name: tuple(array.shape) for name, array in inputs.items()},
+        rows=timing.rows,
+        timing=timing,
+        layers=layers,
+    )
+
+
+def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Array]:
+    """Noise in the shapes that the engine is tuned for: kernels take as long on any values."""
+    config = project.config
+    try:
+        profile: ShapeRange | None = spec_of(config).profiles[0]
+    except BuildError:  # free dimensions of which nobody tells anything: they become 1
+        profile = None
+    tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}
+    if not config.max_batch_size:
+        if rows not in (None, 1):
+            raise CallError(f"{project.name} has no batch dimension: leave --batch out")
+        return next(iter(random_samples(config, 1, tuned).batches(1)))
+    least, best, most = next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
+    if rows is None:
+        rows = max(least[0], min(best[0], _CPU_ROWS)) if target.name == "onnxruntime" else best[0]
+    if not least[0] <= rows <= most[0]:
+        raise CallError(f"--batch is {rows}, {project.name} takes {least[0]} to {most[0]} rows")
+    samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
+    batch = next(iter(samples.batches(_NOISE_ROWS)))
+    return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}

@@ -1,11 +1,13 @@
-"""The store of built engines: each under the digest of all that makes it what it is, whole or not there.
+"""The store of built engines, each under the digest of all that defines it, complete or absent; and publishing from it.
 
 <root>/<key>/model.<key12>.onnx | .plan, stamp.json    an entry; appears by one rename
-<root>/locks/<key>.lock                                held while the entry is built, and gone with the process that holds it
-<root>/scratch/<random>/, <random>.lock                work in progress; swept once its builder is dead
+<root>/locks/<key>.lock                                held while the entry is built; the lock ends with the process that holds it
+<root>/scratch/<random>/, <random>.lock                work in progress; removed once its builder has ended
 <root>/tables/, <root>/timing/                         calibration tables, TensorRT's timing caches
 
-Two builders of one engine, in threads or processes: the second waits in `building` and then finds the first one's entry.
+Two builders of one engine, in threads or processes: the second waits in `building` and then reads the first one's entry.
+
+Publishing puts an artefact beside its model, so that a reader of the folder always sees the old one or the new one, complete.
 """
 
 from __future__ import annotations
@@ -25,18 +27,112 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import BuildError
-from engines.store_errors import disk_error, told_if_full
-from server.config.durable import locked, sync, write_durably
+from engines.project import Project
+from engines.report.terminal import size
+from server.config.durable import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
 from server.config.machine import Machine
-from server.config.stamps import artefact_name, artefact_problem, onnx_digest
+from server.config.serving_plan import engine_folder
+from server.config.stamps import (
+    Stamp,
+    artefact_name,
+    artefact_problem,
+    is_artefact_name,
+    onnx_digest,
+    put_stamp,
+    read_stamps,
+)
 from server.core.errors import ConfigError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+# A disk with less than this is full for a builder.
+_LEAST_FREE_BYTES = 1 << 20
+
+
+CURE = "name another place with --cache"
+
+
+def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CURE) -> BuildError:
+    """What to raise for an OSError.
+
+    Args:
+        error: that came of writing.
+        path: what was written, where the error itself does not tell.
+        needed_bytes: that have to be free there, 0 where it is not known.
+        cure: what else could be done.
+    """
+    place = next(reversed(_places(error)), path)
+    if error.errno in _FULL:
+        return BuildError(_full(place, needed_bytes, cure))
+    if error.errno == errno.EFBIG:
+        needed = f", {size(needed_bytes)} are needed" if needed_bytes else ""
+        return BuildError(f"{place} would be larger than a file may be here{needed}: raise `ulimit -f`, or {cure}")
+    if error.errno in _FORBIDDEN:
+        return BuildError(f"{place} cannot be written ({error.strerror}): check its permissions, or {cure}")
+    return BuildError(f"{place} cannot be used ({error.strerror or error}): check the disk, or {cure}")
+
+
+@contextmanager
+def told_if_full(folder: Path) -> Iterator[None]:
+    """Turn whatever is raised in this block into a BuildError if it comes of the folder's file system.
+
+    Libraries tell of a full disk in words of their own, or write short files; that the disk is full then is what counts.
+
+    Raises:
+        BuildError: the disk is full, or something in the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if any(place.is_relative_to(folder) for place in _places(error)) or error.errno in (*_FULL, errno.EFBIG):
+            raise disk_error(error, folder) from error
+        raise
+    except Exception as error:
+        if free_bytes(folder) < _LEAST_FREE_BYTES:
+            raise BuildError(_full(folder, 0, CURE)) from error
+        raise
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on a folder's disk for this user; plenty where nobody can tell."""
+    for place in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return 1 << 62
+
+
+def _places(error: OSError) -> list[Path]:
+    """The files an error names: what was read or renamed, then what was written."""
+    return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
+
+
+def _full(place: Path, needed_bytes: int, cure: str) -> str:
+    needed = f"{size(needed_bytes)} are needed, " if needed_bytes else ""
+    free = size(free_bytes(place))
+    return f"{place}: the disk is full ({needed}{free} are free): make room, e.g. by `headrace engines gc`, or {cure}"
+
+
 DEFAULT_ROOT = Path("~/.cache/headrace/engines")
+
+
 ENTRY_FILE = "stamp.json"
+
+
 FORMAT = 1
 
+
 _KEY = re.compile(r"[0-9a-f]{64}")
+
+
 _MAX_ENTRY_BYTES = 4 << 20
+
+
 # Not to be changed by anybody: a published artefact may be the same file.
 _ARTEFACT_MODE = 0o444
 
@@ -328,3 +424,110 @@ def _states(folder: Path) -> list[os.stat_result]:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return []
         raise
+
+
+DEFAULT_STATE = Path("~/.cache/headrace/state")
+
+
+_CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
+
+
+# Another file system, or one without hard links, or a file of somebody else's.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
+    """Where a version's engine is published: beside its model, or in the state folder if the model's folder cannot be written.
+
+    The server looks into both.
+
+    Args:
+        project: the version.
+        state: the state folder; "~" is the user's.
+
+    Raises:
+        BuildError: neither can be written.
+    """
+    beside = project.version_folder
+    if os.access(beside, os.W_OK | os.X_OK):
+        return beside
+    folder = engine_folder(state.expanduser(), project.folder.path, project.version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cure = "name another folder with --state-dir (HEADRACE_STATE_DIR), the same for the server"
+        raise BuildError(
+            f"neither {beside} nor the state folder {state} can be written: {error.strerror}: {cure}"
+        ) from error
+    return folder
+
+
+def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
+    """Put the artefact there, then its stamp; then remove the artefacts that no stamp names.
+
+    The folder's lock is held, so that two builders follow one another and what a killed one left can be swept.
+
+    Args:
+        artefact: the file, in the store.
+        version_folder: <model>/<version>.
+        stamp: of the artefact.
+
+    Raises:
+        BuildError: the folder cannot be written, or the artefact is not the one of the stamp.
+    """
+    try:
+        with locked_folder(version_folder):
+            _remove(version_folder, is_temporary)
+            try:
+                _place(artefact, version_folder / stamp.artefact, stamp)
+                put_stamp(version_folder, stamp)
+            finally:
+                # Also where the stamp could not be written: its artefact must not stay behind.
+                with suppress(ConfigError):
+                    named = {one.artefact for one in read_stamps(version_folder)}
+                    _remove(version_folder, lambda name: is_artefact_name(name) and name not in named)
+    except ConfigError as error:
+        raise BuildError(str(error)) from error
+    except FileNotFoundError as error:
+        gone = version_folder if artefact.exists() else "the store"
+        raise BuildError(f"the engine cannot be published, {gone} has changed meanwhile: build again") from error
+    except OSError as error:
+        # The file's passing name, which the error has, tells nobody anything.
+        raise disk_error(OSError(error.errno, error.strerror), version_folder, stamp.size_bytes, _CURE) from error
+
+
+def _place(artefact: Path, path: Path, stamp: Stamp) -> None:
+    """Make `path` the artefact; left alone if it is that already, so that no watcher wakes."""
+    if not artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256):
+        return
+    temporary = temporary_name(path)
+    try:
+        _link_or_copy(artefact, temporary, stamp.size_bytes)
+        wrong = artefact_problem(temporary, stamp.size_bytes, stamp.artefact_sha256)
+        if wrong:
+            raise BuildError(f"the engine in the store is damaged: {artefact}: build it again with --rebuild")
+        temporary.replace(path)
+    finally:
+        # Renaming one name of a file to another of the same file leaves both.
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _link_or_copy(artefact: Path, path: Path, size_bytes: int) -> None:
+    try:
+        os.link(artefact, path)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    if free_bytes(path.parent) < size_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    shutil.copyfile(artefact, path)
+    shutil.copymode(artefact, path)
+    sync(path)
+
+
+def _remove(folder: Path, which: Callable[[str], bool]) -> None:
+    for path in folder.iterdir():
+        if which(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)

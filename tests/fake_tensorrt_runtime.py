@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 from tests.fake_cuda import FakeCuda
 
 MAGIC = b"PLAN"

@@ -20,7 +20,7 @@ import numpy as np
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.core.tensor import Array
 from tests.gpu.tensorrt_networks import answers, convolutions, pictures
 from tests.serving import Server

@@ -10,7 +10,7 @@ import onnx
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from tests.fake_tensorrt import affine
 
 

@@ -20,8 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from engines.demo.artefact import Artefact
-from engines.demo.catalogue import CATALOGUE, DemoModel, load_recipe, make_samples
+from engines.demo.catalogue import CATALOGUE, Artefact, DemoModel, load_recipe, make_samples
 from engines.demo.weights_file import WeightsFile
 from engines.errors import BuildError
 from engines.progress import Report

@@ -1,4 +1,4 @@
-"""The demo models by name: which recipe builds each, and which files and samples lie beside it.
+"""The demo models by name: the recipe that builds each, and the files and samples that lie beside it.
 
 Nothing heavy is imported here: a recipe is named by module and function, and loaded when it is needed.
 """
@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.resources import files
 from typing import Any, cast
 
-from engines.demo.artefact import Artefact
+import onnx
+
+
+@dataclass(frozen=True, slots=True)
+class Artefact:
+    """One built model.
+
+    Attributes:
+        model: the graph with its weights.
+        weights: where the weights come from: "seeded", "trained", "none" or "sha256:<hex>" of the file they were read from.
+        accuracy: share of held-out samples answered right, 0..1, or None where nothing was measured.
+        extra_files: files to lay beside the model, by name.
+    """
+
+    model: onnx.ModelProto
+    weights: str
+    accuracy: float | None = None
+    extra_files: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,8 @@ def _load(recipe: str) -> object:
 
 
 _PICTURES = ("calibration", "accuracy")
+
+
 _SMALL_RECIPES = ("c191741c8401daaeec6e1515465711b350135d1dc9a77fdbdcc32026eab697c5",)
 
 
@@ -127,9 +146,9 @@ CATALOGUE: dict[str, DemoModel] = {
         DemoModel(
             "digits",
             "digits:build",
-            ("digits", "digits_network", "graph"),
+            ("digits", "graph"),
             {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
-            samples="digits_samples:build",
+            samples="digits:build_samples",
             sample_places=("calibration.npz", "accuracy.npz"),
             equal_recipes=("bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",),
         ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.demo.artefact import Artefact
+from engines.demo.catalogue import Artefact
 from engines.demo.graph import Floats, GraphBuilder, fold_batch_norm, fp32
 from engines.demo.torch_weights import read_state_dict
 from engines.errors import BuildError

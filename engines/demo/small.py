@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from engines.demo.artefact import Artefact
+from engines.demo.catalogue import Artefact
 from engines.demo.graph import Floats, GraphBuilder, fp32
 from engines.progress import Report
 

@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
 from engines.progress import Report
-from engines.quantization.fp8 import fp8_numbers
+from engines.quantization.qdq import fp8_numbers
 from engines.quantization.samples import Samples
 
 Doubles = npt.NDArray[np.float64]

@@ -1,4 +1,15 @@
-"""Ranges of tensors, found by running the FP32 model on samples; a table that was found once is kept."""
+"""Ranges of tensors, measured by running the FP32 model on samples; a table of ranges is stored and used again.
+
+Each tensor has a histogram that grows batch by batch. Its bins are those of a float with 8 bits of mantissa: 256 to an octave,
+from the smallest number to the largest. So the range need not be known beforehand, a single huge value costs no resolution, and
+the counts do not depend on how the values are divided into batches. A method returns a threshold on absolute values that clips
+the smallest and the largest value: INT8 with a zero point of 0 takes the larger side, UINT8 takes both.
+
+    minmax       nothing is clipped
+    percentile   that share of the values is inside
+    entropy      the least Kullback-Leibler divergence, as TensorRT defines it
+    mse          the least mean squared error of INT8
+"""
 
 from __future__ import annotations
 
@@ -16,16 +27,219 @@ import onnx
 from onnx import numpy_helper
 
 from engines.errors import BuildError
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 from engines.progress import Report
-from engines.quantization.ranges import RECIPE, Range, TensorHistogram
 from engines.quantization.samples import Samples
 from server.core.optimization_config import Calibration
 
 Array = npt.NDArray[Any]
 
+
+Floats = npt.NDArray[np.float64]
+
+
+Range = tuple[float, float]
+
+
+# Bumped when the same samples give other ranges than before: tables and artefacts of an earlier one are made anew.
+RECIPE = 1
+
+
+# An FP32 number without its sign, less the lower 15 of its 23 bits of mantissa.
+_DROPPED_BITS = 15
+
+
+_BINS = 0x7F800000 >> _DROPPED_BITS
+
+
+# Values are counted in pieces that stay in the processor's cache.
+_PIECE = 1 << 16
+
+
+# Migacz, "8-bit Inference with TensorRT" (NVIDIA, GTC 2017): 2048 bins; 128 levels of INT8 from 0 up; from 128 bins on.
+_ENTROPY_BINS = 2048
+
+
+_ENTROPY_LEVELS = 128
+
+
+_ENTROPY_STEP = 16
+
+
+# The bins reach at most so many times as far as this percentage of the values.
+_ENTROPY_REACH = 4.0
+
+
+_ENTROPY_PERCENTILE = 99.99
+
+
+# Where a few discrete values are all there is, cutting between them looks free: no more than this share is cut off.
+_ENTROPY_CLIPPED = 0.01
+
+
+# Less is rounding.
+_ENTROPY_TOLERANCE = 1e-9
+
+
+# Zero divergence from a bin that the quantised distribution lacks would be infinite.
+_LEAST_PROBABILITY = 1e-12
+
+
+_INT8_LARGEST = 127
+
+
+_MSE_STEPS_AN_OCTAVE = 16
+
+
+_MSE_OCTAVES = 12
+
+
+_MSE_OCTAVES_SEEN = 20
+
+
+class TensorHistogram:
+    """The values of one tensor over all batches.
+
+    Args:
+        name: of the tensor, for messages.
+        method: "minmax", "percentile", "entropy", "mse" or "tensorrt", whose calibrator goes by entropy.
+        percentile: of the values that are inside of the range, 50..100, for "percentile".
+    """
+
+    def __init__(self, name: str, method: str, percentile: float = 99.99) -> None:
+        self._name = name
+        self._method = method
+        self._percentile = percentile
+        self._low = self._high = 0.0
+        # The extremes alone cost a tenth of the time.
+        self._counts = np.zeros(_BINS if method != "minmax" else 0, np.int64)
+
+    def add(self, values: Array) -> None:
+        """Count a batch of numbers of any shape.
+
+        Raises:
+            BuildError: one of them is NaN or infinite, also as FP32.
+        """
+        with np.errstate(over="ignore"):
+            flat = np.ascontiguousarray(values, np.float32).ravel()
+        if not flat.size:
+            return
+        low, high = float(np.min(flat)), float(np.max(flat))
+        if not (np.isfinite(low) and np.isfinite(high)):
+            cure = "look at the samples, or keep the node that reads it in floating point (calibration.keep)"
+            raise BuildError(f"tensor '{self._name}' holds NaN or infinity when the model runs on the samples: {cure}")
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        if not self._counts.size:
+            return
+        bits = flat.view(np.uint32)
+        for start in range(0, len(bits), _PIECE):
+            bins = (bits[start : start + _PIECE] & 0x7FFFFFFF) >> _DROPPED_BITS
+            found = np.bincount(bins)
+            self._counts[: len(found)] += found
+
+    def range(self) -> Range:
+        """(low, high), with 0 in it; (0, 0) where there was nothing but zeros."""
+        if not self._counts.size:
+            return self._low, self._high
+        threshold = self._threshold()
+        return max(self._low, -threshold), min(self._high, threshold)
+
+    def _threshold(self) -> float:
+        used = np.flatnonzero(self._counts)
+        if not used.size or not used[-1]:
+            return max(self._high, -self._low)
+        counts = self._counts[: used[-1] + 1].astype(np.float64)
+        # The lower edge of every bin, and the upper one of the last.
+        edges = (np.arange(len(counts) + 1, dtype=np.uint32) << _DROPPED_BITS).view(np.float32).astype(np.float64)
+        edges[-1] = min(edges[-1], float(np.finfo(np.float32).max))
+        if self._method == "percentile":
+            return _by_percentile(counts, edges, self._percentile)
+        # Zeros are exact whatever the scale: they say nothing about it, and there are many behind a ReLU.
+        counts[0] = 0.0
+        if self._method == "mse":
+            return _by_mse(counts, edges)
+        return _by_entropy(counts, edges)
+
+
+def _by_percentile(counts: Floats, edges: Floats, percentile: float) -> float:
+    """The upper edge of the bin that fills the percentage."""
+    below = np.cumsum(counts)
+    index = int(np.searchsorted(below, below[-1] * percentile / 100.0))
+    return float(edges[min(index, len(counts) - 1) + 1])
+
+
+def _by_mse(counts: Floats, edges: Floats) -> float:
+    """The threshold whose INT8 has the least squared error, every value taken for the middle of its bin."""
+    used = np.flatnonzero(counts)
+    # What is far smaller than the largest value adds nothing to a squared error.
+    used = used[edges[used + 1] >= edges[-1] * 2.0**-_MSE_OCTAVES_SEEN]
+    weights, values = counts[used], (edges[used] + edges[used + 1]) / 2
+    below = np.cumsum(weights)
+    median = values[int(np.searchsorted(below, below[-1] / 2))]
+    # Where half of the values are clipped, less is never better.
+    octaves = min(np.log2(edges[-1] / median), _MSE_OCTAVES)
+    steps = np.arange(int(octaves * _MSE_STEPS_AN_OCTAVE) + 1)
+    candidates = edges[-1] * np.exp2(-steps / _MSE_STEPS_AN_OCTAVE)
+    errors = []
+    for threshold in candidates:
+        step = threshold / _INT8_LARGEST
+        rounded = np.minimum(np.rint(values / step), _INT8_LARGEST) * step
+        errors.append(float(weights @ np.square(values - rounded)))
+    return float(candidates[int(np.argmin(errors))])
+
+
+def _by_entropy(counts: Floats, edges: Floats) -> float:
+    """TensorRT's published scheme, on a range that a few extreme values cannot stretch.
+
+    Its bins are a 2048th of the largest value wide, and 128 of them are the least it keeps: with one value a thousand times
+    larger than all others it would see them in a single bin. So what lies far beyond nearly all values is clipped first.
+    """
+    limit = min(float(edges[-1]), _ENTROPY_REACH * _by_percentile(counts, edges, _ENTROPY_PERCENTILE))
+    below = np.concatenate([[0.0], np.cumsum(counts)])
+    at = np.interp(np.linspace(0.0, limit, _ENTROPY_BINS + 1), edges, below)
+    inside = np.diff(at)
+    # What is smaller than one step becomes 0 or that step: how it is spread tells nothing, and would outweigh all else.
+    inside[: _ENTROPY_BINS // _ENTROPY_LEVELS] = 0.0
+    bins = _least_divergence(inside, float(below[-1] - at[-1]))
+    return limit * bins / _ENTROPY_BINS
+
+
+def _least_divergence(counts: Floats, beyond: float) -> int:
+    """How many of the bins to keep, so that INT8 tells least from the original; the most of equally good ones.
+
+    Args:
+        counts: [2048] values in bins of equal width, from 0.
+        beyond: how many values are larger.
+    """
+    best, least = len(counts), np.inf
+    tails = np.cumsum(counts[::-1])[::-1]
+    for kept in range(len(counts), _ENTROPY_LEVELS - 1, -_ENTROPY_STEP):
+        inside = counts[:kept]
+        total = float(inside.sum())
+        clipped = beyond + (float(tails[kept]) if kept < len(counts) else 0.0)
+        if total <= 0 or clipped > _ENTROPY_CLIPPED * (total + clipped):
+            break
+        original = inside.copy()
+        original[-1] += clipped
+        # Every level of INT8 stands for the bins in it: its count is shared out among those that hold anything.
+        starts = np.arange(_ENTROPY_LEVELS) * kept // _ENTROPY_LEVELS
+        filled = inside > 0
+        shares = np.add.reduceat(inside, starts) / np.maximum(np.add.reduceat(filled.astype(np.float64), starts), 1)
+        sizes = np.diff(np.append(starts, kept))
+        quantized = np.where(filled, np.repeat(shares, sizes), 0.0)
+        p = original / original.sum()
+        q = np.maximum(quantized / total, _LEAST_PROBABILITY)
+        some = p > 0
+        divergence = float(np.sum(p[some] * np.log(p[some] / q[some])))
+        if divergence < least - _ENTROPY_TOLERANCE:
+            best, least = kept, divergence
+    return best
+
+
 # Inner tensors of a batch are all in memory at once: a batch has as many rows as keep them below this, and at most so many.
 _BATCH_BYTES = 128 << 20
+
+
 _MOST_ROWS = 32
 
 

@@ -1,7 +1,11 @@
-"""Writing a model in 8 bits: QuantizeLinear and DequantizeLinear where the placement says, with scales from ranges.
+"""Writes a model in 8 bits: QuantizeLinear and DequantizeLinear at the places of `placement`, with scales from ranges.
 
-Q/DQ says what is computed and leaves how to the target, which fuses the pairs into integer kernels. The arithmetic is that of
-Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
+Q/DQ states what is computed and leaves the kernels to the target, which fuses the pairs into integer kernels. The arithmetic is
+that of Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
+
+FP8 is E4M3 without infinities, as TensorRT runs it on GPUs of Ada, Hopper and later. The format: Micikevicius et al.,
+"FP8 Formats for Deep Learning" (2022). TensorRT's use of it: its documentation, "Working with Quantized Types", and its release
+notes for convolutions.
 """
 
 from __future__ import annotations
@@ -11,20 +15,59 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from engines.errors import BuildError
 from engines.onnx_graph import Array, Graph, captured, copy_model
-from engines.quantization.fp8 import FP8_OPSET, encode_fp8, fp8_scale, next_fp8_scale
-from engines.quantization.operators import Weighted, all_weighted
-from engines.quantization.placement import Placement, place
+from engines.quantization.placement import Placement, Weighted, all_weighted, place
 from engines.simplify import raise_opset
 
+# The largest finite number.
+FP8_LARGEST = 448.0
+
+
+# The first opset with FP8 in QuantizeLinear.
+FP8_OPSET = 19
+
+
+def fp8_scale(largest: float) -> np.float32:
+    """The scale that brings values up to `largest`, in size, into the format; a normal number of FP16, so that it can be cast."""
+    if not largest > 0:
+        return np.float32(1)
+    limits = np.finfo(np.float16)
+    # Small values lose nothing by a larger scale: the format's own exponents reach far enough down.
+    wanted = min(max(largest / FP8_LARGEST, float(limits.smallest_normal)), float(limits.max))
+    scale = np.float16(wanted)
+    return np.float32(scale if float(scale) >= wanted else next_fp8_scale(np.float32(scale)))
+
+
+def next_fp8_scale(scale: np.float32) -> np.float32:
+    """The next larger one."""
+    return np.float32(np.nextafter(np.float16(scale), np.float16(np.inf)))
+
+
+def encode_fp8(values: Array, scale: np.float32) -> TensorProto:
+    """FP32 values divided by the scale, rounded to the nearest FP8 number, saturated; any shape, no name."""
+    bits = fp8_numbers(values, scale).view(np.uint8)
+    return helper.make_tensor("fp8", TensorProto.FLOAT8E4M3FN, values.shape, bits.tobytes(), raw=True)
+
+
+def fp8_numbers(values: Array, scale: np.float32) -> Array:
+    """The same as an array of FP8 numbers."""
+    found: Array = np.clip(values.astype(np.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(ml_dtypes.float8_e4m3fn)
+    return found
+
+
 Floats = npt.NDArray[np.float32]
+
+
 _INT32_LARGEST = 2**31 - 1
+
+
 # Between scales that must not be the same: too little for the values, enough not to be taken for the same.
 _APART = np.float32(1 + 2**-12)
 

@@ -1,31 +1,221 @@
-"""Samples of a model's inputs: what ranges are found on and what artefacts are compared on.
-
-a folder of pictures    picture_folder   through the model's own `preprocess`
-an .npz                 array_file       an array an input
-file.py:function        sample_reader    a function of the model's owner
-                           |
-                        Samples          by batch, as often as they are wanted
-"""
+"""Samples of a model's inputs, read by batch, and the layout that each input's data must have."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from engines.errors import BuildError
-from engines.quantization.model_inputs import InputLayout, layouts_of
-from server.config.model_files import filename_problem, within
 from server.core.model_config import ModelConfig
+from server.core.tensor import BF16, BY_CONFIG_NAME, Datatype
 
 Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """One input.
+
+    Attributes:
+        name: of the tensor.
+        datatype: of its elements.
+        dims: the shape people know, without the batch dimension; -1 where free.
+        model_dims: the model's own shape of the same elements, without the batch dimension.
+        batched: True if the model has a batch dimension in front.
+        optional: True if it may be left out.
+    """
+
+    name: str
+    datatype: Datatype
+    dims: tuple[int, ...]
+    model_dims: tuple[int, ...]
+    batched: bool
+    optional: bool
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """How NumPy holds it."""
+        return np.dtype(self.datatype.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The model's own shape of one sample, 1 where free."""
+        return tuple(max(size, 1) for size in self.model_dims)
+
+    def sized(self, shape: Sequence[int] | None) -> InputLayout:
+        """With the free dimensions told, if they are."""
+        return self if shape is None else replace(self, model_dims=tuple(shape))
+
+    def keeps_row(self, rank: int) -> bool:
+        """True if an array of this rank has its samples along the model's own first dimension.
+
+        That is so for a model without a batch dimension whose first size is 1 or free: each row is a sample, as [1, ...].
+        """
+        return not self.batched and rank == len(self.dims) and self.dims[:1] in ((1,), (-1,))
+
+    def count(self, dtype: np.dtype[Any], shape: Sequence[int], where: str) -> int:
+        """How many samples an array holds, after its type and shape were held against the input.
+
+        Raises:
+            BuildError: they do not fit.
+        """
+        if self.keeps_row(len(shape)):
+            self.check(dtype, (1, *shape[1:]), where)
+        else:
+            self.check(dtype, shape, where, samples_in_front=True)
+        return shape[0]
+
+    def sample(self, array: Array, where: str) -> Array:
+        """One sample in the type and the shape of the model.
+
+        Args:
+            array: as people have it, without a dimension of samples.
+            where: what a message says of its origin.
+
+        Raises:
+            BuildError: its type or shape is another, or it holds NaN or infinity.
+        """
+        self.check(array.dtype, array.shape, where)
+        array = self._converted(array, where)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BuildError(f"{where}: '{self.name}' holds NaN or infinity: take such samples out")
+        free = iter([found for told, found in zip(self.dims, array.shape, strict=True) if told < 0])
+        return array.reshape([next(free) if size < 0 else size for size in self.model_dims])
+
+    def check(self, dtype: np.dtype[Any], shape: Sequence[int], where: str, samples_in_front: bool = False) -> None:
+        """Hold a type and a shape against the input.
+
+        Args:
+            dtype: of the data.
+            shape: of the data.
+            where: what a message says of its origin.
+            samples_in_front: the first dimension is that of the samples.
+
+        Raises:
+            BuildError: they do not fit; tells what is expected and found, and the usual mistake where it looks like one.
+        """
+        own = tuple(shape[1:]) if samples_in_front else tuple(shape)
+        if len(own) != len(self.dims) or any(e not in (-1, f) for e, f in zip(self.dims, own, strict=True)):
+            expected = ["N", *self.dims] if samples_in_front else [*self.dims]
+            message = f"{where}: input '{self.name}' takes {_shown(expected)}, found {_shown(shape)}"
+            raise BuildError(f"{message}: {self._cure(tuple(shape), own)}")
+        if not self._takes(dtype):
+            cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
+            raise BuildError(f"{where}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
+
+    def _takes(self, dtype: np.dtype[Any]) -> bool:
+        """True if such data may become the input: the same type, floats among each other, whole numbers likewise."""
+        if self.dtype == object:
+            return dtype.kind in "OSU"
+        if self.datatype is BF16:
+            return dtype in (np.uint16, np.float32)
+        same = "f" if self.dtype.kind == "f" else "iu" if self.dtype.kind in "iu" else self.dtype.kind
+        return dtype.kind in same
+
+    def _converted(self, array: Array, where: str) -> Array:
+        if self.dtype == object:
+            return array.astype(object)
+        if self.datatype is BF16 and array.dtype == np.float32:
+            return _to_bf16(array)
+        if self.dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, self.dtype):
+            limits = np.iinfo(self.dtype)
+            if array.min() < limits.min or array.max() > limits.max:
+                raise BuildError(f"{where}: '{self.name}' has values that {self.datatype.name} cannot hold")
+        with np.errstate(over="ignore"):  # what overflows becomes infinity, which is told
+            return np.asarray(array, self.dtype)
+
+    def _cure(self, whole: tuple[int, ...], own: tuple[int, ...]) -> str:
+        def fits(shape: tuple[int, ...]) -> bool:
+            return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
+
+        if fits(whole):
+            return "a dimension for the samples is missing in front: array[None] for a single one"
+        if len(own) == 3 and fits((own[2], own[0], own[1])):
+            return "this is channels last (NHWC) where channels first (NCHW) is wanted: array.transpose(0, 3, 1, 2)"
+        if len(own) == 3 and fits((own[1], own[2], own[0])):
+            return "this is channels first (NCHW) where channels last (NHWC) is wanted: array.transpose(0, 2, 3, 1)"
+        if fits((1, *own)):
+            return "the dimension of the single channel is missing: array[:, None]"
+        if fits((*own, 1)):
+            return "the dimension of the single channel is missing: array[..., None]"
+        return "bring it into the shape the model takes"
+
+
+def layouts_of(config: ModelConfig) -> dict[str, InputLayout]:
+    """The inputs of a complete configuration, by name."""
+    return {
+        tensor.name: InputLayout(
+            tensor.name,
+            BY_CONFIG_NAME[tensor.data_type],
+            tensor.dims,
+            tensor.dims if tensor.reshape is None else tensor.reshape.shape,
+            config.max_batch_size > 0,
+            tensor.optional,
+        )
+        for tensor in config.input
+    }
+
+
+def class_output(config: ModelConfig) -> str:
+    """The output that classifies by the configuration, the first with a label file; "" where none has one."""
+    return next((output.name for output in config.output if output.label_filename), "")
+
+
+def class_names(config: ModelConfig) -> tuple[str, int]:
+    """The label file ("" if none) and the number of classes (0 if not known) of the output that classifies."""
+    name = class_output(config)
+    found = [output for output in config.output if output.name == name]
+    if not found and len(config.output) > 1:
+        return "", 0
+    output = next(iter(found or config.output), None)
+    if output is None:
+        return "", 0
+    return output.label_filename, max(output.dims[-1], 0) if output.dims else 0
+
+
+def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
+    """Labels as INT64.
+
+    Args:
+        labels: [N] or [N, 1], whole numbers.
+        config: complete.
+        where: what a message says of their origin.
+
+    Raises:
+        BuildError: they are no such numbers, or name a class that the model does not have.
+    """
+    flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1 or flat.dtype.kind not in "iu":
+        found = f"{labels.dtype} {_shown(labels.shape)}"
+        raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {found}: write those")
+    classes = class_names(config)[1]
+    if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
+        told = f"from 0 to {classes - 1}" if classes else "0 or more"
+        raise BuildError(f"{where}: labels go from {flat.min()} to {flat.max()}, the model's classes are {told}")
+    return flat.astype(np.int64)
+
+
+def _to_bf16(array: Array) -> Array:
+    """The upper halves of FP32 values, rounded to nearest even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+
+
+def _shown(shape: Sequence[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
 Sample = dict[str, Array]
 
+
 SEED = 5
+
+
 _PIXELS = 255.0
 
 
@@ -155,39 +345,6 @@ class Samples:
         )
 
 
-def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> Samples:
-    """The samples that a configuration names.
-
-    Args:
-        source: a folder of pictures, an .npz, or "file.py:function"; relative to `folder`, and below it.
-        folder: the model's.
-        config: complete; tells the inputs and how a picture becomes one.
-        limit: how many samples are taken at most. Of pictures and arrays a fixed random choice, in a fixed random order,
-            because files and data sets are often sorted by class; of a reader those that it yields first.
-
-    Raises:
-        BuildError: nothing is there, it does not fit the model, it cannot be read, or it lies outside of the folder.
-    """
-    # Each of them loads what it needs; pictures need Pillow.
-    path_text, _, function = source.rpartition(":") if ".py:" in source else (source, "", "")
-    path = _inside(path_text, folder, config.name)
-    layouts = layouts_of(config)
-    if function:
-        from engines.quantization.sample_reader import open_reader
-
-        return open_reader(path, function, layouts, config, limit)
-    if path.is_dir():
-        from engines.quantization.picture_folder import open_pictures
-
-        return open_pictures(path, folder, layouts, config, limit)
-    if path.suffix == ".npz":
-        from engines.quantization.array_file import open_arrays
-
-        return open_arrays(path, layouts, config, limit)
-    kinds = "a folder of pictures, an .npz, or file.py:function"
-    raise BuildError(f"{config.name}: samples cannot be read from '{source}': write {kinds} in the model's folder")
-
-
 def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequence[int]] | None = None) -> Samples:
     """Noise for a model whose owner gave no samples; the same every time.
 
@@ -243,20 +400,6 @@ def _noise(random: np.random.Generator, layout: InputLayout) -> Array:
         limits = np.iinfo(dtype)
         return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
     return random.integers(0, 2, shape).astype(dtype)
-
-
-def _inside(text: str, folder: Path, model: str) -> Path:
-    """The path of samples, known to exist and to lie in the folder."""
-    problem = filename_problem(text)
-    if problem is not None:
-        raise BuildError(f"{model}: samples cannot be read: {problem[0]}: {problem[1]}")
-    path = folder / text
-    if not path.exists():
-        cure = "put a folder of pictures, an .npz or file.py:function there, or write where they are"
-        raise BuildError(f"{model}: the samples '{text}' are not in the model's folder {folder}: {cure}")
-    if not within(path, folder):
-        raise BuildError(f"{model}: '{text}' is a link that leads out of the model's folder: copy the samples into it")
-    return path
 
 
 def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:

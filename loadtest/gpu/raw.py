@@ -6,8 +6,8 @@ from types import TracebackType
 
 import numpy as np
 
+from engines.targets import choose_target
 from engines.targets.base import Timing
-from engines.targets.choice import choose_target
 from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.gpu.subject import INPUT, LOGITS, MEAN, STD, base_name
 from loadtest.protocol import Array

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from engines.report.page import page, table
+from engines.report.pages import page, table
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between
 from loadtest.soak.models import UNDISTURBED

@@ -18,7 +18,7 @@ import pytest
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.backends.base import is_pipelined
 from server.backends.isolated_backend import IsolatedBackend
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend

@@ -22,7 +22,7 @@ import pytest
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
 from server.core.completion import Mailbox
 from server.core.errors import ConfigError, ModelFailed

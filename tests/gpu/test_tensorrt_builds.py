@@ -18,11 +18,10 @@ from engines.build import Built, make
 from engines.errors import BuildError, NoKernelError
 from engines.onnx_graph import read_onnx
 from engines.progress import silent
-from engines.project import Project
-from engines.spec import CALIBRATOR, BuildSpec, spec_of
+from engines.project import CALIBRATOR, BuildSpec, Project, spec_of
 from engines.store import Store
 from engines.targets.base import Layer
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.config.stamps import Timing
 from tests.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, network, residual, transformer, weights

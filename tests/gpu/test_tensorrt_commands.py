@@ -18,7 +18,7 @@ import onnx
 import pytest
 
 from engines.__main__ import main
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.config.stamps import Stamp, read_stamps
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
@@ -161,7 +161,7 @@ def test_compare_has_every_precision(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # How fast the kernels are is not what is tested.
-    monkeypatch.setattr("engines.comparing.choose_target", lambda name: TensorRtTarget(optimization_level=1))
+    monkeypatch.setattr("engines.commands.compare.choose_target", lambda name: TensorRtTarget(optimization_level=1))
     target = TensorRtTarget()
     names = [name for name in ("fp32", "fp16", "int8", "int8-tensorrt", "fp8") if not target.refuses(name[:4])]
     if not target.describe().version.startswith("10."):

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from engines.errors import BuildError
 from engines.progress import silent
 from engines.targets.base import Engine, Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget, available
+from engines.targets.tensorrt.target import TensorRtTarget, available
 from tests.gpu.tensorrt_networks import (
     BOOL,
     FLOAT,

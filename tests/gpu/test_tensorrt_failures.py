@@ -113,7 +113,7 @@ def test_a_capture_that_fails_leaves_the_stream_usable(tmp_path: Path) -> None:
 
 _INTERRUPTED = """
 import sys, pathlib
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from tests.gpu.test_tensorrt_engines import ORDER, convolutions
 def report(done, note):
     if done > 0.02:
@@ -147,7 +147,7 @@ def test_ctrl_c_stops_a_build(tmp_path: Path) -> None:
 _OPENED = """
 import sys, pathlib
 from engines.errors import BuildError
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 for name in sys.argv[1:]:
     try:
         TensorRtTarget().open(pathlib.Path(name)).close()

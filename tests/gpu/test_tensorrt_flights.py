@@ -19,7 +19,7 @@ import pytest
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
 from server.core.errors import ModelFailed
 from server.core.resident import ResidentRows

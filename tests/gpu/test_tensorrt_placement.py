@@ -14,16 +14,15 @@ import numpy as np
 import onnx
 import pytest
 
-from engines.casting import cast
 from engines.errors import NoKernelError
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
+from engines.precision.cast import cast
 from engines.progress import silent
 from engines.quantization.placement import place, tensors_to_calibrate
 from engines.quantization.qdq import quantize
 from engines.simplify import simplify
 from engines.targets.base import Layer, Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from tests.unit.engines.networks import (
     cosine,
     inputs_of,

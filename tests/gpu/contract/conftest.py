@@ -21,7 +21,7 @@ import pytest
 
 from engines.progress import silent
 from engines.targets.base import Order
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.cuda.kernels import loading
 from tests import fake_streams
 from tests.fake_gpu import install_tensorrt

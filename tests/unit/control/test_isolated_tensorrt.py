@@ -12,7 +12,7 @@ import pytest
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.control import isolation
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.control.reconciler import ControlPolicy, Reconciler
 from server.control.registry import Registry
 from server.core.errors import Unsupported

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.report.style import milliseconds, plain, rate, size
+from engines.report.terminal import milliseconds, plain, rate, size
 from server.core.svg_plot import (
     HEIGHT,
     WIDTH,

@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 
 _LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 # Names for `light` of networks of hundreds of nodes: seconds for each test.

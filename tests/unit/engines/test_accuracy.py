@@ -12,8 +12,8 @@ import pytest
 from engines.accuracy import Accuracy, judge, measure
 from engines.errors import BuildError
 from engines.progress import silent
+from engines.project import Bar
 from engines.quantization.samples import Samples
-from engines.spec import Bar
 
 Array = np.ndarray[Any, Any]
 LOGITS = np.float32([[3, 1, 0], [0, 2, 1], [1, 0, 4], [5, 4, 0]])

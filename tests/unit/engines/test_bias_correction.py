@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.accuracy import measure
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 from engines.progress import silent
 from engines.quantization.bias_correction import correct_biases
 from engines.quantization.calibration import calibrate

@@ -16,11 +16,10 @@ from engines import build
 from engines.build import Built, make, make_best
 from engines.errors import BuildError
 from engines.progress import silent
-from engines.project import Project
-from engines.spec import spec_of
+from engines.project import Project, spec_of
 from engines.store import Store
 from engines.targets.base import Timing
-from engines.targets.onnxruntime_target import OnnxRuntimeTarget
+from engines.targets.onnxruntime import OnnxRuntimeTarget
 from tests.engine_projects import write_project
 from tests.unit.engines import networks
 

@@ -14,9 +14,9 @@ from rich.console import Console
 from engines.__main__ import main
 from engines.accuracy import Accuracy
 from engines.build import Built
-from engines.build_display import BuildDisplay, show_outcomes
-from engines.building import Outcome
-from engines.spec import BuildSpec, spec_of
+from engines.commands.build import Outcome, show_outcomes
+from engines.project import BuildSpec, spec_of
+from engines.report.terminal import BuildDisplay
 from engines.targets.base import Timing
 from server.config.config_reader import read_model_folder
 from server.config.machine import Machine, onnxruntime_machine
@@ -166,7 +166,7 @@ def test_without_a_repository_the_way_to_one_is_told(tmp_path: Path, capsys: pyt
 def test_without_tensorrt_the_way_to_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.targets.tensorrt_target.available", lambda: "TensorRT cannot be imported")
+    monkeypatch.setattr("engines.targets.tensorrt.target.available", lambda: "TensorRT cannot be imported")
     add_model(tmp_path, "m", affine())
     assert main(["build", "m", "--target", "tensorrt", "--model-repository", str(tmp_path)]) == 1
     told = capsys.readouterr().err

@@ -11,10 +11,9 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.casting import cast, must_stay_fp32
 from engines.errors import BuildError
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
+from engines.precision.cast import cast, must_stay_fp32
 from engines.progress import silent
 from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantize

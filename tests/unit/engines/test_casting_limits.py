@@ -7,9 +7,9 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from engines.casting import cast, must_stay_fp32
 from engines.errors import BuildError
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
+from engines.precision.cast import cast, must_stay_fp32
 from engines.progress import silent
 from engines.quantization.samples import Samples
 from tests.onnx_blocks import Network, small_cnn

@@ -20,17 +20,16 @@ from rich.console import Console
 import engines.comparison
 from engines.accuracy import Accuracy
 from engines.build import Built
-from engines.comparing import add_arguments, run
+from engines.commands.compare import add_arguments, run
 from engines.comparison import ROUNDS, Comparison, compare, default_sizes
 from engines.errors import BuildError, CallError
 from engines.onnx_graph import read_onnx
 from engines.progress import Report
-from engines.project import Project, open_project
-from engines.report.comparison_page import comparison_page, comparison_picture
-from engines.spec import BuildSpec, spec_of
+from engines.project import BuildSpec, Project, open_project, spec_of
+from engines.report.pages import comparison_page, comparison_picture
 from engines.store import Store
 from engines.targets.base import Engine, Layer, Order, Target, Timing
-from engines.targets.onnxruntime_target import OnnxRuntimeTarget
+from engines.targets.onnxruntime import OnnxRuntimeTarget
 from server.config.machine import Machine
 from tests.engine_projects import write_project
 from tests.unit.engines import networks

@@ -6,7 +6,7 @@ import pytest
 
 from engines.demo import photographs
 from engines.demo.catalogue import CATALOGUE
-from engines.quantization.samples import open_samples
+from engines.quantization.sample_sources import open_samples
 from server.config.config_reader import read_model_folder
 
 

@@ -8,14 +8,12 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from engines.casting import cast
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
+from engines.precision.cast import cast
 from engines.progress import silent
 from engines.quantization.bias_correction import correct_biases
-from engines.quantization.fp8 import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale
 from engines.quantization.placement import place, tensors_to_calibrate
-from engines.quantization.qdq import quantize
+from engines.quantization.qdq import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale, quantize
 from engines.quantization.samples import Samples
 from engines.simplify import simplify
 from tests.unit.engines import networks

@@ -15,12 +15,12 @@ import pytest
 from onnx import numpy_helper
 from rich.console import Console
 
+from engines.commands.inspect import add_arguments, run
 from engines.errors import BuildError
-from engines.inspecting import add_arguments, run
 from engines.onnx_graph import read_onnx
 from engines.progress import silent
 from engines.targets.base import Order
-from engines.targets.onnxruntime_target import OnnxRuntimeTarget
+from engines.targets.onnxruntime import OnnxRuntimeTarget
 from server.config.config_reader import read_model_folder
 from server.config.layer_report import read_layers
 from server.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
-from engines.lineage import Lineage, compose, label, name_nodes, trace
+from engines.targets.lineage import Lineage, compose, label, name_nodes, trace
 
 LEVELS = ort.GraphOptimizationLevel
 

@@ -10,18 +10,15 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from engines import lowering
-from engines.build_data import BuildData
 from engines.errors import BuildError
-from engines.lowering import Lowered, lower
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
+from engines.precision import lowering
+from engines.precision.lowering import Lowered, lower
 from engines.progress import silent
-from engines.quantization.fp8 import FP8_OPSET
-from engines.quantization.qdq import quantizable
+from engines.project import BuildData, BuildSpec
+from engines.quantization.qdq import FP8_OPSET, quantizable
 from engines.quantization.samples import Samples
 from engines.simplify import simplify
-from engines.spec import BuildSpec
 from server.core.optimization_config import AccuracyBar, Calibration
 from tests.onnx_blocks import Network
 from tests.unit.engines import networks

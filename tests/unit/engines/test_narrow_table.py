@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from engines.report.narrow_table import Heading, narrow_table
+from engines.report.terminal import Heading, narrow_table
 
 HEADINGS = (
     Heading("model"),

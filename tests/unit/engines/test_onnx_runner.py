@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from engines.errors import BuildError
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 from engines.quantization.qdq import quantize
 from engines.simplify import simplify
 from tests import models

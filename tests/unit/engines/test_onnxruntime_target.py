@@ -17,8 +17,7 @@ from engines.errors import BuildError
 from engines.onnx_graph import read_onnx
 from engines.progress import silent
 from engines.targets.base import Engine, Order, Target
-from engines.targets.onnxruntime_engine import session_options
-from engines.targets.onnxruntime_target import OnnxRuntimeTarget
+from engines.targets.onnxruntime import OnnxRuntimeTarget, session_options
 from server.backends.onnxruntime_backend import session_options as server_options
 
 TARGET = OnnxRuntimeTarget()

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from engines.errors import BuildError
-from engines.quantization import picture_folder
-from engines.quantization.samples import open_samples
+from engines.quantization import sample_sources as picture_folder
+from engines.quantization.sample_sources import open_samples
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess
 from server.pipelines.image import decode, prepare
 from server.pipelines.recipe import ImageRecipe

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from engines import publishing
+from engines import store as publishing
 from engines.errors import BuildError
-from engines.publishing import publish
-from engines.store import Entry, Store
+from engines.store import Entry, Store, publish
 from server.config.machine import Machine
 from server.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
 from server.core.errors import ConfigError

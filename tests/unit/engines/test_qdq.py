@@ -11,8 +11,7 @@ import pytest
 from onnx import TensorProto
 
 from engines.errors import BuildError
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
 from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
 from engines.simplify import simplify

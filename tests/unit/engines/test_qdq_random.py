@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import OnnxRunner
 from engines.quantization.placement import tensors_to_calibrate
 from engines.quantization.qdq import quantizable, quantize
 from engines.simplify import simplify

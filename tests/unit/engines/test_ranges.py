@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engines.errors import BuildError
-from engines.quantization.ranges import TensorHistogram
+from engines.quantization.calibration import TensorHistogram
 
 METHODS = ("minmax", "percentile", "entropy", "mse", "tensorrt")
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -9,14 +9,14 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from engines import lowering, spec
-from engines.build_data import BuildData
-from engines.lowering import lower
+from engines import project as spec
+from engines.precision import lowering
+from engines.precision.lowering import lower
 from engines.progress import silent
-from engines.quantization import ranges
+from engines.project import BuildData, BuildSpec
+from engines.quantization import calibration as ranges
 from engines.quantization.samples import Samples
 from engines.simplify import simplify
-from engines.spec import BuildSpec
 from server.core.optimization_config import AccuracyBar, Calibration
 from tests.unit.engines import networks
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engines.errors import BuildError
-from engines.quantization.samples import open_samples
+from engines.quantization.sample_sources import open_samples
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput
 
 OUTPUT = ModelOutput(name="P", data_type="fp32", dims=(10,))

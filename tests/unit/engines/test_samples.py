@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engines.errors import BuildError
-from engines.quantization.samples import Samples, open_samples, random_samples
+from engines.quantization.sample_sources import open_samples
+from engines.quantization.samples import Samples, random_samples
 from server.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess, Reshape
 
 OUTPUT = ModelOutput(name="P", data_type="fp32", dims=(10,), label_filename="")

@@ -8,8 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from engines.errors import BuildError
-from engines.onnx_graph import Graph, copy_model
-from engines.onnx_runner import OnnxRunner
+from engines.onnx_graph import Graph, OnnxRunner, copy_model
 from engines.quantization.qdq import quantizable
 from engines.simplify import OPSET, raise_opset, simplify
 from tests.unit.engines import networks

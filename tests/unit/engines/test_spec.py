@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engines import spec
-from engines.quantization import ranges
-from engines.spec import CALIBRATOR, BuildSpec
+from engines import project as spec
+from engines.project import CALIBRATOR, BuildSpec
+from engines.quantization import calibration as ranges
 from engines.targets.base import ShapeRange
 from server.core.optimization_config import AccuracyBar, Calibration
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from engines import store as store_errors
 from engines import store as store_module
-from engines import store_errors
 from engines.errors import BuildError
 from engines.store import ENTRY_FILE, Entry, Store
 from server.config.machine import Machine

@@ -13,11 +13,11 @@ import onnx
 import pytest
 from rich.console import Console
 
-from engines import store_survey, storing
+from engines.commands import engines as store_survey
+from engines.commands import engines as storing
 from engines.errors import BuildError
 from engines.project import open_project
-from engines.publishing import publish
-from engines.store import ENTRY_FILE, Entry, Store
+from engines.store import ENTRY_FILE, Entry, Store, publish
 from server.config.machine import Machine, onnxruntime_machine
 from server.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
 from tests.models import affine

@@ -10,8 +10,8 @@ import pytest
 
 from engines.errors import BuildError
 from engines.targets.base import Order
-from engines.targets.tensorrt_engine import TensorRtEngine
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt.engine import TensorRtEngine
+from engines.targets.tensorrt.target import TensorRtTarget
 from server.cuda.driver import current
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import affine

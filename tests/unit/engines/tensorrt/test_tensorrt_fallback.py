@@ -12,10 +12,10 @@ import pytest
 from engines.build import Built, make
 from engines.errors import BuildError
 from engines.progress import silent
-from engines.spec import spec_of
+from engines.project import spec_of
 from engines.store import Store
-from engines.targets import tensorrt_api
-from engines.targets.tensorrt_target import TensorRtTarget
+from engines.targets.tensorrt import api as tensorrt_api
+from engines.targets.tensorrt.target import TensorRtTarget
 from tests.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, residual
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from engines.errors import BuildError
-from engines.targets.tensorrt_errors import ParserFault, explain_parser, mentioned
-from engines.targets.tensorrt_layers import LayerTimes, read_layers
+from engines.targets.tensorrt.engine import LayerTimes, read_layers
+from engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned
 
 
 def tensor(kind: str) -> dict[str, object]:

@@ -17,8 +17,8 @@ import pytest
 from engines.errors import BuildError
 from engines.progress import silent
 from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt_api import load
-from engines.targets.tensorrt_target import TensorRtTarget, available
+from engines.targets.tensorrt.api import load
+from engines.targets.tensorrt.target import TensorRtTarget, available
 from server.config.machine import Machine
 from tests.fake_cuda import FakeCuda
 from tests.fake_tensorrt import affine, fake_tensorrt

@@ -1,0 +1,1 @@
+"""TensorRT on an NVIDIA GPU: plans built from ONNX models."""
