@@ -38,10 +38,10 @@ gpu-packages: $(VENV)/.serve ## find or install TensorRT where there is an NVIDI
 serve: gpu-packages models ## install, build the demo models, serve on http://127.0.0.1:8000
 	@exec $(BIN)/headrace serve --model-repository $(REPOSITORY)
 
-# Processes that run tests; 0: none beside pytest's own, e.g. for a debugger. Tests of one file mostly run in one process, so
-# that the servers of a file are started once; idle processes take tests from busy ones.
+# Processes that run tests; 0: none beside pytest's own, e.g. for a debugger. The tests of a file run in one process, so that
+# its servers are started once. Files run in the order of their names: those that start servers first, many short ones last.
 WORKERS ?= logical
-PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist worksteal
+PARALLEL = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # The tests start some hundred processes: without bytecode files each of them would compile every module that it imports.
 check test test-slow test-gpu: export PYTHONDONTWRITEBYTECODE =
 

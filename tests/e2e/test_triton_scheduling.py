@@ -88,12 +88,12 @@ def test_a_stock_client_s_timeout_of_30_us_fails_no_request(infer: Infer, model:
 
 
 def test_a_timeout_does_not_limit_the_time_of_computing(infer: Infer, steps_per_s: int) -> None:
-    assert infer("override", steps(4 * steps_per_s), timeout=1_000_000) is not None
+    assert infer("override", steps(2 * steps_per_s), timeout=1_000_000) is not None
 
 
 @pytest.mark.parametrize("model", ["busy", "fixed", "no_default"])
 def test_a_timeout_is_ignored_without_an_override(infer: Infer, held: Callable[[str, float], None], model: str) -> None:
-    held(model, 0.5)
+    held(model, 0.3)
     assert infer(model, steps(1), timeout=1_000) is not None
 
 
@@ -104,14 +104,14 @@ def refusal(infer: Infer, model: str, **options: Any) -> str:
 
 
 def test_a_timeout_shortens_the_policy_s_where_it_may(infer: Infer, held: Callable[[str, float], None]) -> None:
-    held("override", 1.5)
+    held("override", 1.0)
     began = time.monotonic()
     assert refusal(infer, "override", timeout=100_000) in ("503", "StatusCode.UNAVAILABLE")
     assert time.monotonic() - began > 0.09
 
 
 def test_a_timeout_does_not_lengthen_the_policy_s(infer: Infer, held: Callable[[str, float], None]) -> None:
-    held("short", 2.0)
+    held("short", 1.0)
     assert refusal(infer, "short", timeout=60_000_000) in ("503", "StatusCode.UNAVAILABLE")
 
 
@@ -121,7 +121,7 @@ def test_no_deadline_switches_the_policy_off(
 ) -> None:
     """Neither ours nor, over gRPC, that of the call itself."""
     headers = {"x-request-timeout-ms": "50000"}
-    held("short", 2.0)
+    held("short", 1.0)
     assert refusal(infer, "short", parameters=parameters, headers=headers) in ("503", "StatusCode.UNAVAILABLE")
 
 
@@ -130,7 +130,7 @@ def test_the_deadline_of_a_call_does_not_switch_the_policy_off(
 ) -> None:
     tensor = triton_grpc.InferInput("STEPS", [1], "INT64").set_data_from_numpy(steps(1))
     with triton_grpc.InferenceServerClient(scheduled.grpc_address) as client:
-        held("short", 2.0)
+        held("short", 1.0)
         with pytest.raises(InferenceServerException, match="longer than the queue policy allows") as caught:
             client.infer("short", [tensor], client_timeout=50.0)
         assert caught.value.status() == "StatusCode.UNAVAILABLE"
@@ -138,7 +138,7 @@ def test_the_deadline_of_a_call_does_not_switch_the_policy_off(
 
 def test_our_own_deadline_ends_a_request_that_computes(infer: Infer, steps_per_s: int) -> None:
     with pytest.raises(InferenceServerException, match="deadline") as caught:
-        infer("busy", steps(4 * steps_per_s), parameters={"headrace_deadline_us": 500_000})
+        infer("busy", steps(2 * steps_per_s), parameters={"headrace_deadline_us": 500_000})
     assert caught.value.status() in ("504", "StatusCode.DEADLINE_EXCEEDED")
 
 

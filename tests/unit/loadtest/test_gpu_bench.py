@@ -356,6 +356,7 @@ def test_a_machine_without_a_gpu_is_told_and_reported(tmp_path: Path) -> None:
     assert "BuildError" in result["failure"]
 
 
+@pytest.mark.slow
 def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) -> None:
     finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "a,b,d,c")
     assert finished.returncode == 0, finished.stdout
@@ -372,6 +373,7 @@ def test_engine_scheduler_and_wire_are_measured_without_a_gpu(tmp_path: Path) ->
     assert remove_left() == 0
 
 
+@pytest.mark.slow
 def test_sweep_instances_and_two_gpus_are_measured_without_a_gpu(tmp_path: Path) -> None:
     finished = bench(tmp_path, "--backend", "onnxruntime", "--quick", "--seconds", "0.2", "--only", "f,e,two-gpus")
     assert finished.returncode == 0, finished.stdout
