@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,7 +20,7 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serving import HOST, ROOT
+from tests.serving import HOST, ROOT, free_port
 from tests.tools import tool
 
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -38,13 +37,6 @@ def read_page(text: str) -> Iterator[Metric]:
         if family.type == "counter" and f"# TYPE {family.name} counter\n" in text:
             family.samples = [sample._replace(name=sample.name.removesuffix("_total")) for sample in family.samples]
         yield family
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def configuration(targets: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +28,20 @@ _BANNER = re.compile(r"Headrace listens on https?://\S+?:(\d+)\s")
 _GRPC = re.compile(r'(?:gRPC: |"grpc": ")\S+?:(\d+)')
 # The end of the banner as text, and as a line of a JSON log.
 _BANNER_END = re.compile(r'Ctrl-C stops it\.|"event": "listening".*\}\n')
+
+
+# Below the ports that systems give to sockets of port 0, and others in each process that runs tests: two programs started at
+# the same time never get one port.
+_ports = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_port() -> int:
+    """A free port, for programs that cannot choose one themselves."""
+    for port in _ports:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((HOST, port))
+            return port
+    raise AssertionError("no port is free")
 
 
 class ServerFailed(AssertionError):

@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ import numpy as np
 import pytest
 
 from tests.models import read_config_text
-from tests.serving import HOST, ROOT, Server, serving
+from tests.serving import HOST, ROOT, Server, free_port, serving
 from tests.tools import tool
 
 PAGES = (
@@ -167,9 +166,7 @@ class Shell:
 
     def serve(self, command: str, environment: dict[str, str]) -> None:
         """Start a server by a command, wait until it is ready, end it by SIGTERM."""
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
+        port = free_port()
         # Without a repository on the command line a small one is served.
         settings = {
             "HEADRACE_HTTP_PORT": str(port),

@@ -26,8 +26,8 @@ from tests.certificates import Certificates
 from tests.fake_builder import publish
 from tests.fake_gpu import install_gpu
 from tests.models import add_model, affine
-from tests.prometheus import FOLDER, Prometheus, free_port, is_number, prometheus, read_page, selectors
-from tests.serving import HOST, Server, serving, start
+from tests.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
+from tests.serving import HOST, Server, free_port, serving, start
 from tests.unit.control.test_tensorrt_models import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests import models
 from tests.e2e.conftest import CONTRADICTING
-from tests.serving import COMMAND, HOST, ROOT, Server, serving, start
+from tests.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
 
 
 @pytest.fixture
@@ -114,12 +114,7 @@ def test_every_probe_says_what_ready_when_asks_for(
 def test_the_environment_sets_every_option_and_the_command_line_beats_it(
     good: Path, mixed: Path, tmp_path: Path
 ) -> None:
-    free = [socket.socket() for _ in range(2)]
-    for sock in free:
-        sock.bind((HOST, 0))
-    http_port, metrics_port = (sock.getsockname()[1] for sock in free)
-    for sock in free:
-        sock.close()
+    http_port, metrics_port = free_port(), free_port()
     environment = {
         "HEADRACE_MODEL_REPOSITORY": os.pathsep.join([str(tmp_path / "good"), str(tmp_path / "mixed")]),
         "HEADRACE_HOST": HOST,
