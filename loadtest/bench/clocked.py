@@ -9,19 +9,19 @@ from functools import partial
 
 import numpy as np
 import uvloop
+from headrace.backends.base import Execution
+from headrace.core.clock import NS_PER_MS, monotonic_ns
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import HeadraceError
+from headrace.core.request import BatchTimes, InferRequest
+from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+from headrace.simulation.replay import ANSWERED, Batches, Replay, Tally
+from headrace.simulation.traces import Trace
 
 from loadtest.bench.dataplane import Device, Sleeper, sleep_until
 from loadtest.protocol import Array
-from server.backends.base import Execution
-from server.core.clock import NS_PER_MS, monotonic_ns
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.errors import HeadraceError
-from server.core.request import BatchTimes, InferRequest
-from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from server.dataplane.handle import ModelHandle
-from server.dataplane.policy import HandlePolicy
-from server.simulation.replay import ANSWERED, Batches, Replay, Tally
-from server.simulation.traces import Trace
 
 _HEAD_START_NS = 50 * NS_PER_MS
 

@@ -27,19 +27,19 @@ from typing import cast
 
 import numpy as np
 import uvloop
+from headrace.backends.base import Execution, Flight
+from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.request import InferRequest
+from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.selection import QueueLimits
 
 from loadtest.bench.spread import Spread
 from loadtest.protocol import Array
-from server.backends.base import Execution, Flight
-from server.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.request import InferRequest
-from server.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import ModelHandle
-from server.dataplane.policy import HandlePolicy
-from server.dataplane.selection import QueueLimits
-from server.observability.recorder import Recorder
 
 _WARM_UP_S = 0.3
 _OUTPUTS = 10

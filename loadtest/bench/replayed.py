@@ -1,4 +1,4 @@
-"""How far the simulator is right: the same requests through a real data plane and through `server.simulation`, side by side.
+"""How far the simulator is right: the same requests through a real data plane and through `headrace.simulation`, side by side.
 
     python -m loadtest.bench.replayed
 
@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from headrace.core.clock import NS_PER_US
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.selection import QueueLimits
+from headrace.simulation.profiles import Latency, Profile
+from headrace.simulation.replay import SimulatedModel, replay
+from headrace.simulation.report import Figures, report
+from headrace.simulation.traces import Load, Shape, make_trace
 
 from loadtest.bench.clocked import Played, play
 from loadtest.bench.dataplane import Device
 from loadtest.bench.report import markdown_table, number
 from loadtest.bench.spread import Spread, ratios
-from server.core.clock import NS_PER_US
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.policy import HandlePolicy
-from server.dataplane.selection import QueueLimits
-from server.simulation.profiles import Latency, Profile
-from server.simulation.replay import SimulatedModel, replay
-from server.simulation.report import Figures, report
-from server.simulation.traces import Load, Shape, make_trace
 
 _SLO_MS = 20.0
 _BATCH_US, _ROW_US, _ROWS = 2000, 200, 16

@@ -9,18 +9,18 @@ import io
 import time
 from collections.abc import Callable
 
-from server.core.clock import monotonic_ns
-from server.core.request import BatchTimes, InferResponse
-from server.core.telemetry import RequestLogMode
-from server.core.tensor import ModelSpec
-from server.core.trace_context import trace_context
-from server.frontends.asked import NOTHING
-from server.frontends.story import Story
-from server.observability.account import Account
-from server.observability.accounts import Accounts
-from server.observability.recorder import Recorder
-from server.observability.request_log import RequestLog, as_json, fields
-from server.observability.traces import Tracer
+from headrace.core.clock import monotonic_ns
+from headrace.core.request import BatchTimes, InferResponse
+from headrace.core.telemetry import RequestLogMode
+from headrace.core.tensor import ModelSpec
+from headrace.core.trace_context import trace_context
+from headrace.inference.request_context import Story
+from headrace.inference.request_options import NOTHING
+from headrace.observability.account import Account
+from headrace.observability.accounts import Accounts
+from headrace.observability.recorder import Recorder
+from headrace.observability.request_log import RequestLog, as_json, fields
+from headrace.observability.traces import Tracer
 
 _SPEC = ModelSpec("resnet50", "1", "onnxruntime_onnx", {}, {}, 8)
 _ROUNDS = 5
@@ -79,10 +79,9 @@ def behind_it() -> list[tuple[str, float]]:
     account = story.answered(_SPEC, InferResponse({}, times, 8, "full"), now_ns + 6_000, now_ns + 7_000, "200")
     found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]
     try:
+        from headrace.observability.spans import SpanWriter
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
         from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-
-        from server.observability.spans import SpanWriter
     except ImportError:
         return found
 

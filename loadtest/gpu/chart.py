@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from headrace.core.svg_plot import Point, Series, line_plot, side_by_side
+
 from loadtest.gpu.findings import PartFindings
-from server.core.svg_plot import Point, Series, line_plot, side_by_side
 
 _HEIGHT = 300
 

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
+from headrace.config.config_reader import read_model_folder
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import HeadraceError
+from headrace.core.request import InferRequest, InferResponse
+from headrace.repository.loader import Loader
+from headrace.scheduling.handle import ModelHandle
 
 from loadtest.bench.spread import completion_rate
 from loadtest.gpu.pinned import pinned
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import BEST, INPUT, SCORES
 from loadtest.protocol import Array
-from server.config.config_reader import read_model_folder
-from server.control.loader import Loader
-from server.core.clock import NS_PER_S, monotonic_ns
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.errors import HeadraceError
-from server.core.request import InferRequest, InferResponse
-from server.dataplane.handle import ModelHandle
 
 _STRAGGLERS_S = 10.0
 _CLOSE_S = 10.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from headrace.core.resident import PINNED, ResidentRows, as_input
+
 from loadtest.protocol import Array
-from server.core.resident import PINNED, ResidentRows, as_input
 
 
 def pinned(pixels: Array, on_gpu: bool) -> Array:
@@ -14,7 +15,7 @@ def pinned(pixels: Array, on_gpu: bool) -> Array:
         on_gpu: False: `ResidentRows` all the same, over ordinary memory, which a model on the CPU copies.
     """
     if on_gpu:
-        from server.cuda.pinned import pinned_empty, pinned_rows
+        from headrace.cuda.pinned import pinned_empty, pinned_rows
 
         kept = pinned_empty(pixels.shape, pixels.dtype)
         kept[:] = pixels

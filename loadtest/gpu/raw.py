@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import TracebackType
 
 import numpy as np
+from headrace.config.config_reader import read_model_folder
+from headrace.config.serving_plan import GpuRuntime, serving_plan
+from headrace.pipelines.ranking import softmax, top_k
+from headrace.repository.gpus import tensorrt_machine
+from headrace_engines.targets import choose_target
+from headrace_engines.targets.base import Timing
 
-from engines.targets import choose_target
-from engines.targets.base import Timing
 from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.gpu.subject import INPUT, LOGITS, MEAN, STD, base_name
 from loadtest.protocol import Array
-from server.config.config_reader import read_model_folder
-from server.config.serving_plan import GpuRuntime, serving_plan
-from server.control.gpus import tensorrt_machine
-from server.pipelines.ranking import softmax, top_k
 
 
 class RawEngine:

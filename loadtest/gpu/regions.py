@@ -69,7 +69,7 @@ class CudaRegion:
     """
 
     def __init__(self, http_port: int, name: str, content: Array, device: int = 0) -> None:
-        from server.cuda.driver import current, loaded
+        from headrace.cuda.driver import current, loaded
 
         self.name = name
         self._port = http_port

@@ -6,13 +6,13 @@ import traceback
 from collections.abc import Callable, Mapping
 
 import grpc
+from headrace.core.errors import HeadraceError
 
 from loadtest.gpu.crowd import CrowdFailed
 from loadtest.gpu.inprocess import CallersFailed
 from loadtest.gpu.messages import Reporter
 from loadtest.protocol import Refused
 from loadtest.servers import ServerFailed
-from server.core.errors import HeadraceError
 
 FAILURES = (HeadraceError, CallersFailed, CrowdFailed, ServerFailed, Refused, grpc.RpcError, OSError)
 

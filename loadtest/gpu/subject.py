@@ -1,6 +1,6 @@
 """The models that are measured: pictures in, five classes out, in a repository of the bench's own.
 
-    <work>/demo/resnet50                 as `python -m engines models build` makes it
+    <work>/demo/resnet50                 as `python -m headrace_engines models build` makes it
     <work>/models/resnet50_fp16          max_batch_size 256, preprocess by: server, top_k 5, with the engine built for it
     <work>/models/resnet50_fp16_i2_g0_on0   the same files with two instances and no CUDA graphs
 
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from headrace.config.config_reader import read_model_folder
 
 from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.protocol import Array
 from loadtest.servers import ROOT
-from server.config.config_reader import read_model_folder
 
 INPUT, LOGITS = "input", "logits"
 SCORES, BEST = "scores", "classes"
@@ -210,7 +210,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 def _run(words: list[str], limit_s: float, environment: Mapping[str, str] | None = None) -> None:
-    command = [sys.executable, "-m", "engines", *words]
+    command = [sys.executable, "-m", "headrace_engines", *words]
     print("$", *command, flush=True)
     finished = subprocess.run(
         command,

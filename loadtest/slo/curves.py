@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.core.svg_plot import Curve, Panel, curve_picture
+
 from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, promising, simulated
-from server.core.svg_plot import Curve, Panel, curve_picture
 
 LOADS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
 SLO_MS = 100.0

@@ -11,25 +11,25 @@ from typing import cast
 from unittest.mock import patch
 
 import numpy as np
+from headrace.backends.base import Execution
+from headrace.core.clock import NS_PER_MS, NS_PER_US
+from headrace.core.completion import Mailbox
+from headrace.core.errors import WouldMiss
+from headrace.core.request import BatchTimes, InferRequest
+from headrace.core.tensor import ModelSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.lane import Lane
+from headrace.scheduling.outlook import UnderWay
+from headrace.scheduling.policy import HandlePolicy, Quota, RateLimits, Sharing
+from headrace.scheduling.queue import Entry, Queue
+from headrace.scheduling.selection import Batch, QueueLimits
+from headrace.simulation.virtual_time import VirtualLoop
 
 from loadtest.bench.results import CaseResult, Comparison, at_most
 from loadtest.bench.spread import Spread
 from loadtest.slo.plan import Plan
-from server.backends.base import Execution
-from server.core.clock import NS_PER_MS, NS_PER_US
-from server.core.completion import Mailbox
-from server.core.errors import WouldMiss
-from server.core.request import BatchTimes, InferRequest
-from server.core.tensor import ModelSpec
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import ModelHandle
-from server.dataplane.lane import Lane
-from server.dataplane.outlook import UnderWay
-from server.dataplane.policy import HandlePolicy, Quota, RateLimits, Sharing
-from server.dataplane.queue import Entry, Queue
-from server.dataplane.selection import Batch, QueueLimits
-from server.observability.recorder import Recorder
-from server.simulation.virtual_time import VirtualLoop
 
 WAITING = 10_000
 _ROWS = 32

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from headrace.scheduling.policy import Sharing
+from headrace.simulation.traces import Shape, Trace
+
 from loadtest.bench.results import CaseResult, Comparison, Figure, at_most
 from loadtest.bench.spread import Spread
 from loadtest.slo.plan import Plan, figures
@@ -17,8 +20,6 @@ from loadtest.slo.subject import (
     promising,
     simulated,
 )
-from server.dataplane.policy import Sharing
-from server.simulation.traces import Shape, Trace
 
 SLO_MS = 100.0
 _QUANTITIES = ("p50_ms", "p99_ms", "goodput_hz")

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import HandlePolicy, Sharing
+from headrace.scheduling.selection import QueueLimits
+from headrace.simulation.profiles import Latency, Profile
+from headrace.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
+from headrace.simulation.traces import Load, Shape, Trace, make_trace
 
 from loadtest.bench.clocked import play
 from loadtest.bench.dataplane import Device
-from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.policy import HandlePolicy, Sharing
-from server.dataplane.selection import QueueLimits
-from server.simulation.profiles import Latency, Profile
-from server.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
-from server.simulation.traces import Load, Shape, Trace, make_trace
 
 
 @dataclass(frozen=True, slots=True)

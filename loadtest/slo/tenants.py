@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from headrace.scheduling.policy import Sharing
+from headrace.simulation.traces import Trace
+
 from loadtest.bench.results import CaseResult, Comparison, Figure, at_least, at_most
 from loadtest.bench.session import interleave
 from loadtest.bench.spread import Spread, ratios
@@ -22,8 +25,6 @@ from loadtest.slo.subject import (
     judged,
     promising,
 )
-from server.dataplane.policy import Sharing
-from server.simulation.traces import Trace
 
 SLO_MS = 100.0
 # Of the capacity: what the quiet client asks for (less than its half), and what the other one does.

@@ -20,7 +20,7 @@ from loadtest.soak.models import GUEST, SEEDS, SWAPPED, Repository
 KILL = "kill"
 RELOADS = ("reload", "reload over gRPC")
 _LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
-_CHILD = b"server.backends.isolated_child"
+_CHILD = b"headrace.backends.process.child"
 
 
 class Operator(Client):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from server.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, text_element, ticks
+from headrace.core.svg_plot import HEIGHT, WIDTH, nth_colour, short, svg, text_element, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 52, 46
 _EVENT_HEIGHT = 6

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from html import escape
 
 import numpy as np
+from headrace.core.svg_plot import HEIGHT, WIDTH, svg
+from headrace_engines.report.pages import page, table
 
-from engines.report.pages import page, table
 from loadtest.soak.judge import Run, Verdict, phase_p99s
 from loadtest.soak.ledger import BAD, Line, Outcome, times_between
 from loadtest.soak.models import UNDISTURBED
 from loadtest.soak.plots import Curve, time_plot
-from server.core.svg_plot import HEIGHT, WIDTH, svg
 
 _MIB = 1 << 20
 _POINTS = 120

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+from headrace.core.tensor import DATATYPES
 
-from server.core.tensor import DATATYPES
-from tests import models
-from tests.serving import ROOT, Server, serving
+from tests.support import models
+from tests.support.serving import ROOT, Server, serving
 
 MAX_BODY_BYTES = 4 << 20
 FRUITS = "apple\nbanana\ncherry\n"  # fewer than there are classes: the others have no label
@@ -123,13 +123,13 @@ def reference() -> Reference:
 
 
 ENGINES = ("grpcio", "fast")
-FAST_ENGINE = ROOT / "server" / "frontends" / "grpc_fast.py"
+FAST_ENGINE = ROOT / "server" / "headrace" / "grpc" / "fast_server.py"
 
 
 def skip_absent(engine: str) -> None:
     """Both engines are held to every test; one that is not there yet is said to be missing, not passed."""
     if engine == "fast" and not FAST_ENGINE.exists():
-        pytest.skip("server/frontends/grpc_fast.py is not there yet")
+        pytest.skip("server/headrace/grpc/fast_server.py is not there yet")
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -15,8 +15,8 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import STEPS_PER_S, Collector, message, steps, tensor
-from tests.models import add_model, affine
-from tests.serving import Server, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import Server, serving
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

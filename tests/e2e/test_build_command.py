@@ -21,8 +21,8 @@ import pytest
 import tritonclient.http as triton
 from onnx import TensorProto, helper
 
-from tests import models
-from tests.serving import ROOT, Server, serving
+from tests.support import models
+from tests.support.serving import ROOT, Server, serving
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ CLASSES = 4
 
 
 def headrace(*words: str, cache: Path, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server", *words, "--target", "onnxruntime", "--cache", str(cache)]
+    command = [sys.executable, "-m", "headrace", *words, "--target", "onnxruntime", "--cache", str(cache)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -306,7 +306,7 @@ def test_a_killed_builder_leaves_nothing(tmp_path: Path, number: signal.Signals)
         "        time.sleep(0.05)\n"
         "        yield {'X': np.zeros(16, np.float32)}\n"
     )
-    command = [sys.executable, "-m", "server", "build", str(folder), "--cache", str(cache)]
+    command = [sys.executable, "-m", "headrace", "build", str(folder), "--cache", str(cache)]
     builder = subprocess.Popen(
         command,
         cwd=ROOT,

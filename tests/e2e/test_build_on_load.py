@@ -18,9 +18,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
-from tests.fake_builder import publish
-from tests.models import affine
-from tests.serving import Server, serving
+from tests.support.fake_builder import publish
+from tests.support.models import affine
+from tests.support.serving import Server, serving
 
 pytestmark = pytest.mark.slow
 

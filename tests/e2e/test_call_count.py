@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import models
-from tests.serving import ROOT
+from tests.support import models
+from tests.support.serving import ROOT
 
 # Calls of one request, generators and coroutines counted each time that they go on. A bound goes down with the count.
 BOUNDS = {"http": 168, "grpc on grpcio": 116, "grpc on our own engine": 143}
@@ -26,7 +26,7 @@ def test_calls_of_one_request(engine: str, tmp_path: Path) -> None:
     models.add_model(tmp_path / "repository", "affine", models.affine())
     env = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.call_counter", str(tmp_path / "repository"), engine],
+        [sys.executable, "-m", "tests.support.call_counter", str(tmp_path / "repository"), engine],
         cwd=ROOT,
         env={**env, "HEADRACE_STATE_DIR": ""},
         capture_output=True,

@@ -12,8 +12,8 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from tests.models import add_model, affine
-from tests.serving import ROOT, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import ROOT, serving
 
 NODE = "/backbone/stage_{}/block_with_a_long_name/convolution_and_activation/Relu"
 CONFIG = """max_batch_size: 4
@@ -25,7 +25,7 @@ output: [{name: y, data_type: TYPE_FP32, dims: [16, 8, 8]}]
 def command(*words: str | Path, status: int = 0) -> tuple[list[str], list[str]]:
     """Lines of standard output and of standard error, both pipes."""
     done = subprocess.run(
-        [sys.executable, "-m", "server", *map(str, words)],
+        [sys.executable, "-m", "headrace", *map(str, words)],
         cwd=ROOT,
         capture_output=True,
         text=True,

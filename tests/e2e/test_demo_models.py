@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import skimage
 
-from tests.serving import COMMAND, ROOT, Server, serving
+from tests.support.serving import COMMAND, ROOT, Server, serving
 
 PICTURES = Path(skimage.__file__).parent / "data"
 DEMO = ROOT / "model_repository"

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.models import read_config_text
-from tests.serving import HOST, ROOT, Server, free_port, serving
-from tests.tools import tool
+from tests.support.models import read_config_text
+from tests.support.serving import HOST, ROOT, Server, free_port, serving
+from tests.support.tools import tool
 
 PAGES = (
     "README.md",

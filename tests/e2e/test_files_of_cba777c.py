@@ -17,12 +17,12 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from tests.fixed_machine import MACHINE
-from tests.serving import ROOT, Server, start
+from tests.support.fixed_machine import MACHINE
+from tests.support.serving import ROOT, Server, start
 
 WRITTEN = ROOT / "tests" / "fixtures" / "written_by_cba777c"
 ENGINE = "model.ae6c9fe70fe0.onnx"
-COMMAND = (sys.executable, "-m", "tests.fixed_machine")
+COMMAND = (sys.executable, "-m", "tests.support.fixed_machine")
 ROWS = np.random.default_rng(7).standard_normal((8, 16)).astype(np.float32)
 
 

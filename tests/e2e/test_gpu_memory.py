@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+from headrace.repository.gpus import tensorrt_machine
 
-from server.control.gpus import tensorrt_machine
-from tests.fake_gpu import install_gpu
-from tests.models import add_model, affine
-from tests.serving import Server, start
-from tests.unit.control.control_thread import X, expected
-from tests.unit.control.test_tensorrt_models import plan_of
+from tests.support.fake_gpu import install_gpu
+from tests.support.models import add_model, affine
+from tests.support.serving import Server, start
+from tests.unit.repository.control_thread import X, expected
+from tests.unit.repository.test_tensorrt_models import plan_of
 
-COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
+COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
 MEMORY = re.compile(r'^headrace_gpu_memory_bytes\{gpu="0",kind="\w+",model="(\w+)",version="1"\} (\S+)$', re.MULTILINE)
 

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from headrace.core.tensor import Array
 
-from server.core.tensor import Array
-from tests import shared_memory_cases as cases
-from tests.fake_gpu import install_gpu
-from tests.fake_gpu_server import HANDLE_BYTES, SHARED
-from tests.serving import Server, start
+from tests.support import shared_memory_cases as cases
+from tests.support.fake_gpu import install_gpu
+from tests.support.fake_gpu_server import HANDLE_BYTES, SHARED
+from tests.support.serving import Server, start
 
-COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
+COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="system shared memory needs /dev/shm"),

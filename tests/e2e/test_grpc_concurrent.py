@@ -16,7 +16,7 @@ import tritonclient.http.aio as triton_http_aio
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
-from tests.serving import Server
+from tests.support.serving import Server
 
 CLIENTS = 64
 REQUESTS = 8

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import BROKEN
-from tests.serving import Server
+from tests.support.serving import Server
 
 SERVICE = "inference.GRPCInferenceService"
 

@@ -16,8 +16,8 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import STEPS_PER_S, depth, fail_count, gauge, message, steps, until
-from tests.models import add_model, busy, row_sums
-from tests.serving import HOST, Server, look_quick, serving, start
+from tests.support.models import add_model, busy, row_sums
+from tests.support.serving import HOST, Server, look_quick, serving, start
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from headrace.core.tensor import DATATYPES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from server.core.tensor import DATATYPES
 from tests.e2e.conftest import Reference
 from tests.e2e.test_http_infer import values
 

@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2
 
 from tests.e2e.conftest import Reference
-from tests.serving import Server
+from tests.support.serving import Server
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -11,9 +11,9 @@ import pytest
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.certificates import Certificates
-from tests.models import add_model, row_sums
-from tests.serving import Server, serving, start
+from tests.support.certificates import Certificates
+from tests.support.models import add_model, row_sums
+from tests.support.serving import Server, serving, start
 
 
 @pytest.fixture(scope="session")

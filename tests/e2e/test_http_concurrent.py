@@ -14,8 +14,8 @@ import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Reference
-from tests.models import add_model, affine
-from tests.serving import Server, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import Server, serving
 
 CLIENTS = 48
 REQUESTS = 12

@@ -10,7 +10,7 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.serving import Server
+from tests.support.serving import Server
 
 BROKEN = {"broken_config", "broken_file"}
 

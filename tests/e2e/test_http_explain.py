@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 
-from tests import models
-from tests.serving import ROOT, Server, serving
+from tests.support import models
+from tests.support.serving import ROOT, Server, serving
 
 
 def explanation(server: Server, model: str, path: str = "") -> Any:
@@ -52,7 +52,7 @@ def test_a_delay_too_long_for_the_arrivals_is_told_with_its_cure(tmp_path: Path)
         assert told["findings"][0]["setting"] == "dynamic_batching.max_queue_delay_microseconds"
         assert told["numbers"]["queue_us"] > 15_000
         assert told["numbers"]["closed"] == {"delay": 20}
-        command = [sys.executable, "-m", "server", "explain", "affine", "--url", server.url]
+        command = [sys.executable, "-m", "headrace", "explain", "affine", "--url", server.url]
         printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         assert "delay_too_long" in printed
         threads = [threading.Thread(target=ask, args=(server, 30)) for _ in range(4)]

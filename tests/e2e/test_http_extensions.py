@@ -15,8 +15,8 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 ALWAYS = {
     "binary_tensor_data",

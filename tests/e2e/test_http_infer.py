@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from headrace.core.tensor import DATATYPES
 from tritonclient.utils import InferenceServerException
 
-from server.core.tensor import DATATYPES
 from tests.e2e.conftest import Reference
-from tests.serving import Server
+from tests.support.serving import Server
 
 NUMPY_TYPES = {
     "BOOL": np.bool_,

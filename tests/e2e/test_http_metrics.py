@@ -11,8 +11,8 @@ import tritonclient.http as triton
 from prometheus_client.samples import Sample
 from tritonclient.utils import InferenceServerException
 
-from tests.prometheus import read_page
-from tests.serving import Server
+from tests.support.prometheus import read_page
+from tests.support.serving import Server
 
 MODEL = "measured"
 PHASES = ("decode", "queue", "assembly", "compute", "split", "encode", "total")

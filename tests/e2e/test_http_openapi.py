@@ -13,11 +13,11 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from headrace_engines.demo import small
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
-from engines.demo import small
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 # A schema tells the form of a request, not what the client has allocated or what the model takes: for these it is no fault to
 # refuse what the page allows, with 400. Everything else about them is checked as everywhere.

@@ -12,8 +12,8 @@ import pytest
 import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 CONFIG = "max_batch_size: 6\ndynamic_batching { }\n"
 

@@ -17,9 +17,9 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 
-from tests import models
-from tests.certificates import Certificates, Pair
-from tests.serving import HOST, Server, serving
+from tests.support import models
+from tests.support.certificates import Certificates, Pair
+from tests.support.serving import HOST, Server, serving
 
 MAX_BODY_BYTES = 32 << 20
 

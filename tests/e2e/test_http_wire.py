@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import MAX_BODY_BYTES
-from tests.serving import HOST, Server
+from tests.support.serving import HOST, Server
 
 PATH = "/v2/models/row_sums/infer"
 SMALL = b'{"inputs":[{"name":"X","datatype":"FP32","shape":[1,2],"data":[1,2]}],"outputs":[{"name":"SUM"}]}'

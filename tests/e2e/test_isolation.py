@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import add_model, affine
-from tests.processes import alive, children, eventually, isolated_children
-from tests.serving import Server, serving, start
+from tests.support.models import add_model, affine
+from tests.support.processes import alive, children, eventually, isolated_children
+from tests.support.serving import Server, serving, start
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
 

@@ -15,8 +15,8 @@ import pytest
 
 from loadtest.mixes import MIXES
 from tests.e2e.test_demo_models import DEMO
-from tests.models import add_model, affine
-from tests.serving import ROOT, Server, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import ROOT, Server, serving
 
 pytestmark = pytest.mark.slow
 

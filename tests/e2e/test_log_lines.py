@@ -19,9 +19,9 @@ import tritonclient.grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import CONTRADICTING
-from tests.models import add_model, affine, row_sums
-from tests.processes import eventually, isolated_children
-from tests.serving import COMMAND, HOST, ROOT, Server, serving
+from tests.support.models import add_model, affine, row_sums
+from tests.support.processes import eventually, isolated_children
+from tests.support.serving import COMMAND, HOST, ROOT, Server, serving
 
 BODY = json.dumps({"inputs": [{"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [1.0] * 16}]}).encode()
 ISO_8601 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
@@ -157,7 +157,7 @@ def test_a_port_in_use_is_said_in_json(tmp_path: Path) -> None:
 
 SURPRISES = """
 import gc, logging, sys, threading, warnings
-from server.__main__ import configure_logging
+from headrace.__main__ import configure_logging
 configure_logging({format!r})
 warnings.warn("a library warns", stacklevel=1)
 def fail(): raise RuntimeError("of a thread")

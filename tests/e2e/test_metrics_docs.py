@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
-from server.observability.metrics_docs import NAME, page
-from server.observability.metrics_table import families
-from tests.prometheus import read_page
-from tests.serving import ROOT, Server
+from headrace.observability.metrics_docs import NAME, page
+from headrace.observability.metrics_table import families
+
+from tests.support.prometheus import read_page
+from tests.support.serving import ROOT, Server
 
 
 def test_the_committed_page_is_up_to_date() -> None:

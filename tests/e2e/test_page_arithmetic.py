@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
+from headrace.pipelines.image import decode, prepare, to_pixels
+from headrace.pipelines.recipe import ImageRecipe
+from headrace.pipelines.resampling import Resampling, axis, resample
 from PIL import Image
 
-from server.pipelines.image import decode, prepare, to_pixels
-from server.pipelines.recipe import ImageRecipe
-from server.pipelines.resampling import Resampling, axis, resample
-from tests.browser import Page, chromium
-from tests.serving import Server
+from tests.support.browser import Page, chromium
+from tests.support.serving import Server
 
 
 @pytest.fixture(scope="module")

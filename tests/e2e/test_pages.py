@@ -12,14 +12,14 @@ from typing import cast
 
 import pytest
 import skimage
+from headrace.http.pages import page_routes
 
-from server.frontends.pages import page_routes
-from tests import models
-from tests.browser import PHONE, Browser, Page, chromium
-from tests.serving import COMMAND, ROOT, Server, serving
+from tests.support import models
+from tests.support.browser import PHONE, Browser, Page, chromium
+from tests.support.serving import COMMAND, ROOT, Server, serving
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
-PAGES = ROOT / "server" / "frontends" / "page"
+PAGES = ROOT / "server" / "headrace" / "http" / "page"
 HOSTILE = "<img src=x onerror=alert(1)>"
 LABELS = [f"{HOSTILE} number {number}" for number in range(10)]
 RECIPE = {"interpolation": "bicubic", "mean": [127.0] * 3, "std": [128.0] * 3}
@@ -39,7 +39,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.add_model(repository, "affine", models.affine())
     models.add_model(repository, "broken", b"this is no ONNX file")
     (repository / HOSTILE / "1").mkdir(parents=True)  # with a folder of a version, or it would be skipped
-    inspect = [sys.executable, "-m", "engines", "inspect", "plain", "--publish", "--model-repository", str(repository)]
+    inspect = [
+        sys.executable,
+        "-m",
+        "headrace_engines",
+        "inspect",
+        "plain",
+        "--publish",
+        "--model-repository",
+        str(repository),
+    ]
     subprocess.run(inspect, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return repository
 

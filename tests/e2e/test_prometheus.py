@@ -22,15 +22,15 @@ import pytest
 import yaml
 
 from deploy.grafana.dashboards import DASHBOARDS
-from tests.certificates import Certificates
-from tests.fake_builder import publish
-from tests.fake_gpu import install_gpu
-from tests.models import add_model, affine
-from tests.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
-from tests.serving import HOST, Server, free_port, serving, start
-from tests.unit.control.test_tensorrt_models import plan_of
+from tests.support.certificates import Certificates
+from tests.support.fake_builder import publish
+from tests.support.fake_gpu import install_gpu
+from tests.support.models import add_model, affine
+from tests.support.prometheus import FOLDER, Prometheus, is_number, prometheus, read_page, selectors
+from tests.support.serving import HOST, Server, free_port, serving, start
+from tests.unit.repository.test_tensorrt_models import plan_of
 
-COMMAND = (sys.executable, "-m", "tests.fake_gpu_server")
+COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
 INT8 = "max_batch_size: 8\noptimization:\n  precision: int8\n  accuracy: {min_top1_agreement: 0.999}\n"
 # Nothing is refused for being late, however busy the machine is.
 PROMISED = "max_batch_size: 8\ndynamic_batching: {max_queue_delay_microseconds: 1000}\nslo: {p99_ms: 5000}\n"

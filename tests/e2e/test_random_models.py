@@ -28,9 +28,9 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from tests.models import add_model
-from tests.random_models import Sample, sample
-from tests.serving import HOST, Server, serving
+from tests.support.models import add_model
+from tests.support.random_models import Sample, sample
+from tests.support.serving import HOST, Server, serving
 
 pytestmark = pytest.mark.slow
 

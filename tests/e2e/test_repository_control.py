@@ -16,8 +16,8 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 Client = triton_http.InferenceServerClient | triton_grpc.InferenceServerClient
 LABELS = "version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n"

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
+from headrace.observability.request_log import SAMPLED_ONE_IN
 from tritonclient.utils import InferenceServerException
 
-from server.observability.request_log import SAMPLED_ONE_IN
-from tests import models
 from tests.e2e.test_grpc_stream import Collector, tensor
-from tests.processes import eventually
-from tests.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
+from tests.support import models
+from tests.support.processes import eventually
+from tests.support.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
 
 X = np.ones((2, 16), np.float32)
 TRACE = "0af7651916cd43dd8448eb211c80319c"

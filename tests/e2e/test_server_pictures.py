@@ -12,12 +12,12 @@ import pytest
 import skimage
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+from headrace.pipelines.image import decode, prepare, to_pixels
+from headrace.pipelines.ranking import softmax
+from headrace.pipelines.recipe import ImageRecipe
 
-from server.pipelines.image import decode, prepare, to_pixels
-from server.pipelines.ranking import softmax
-from server.pipelines.recipe import ImageRecipe
-from tests import models
-from tests.serving import COMMAND, ROOT, Server, serving
+from tests.support import models
+from tests.support.serving import COMMAND, ROOT, Server, serving
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 FILES = [PHOTOGRAPHS / name for name in ("chelsea.png", "coffee.png", "camera.png", "rocket.jpg")]

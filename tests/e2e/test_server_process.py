@@ -20,9 +20,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests import models
 from tests.e2e.conftest import CONTRADICTING
-from tests.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
+from tests.support import models
+from tests.support.serving import COMMAND, HOST, ROOT, Server, free_port, serving, start
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.serving import ROOT
 
 pytestmark = pytest.mark.slow
 
-FAULTY = shlex.join([sys.executable, "-m", "tests.faulty_server", "serve"])
+FAULTY = shlex.join([sys.executable, "-m", "tests.support.faulty_server", "serve"])
 
 
 def soak(output: Path, *words: str) -> tuple[int, str, dict[str, Any]]:

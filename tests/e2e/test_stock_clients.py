@@ -27,8 +27,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, shared_memory
 
 from loadtest.onnx_models import onnx_model
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 SIMPLE = """
 max_batch_size: 8

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import add_model, affine
-from tests.serving import serving
+from tests.support.models import add_model, affine
+from tests.support.serving import serving
 
 
 @pytest.mark.parametrize("config", ["", "isolation: process\n"], ids=["within", "apart"])

@@ -16,11 +16,11 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests import models
 from tests.e2e.test_grpc_stream import Collector, tensor
-from tests.otlp_receiver import Receiver, attributes, over_grpc, receiving
-from tests.processes import eventually
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.otlp_receiver import Receiver, attributes, over_grpc, receiving
+from tests.support.processes import eventually
+from tests.support.serving import Server, serving
 
 X = np.ones((1, 16), np.float32)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -234,7 +234,7 @@ def test_a_receiver_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", ["nonsense", "ftp://h", "http://", "http://h:99999"])
 def test_an_endpoint_that_is_none_is_told_at_the_start(tmp_path: Path, endpoint: str) -> None:
-    from tests.serving import start
+    from tests.support.serving import start
 
     server = start(repository(tmp_path), tmp_path / "log", "--otlp-endpoint", endpoint)
     assert server.wait() == 1

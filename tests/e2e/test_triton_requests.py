@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from headrace.core.tensor import DATATYPES
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from server.core.tensor import DATATYPES
-from tests import models
-from tests.serving import Server, serving
+from tests.support import models
+from tests.support.serving import Server, serving
 
 FREE_TEXT = """
 max_batch_size: 4

@@ -14,8 +14,8 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import gauge, until
-from tests.models import add_model, affine, busy
-from tests.serving import Server, look_quick, serving
+from tests.support.models import add_model, affine, busy
+from tests.support.serving import Server, look_quick, serving
 
 Infer = Callable[..., Any]
 

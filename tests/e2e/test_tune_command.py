@@ -12,8 +12,8 @@ import onnxruntime as ort
 import pytest
 import tritonclient.http as triton
 
-from tests.models import affine
-from tests.serving import ROOT, serving
+from tests.support.models import affine
+from tests.support.serving import ROOT, serving
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ output: [{name: Y, data_type: TYPE_FP32, dims: [4]}]
 
 
 def headrace(*words: str | Path) -> str:
-    command = [sys.executable, "-m", "server", *map(str, words)]
+    command = [sys.executable, "-m", "headrace", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -11,15 +11,15 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.http as triton
+from headrace.repository import validate
+from headrace.repository.validate import Inspection
 from onnx import TensorProto, helper
 from rich.console import Console
 
 from loadtest.onnx_models import onnx_model
-from server.control import validate
-from server.control.validate import Inspection
-from tests import models
 from tests.e2e import conftest
-from tests.serving import ROOT, Server, serving, start
+from tests.support import models
+from tests.support.serving import ROOT, Server, serving, start
 
 FP32 = TensorProto.FLOAT
 EXAMPLES = ROOT / "tests" / "unit" / "config" / "triton_examples"

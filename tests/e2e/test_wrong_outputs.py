@@ -15,8 +15,8 @@ from onnx import TensorProto, helper
 from tritonclient.utils import InferenceServerException
 
 from loadtest.onnx_models import onnx_model
-from tests.models import add_model, affine
-from tests.serving import Server, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import Server, serving
 
 FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
 BATCHES = "max_batch_size: 4\ndynamic_batching { max_queue_delay_microseconds: 20000 }\n"

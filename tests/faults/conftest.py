@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.attacks import Attacked, attack, until
+from tests.support.attacks import Attacked, attack, until
 
 
 def nothing_held(server: Attacked) -> None:

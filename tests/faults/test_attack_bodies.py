@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from headrace.http2 import frames
+from headrace.http2.frames import ErrorCode
 
-from server.frontends.http2 import frames
-from server.frontends.http2.frames import ErrorCode
-from tests.attacks import MAX_BODY_BYTES, SERVICE, Attacked, grpc_request, head, http_body
-from tests.http2_peer import RawPeer, data, grpc_head, message, request
+from tests.support.attacks import MAX_BODY_BYTES, SERVICE, Attacked, grpc_request, head, http_body
+from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 
 INFER = SERVICE + "ModelInfer"
 INFER_PATH = "/v2/models/affine/infer"

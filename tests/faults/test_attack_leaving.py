@@ -14,17 +14,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.attacks import (
-    SERVICE,
-    Attacked,
-    busy_request,
-    grpc_request,
-    head,
-    http_body,
-    is_idle,
-    until,
-)
-from tests.serving import HOST
+from tests.support.attacks import SERVICE, Attacked, busy_request, grpc_request, head, http_body, is_idle, until
+from tests.support.serving import HOST
 
 pytestmark = pytest.mark.slow
 

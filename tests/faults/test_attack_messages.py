@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.attacks import Attacked, grpc_request, http_body, x_json
+from tests.support.attacks import Attacked, grpc_request, http_body, x_json
 
 pb: Any = service_pb2
 DEEP = 100_000

@@ -14,8 +14,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.attacks import SERVICE, Attacked, grpc_request, head, http_body
-from tests.serving import HOST
+from tests.support.attacks import SERVICE, Attacked, grpc_request, head, http_body
+from tests.support.serving import HOST
 
 pb: Any = service_pb2
 NAMES = [

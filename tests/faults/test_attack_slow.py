@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from headrace.http2 import frames
 from tritonclient.grpc import service_pb2
 
-from server.frontends.http2 import frames
-from tests.attacks import (
+from tests.support.attacks import (
     SERVICE,
     Attacked,
     attack,
@@ -29,8 +29,8 @@ from tests.attacks import (
     is_idle,
     until,
 )
-from tests.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
-from tests.serving import HOST
+from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
+from tests.support.serving import HOST
 
 pytestmark = pytest.mark.slow
 

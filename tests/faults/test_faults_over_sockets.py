@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import add_model, affine, busy, row_sums, table_lookup
-from tests.serving import HOST, Server, look_quick, serving
+from tests.support.models import add_model, affine, busy, row_sums, table_lookup
+from tests.support.serving import HOST, Server, look_quick, serving
 
 BATCHING = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }"
 STEPS_PER_S = 5_000  # of `busy`, at the least: a step is 30 us alone on a core, more on a shared one

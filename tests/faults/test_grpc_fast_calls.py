@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.grpc_echo import EchoServer, echo_server, wait_for
-from tests.rich_status import retry_delay_s, rich_status
+from tests.support.grpc_echo import EchoServer, echo_server, wait_for
+from tests.support.rich_status import retry_delay_s, rich_status
 
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
+from headrace.grpc.fast_calls import UnaryCall
+from headrace.http2 import frames
+from headrace.http2.flow import Limits
+from headrace.http2.frames import ErrorCode
 
-from server.frontends.grpc_fast_calls import UnaryCall
-from server.frontends.http2 import frames
-from server.frontends.http2.flow import Limits
-from server.frontends.http2.frames import ErrorCode
-from tests.grpc_echo import HOST, EchoServer, echo_server, wait_for
-from tests.http2_peer import RawPeer, data, grpc_head, message, request
+from tests.support.grpc_echo import HOST, EchoServer, echo_server, wait_for
+from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 
 QUICK = Limits(
     handshake_s=0.3, frame_s=0.3, keepalive_s=0.2, keepalive_timeout_s=0.2, linger_s=0.2, burst=2000, per_s=500

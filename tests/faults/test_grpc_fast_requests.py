@@ -6,12 +6,12 @@ import struct
 from collections.abc import Iterator
 
 import pytest
+from headrace.http2 import frames
+from headrace.http2.frames import ErrorCode
+from headrace.http2.headers import Field
 
-from server.frontends.http2 import frames
-from server.frontends.http2.frames import ErrorCode
-from server.frontends.http2.headers import Field
-from tests.grpc_echo import EchoServer, echo_server
-from tests.http2_peer import RawPeer, data, grpc_head, message, request
+from tests.support.grpc_echo import EchoServer, echo_server
+from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import time
 
 import grpc
 import pytest
+from headrace.core.limits import Door, Limits
+from headrace.grpc.fast_server import FastGrpcServer
+from headrace.grpc.methods import Methods
 
-from server.core.limits import Door, Limits
-from server.frontends.grpc_fast import FastGrpcServer
-from server.frontends.grpc_methods import Methods
-from tests.grpc_echo import HOST, echo_server, wait_for
+from tests.support.grpc_echo import HOST, echo_server, wait_for
 
 
 def test_a_restart_under_load_fails_no_call() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
+from headrace.http2.flow import Limits
+from headrace.tls import TlsFiles
 
-from server.frontends.http2.flow import Limits
-from server.frontends.tls import TlsFiles
-from tests.grpc_echo import HOST, echo_server
+from tests.support.grpc_echo import HOST, echo_server
 
 
 @pytest.fixture(scope="module")

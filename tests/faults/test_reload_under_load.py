@@ -16,8 +16,8 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
-from tests.models import add_model, affine, busy
-from tests.serving import Server, serving
+from tests.support.models import add_model, affine, busy
+from tests.support.serving import Server, serving
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.models import add_model, affine
-from tests.serving import Server, serving
+from tests.support.models import add_model, affine
+from tests.support.serving import Server, serving
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from server.cuda import nvml
-from server.cuda.driver import current, load
+from headrace.cuda import nvml
+from headrace.cuda.driver import current, load
 
 
 def own_bytes(device: int = 0) -> int:

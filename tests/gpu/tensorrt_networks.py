@@ -138,7 +138,7 @@ def transformer() -> onnx.ModelProto:
 
 def answers(model: onnx.ModelProto, inputs: Mapping[str, Array], tensors: Sequence[str] = ()) -> dict[str, Array]:
     """Outputs and inner tensors by ONNX Runtime on the CPU."""
-    from engines.onnx_graph import OnnxRunner
+    from headrace_engines.onnx_graph import OnnxRunner
 
     return OnnxRunner(model, tensors, optimize=False).run(inputs)
 

@@ -96,7 +96,7 @@ def _stderr() -> Iterator[list[str]]:
 
 
 def test_another_thread_may_copy_and_drop_the_last_reference() -> None:
-    from server.cuda.shared_memory import ClientMemory
+    from headrace.cuda.shared_memory import ClientMemory
 
     memory = ClientMemory(0)
     with _owner() as owner:

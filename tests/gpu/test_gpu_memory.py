@@ -10,21 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.core.errors import ConfigError
+from headrace.cuda.device import describe
+from headrace.cuda.driver import current
+from headrace.cuda.memory import DeviceBuffer
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace.repository.residency import Residency
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.control.reconciler import ControlPolicy, Reconciler
-from server.control.registry import Registry
-from server.control.residency import Residency
-from server.core.errors import ConfigError
-from server.cuda.device import describe
-from server.cuda.driver import current
-from server.cuda.memory import DeviceBuffer
 from tests.gpu.own_memory import own_bytes
 from tests.gpu.test_tensorrt_failures import full_gpu
-from tests.models import add_model, affine
-from tests.unit.control.control_thread import EXPLICIT, ask, expected, index, run, until
+from tests.support.models import add_model, affine
+from tests.unit.repository.control_thread import EXPLICIT, ask, expected, index, run, until
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -6,15 +6,15 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace.scheduling.profile import Known
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.control.reconciler import ControlPolicy, Reconciler
-from server.control.registry import Registry
-from server.dataplane.profile import Known
-from tests.models import add_model, affine
-from tests.unit.control.control_thread import ask, run
+from tests.support.models import add_model, affine
+from tests.unit.repository.control_thread import ask, run
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.backends.base import is_pipelined
+from headrace.backends.process.backend import IsolatedBackend
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.ledger import Ledger
+from headrace.cuda.driver import current, loaded
+from headrace.repository.isolation import FACTORIES
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.backends.base import is_pipelined
-from server.backends.isolated_backend import IsolatedBackend
-from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
-from server.control.isolation import FACTORIES
-from server.core.ledger import Ledger
-from server.cuda.driver import current, loaded
 from tests.gpu.tensorrt_networks import answers, convolutions, cosine, pictures
-from tests.processes import eventually, own_children
+from tests.support.processes import eventually, own_children
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

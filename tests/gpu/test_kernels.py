@@ -14,14 +14,15 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, ".")
 
-from server.cuda import driver
-from server.cuda.graphs import Graph
-from server.cuda.kernels.launching import Classifier, Preprocessor
-from server.cuda.kernels.rows import RowGather
-from server.cuda.kernels.scaling import PictureScaler
-from server.cuda.memory import DeviceBuffer, PinnedBuffer
-from server.pipelines.recipe import ImageRecipe
-from tests.kernel_cases import (
+from headrace.cuda import driver
+from headrace.cuda.graphs import Graph
+from headrace.cuda.kernels.launching import Classifier, Preprocessor
+from headrace.cuda.kernels.rows import RowGather
+from headrace.cuda.kernels.scaling import PictureScaler
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
+from headrace.pipelines.recipe import ImageRecipe
+
+from tests.support.kernel_cases import (
     CAMERA,
     RECIPES,
     check_gather,

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from headrace.core.tensor import Array
 
-from server.core.tensor import Array
-from tests.serving import ROOT, Server, serving
+from tests.support.serving import ROOT, Server, serving
 
 _missing = [name for name in ("pycuda", "tensorrt", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -209,7 +209,7 @@ def wait_for_engine(server: Server, job: Job) -> None:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp("main_job")
     gpu, cpu, state = folder / "gpu", folder / "cpu", {"HEADRACE_STATE_DIR": str(folder / "state")}
-    command = [sys.executable, "-m", "server", "models", "build", "--output", gpu, "--only", MODEL]
+    command = [sys.executable, "-m", "headrace", "models", "build", "--output", gpu, "--only", MODEL]
     subprocess.run([*map(str, command)], cwd=ROOT, check=True, timeout=200)
     shutil.copytree(gpu, cpu)
     job = Job()

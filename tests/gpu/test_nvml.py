@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from server.cuda import device
-from server.cuda.nvml import Nvml
+from headrace.cuda import device
+from headrace.cuda.nvml import Nvml
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not device.count(), reason="needs an NVIDIA GPU and PyCUDA")]
 

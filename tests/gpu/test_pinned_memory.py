@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from server.core.tensor import Array
-from server.cuda.shared_memory import ClientMemory, PinnedFile
+from headrace.core.tensor import Array
+from headrace.cuda.shared_memory import ClientMemory, PinnedFile
 
 _missing = importlib.util.find_spec("pycuda") is None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing, reason="needs an NVIDIA GPU and PyCUDA")]
@@ -65,9 +64,9 @@ class Fetch:
     """Reads memory as the server does: by a kernel, into the GPU's own memory, and from there."""
 
     def __init__(self) -> None:
-        from server.cuda.driver import Stream, current
-        from server.cuda.kernels.rows import RowGather
-        from server.cuda.memory import DeviceBuffer, PinnedBuffer
+        from headrace.cuda.driver import Stream, current
+        from headrace.cuda.kernels.rows import RowGather
+        from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 
         self._kernel = RowGather(0)
         with current(0):
@@ -75,7 +74,7 @@ class Fetch:
             self._table.reserve(8)
 
     def __call__(self, address: int, size_bytes: int) -> Array:
-        from server.cuda.driver import current, loaded
+        from headrace.cuda.driver import current, loaded
 
         out = np.empty(size_bytes, np.uint8)
         with current(0):
@@ -86,7 +85,7 @@ class Fetch:
         return out
 
     def close(self) -> None:
-        from server.cuda.driver import current
+        from headrace.cuda.driver import current
 
         with current(0):
             del self._stream
@@ -131,8 +130,8 @@ def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
 
 
 def cut_down_before_it_is_pinned(path: Path, left: int) -> None:
-    from server.cuda.driver import DeviceError
-    from server.cuda.pinned import PinnedMapping
+    from headrace.cuda.driver import DeviceError
+    from headrace.cuda.pinned import PinnedMapping
 
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), SIZE, mmap.MAP_SHARED)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from headrace.core.tensor import Array
 
-from server.core.tensor import Array
-from tests import shared_memory_cases as cases
-from tests.serving import Server, serving
+from tests.support import shared_memory_cases as cases
+from tests.support.serving import Server, serving
 
 _missing = [name for name in ("pycuda", "tensorrt", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
 pytestmark = [

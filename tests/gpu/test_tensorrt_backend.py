@@ -19,22 +19,22 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, ModelFailed
+from headrace.core.request import InferRequest
+from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.selection import QueueLimits
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
-from server.core.completion import Mailbox
-from server.core.errors import ConfigError, ModelFailed
-from server.core.request import InferRequest
-from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import ModelHandle
-from server.dataplane.policy import HandlePolicy
-from server.dataplane.selection import QueueLimits
-from server.observability.recorder import Recorder
 from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
-from tests.serving import ROOT, serving
+from tests.support.serving import ROOT, serving
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 _no_server = [name for name in ("fastapi", "uvicorn", "tritonclient") if importlib.util.find_spec(name) is None]
@@ -251,7 +251,17 @@ def test_a_server_over_http_and_grpc(tmp_path: Path) -> None:
     import tritonclient.http as triton_http
 
     repository = tmp_path / "repository"
-    words = [sys.executable, "-m", "engines", "models", "build", "--output", str(repository), "--only", "digits"]
+    words = [
+        sys.executable,
+        "-m",
+        "headrace_engines",
+        "models",
+        "build",
+        "--output",
+        str(repository),
+        "--only",
+        "digits",
+    ]
     subprocess.run(words, check=True, cwd=ROOT, timeout=60, capture_output=True)
     folder = repository / "digits"
     model = onnx.load(folder / "1" / "model.onnx")

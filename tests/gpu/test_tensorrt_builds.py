@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.config.stamps import Timing
+from headrace_engines.build import Built, make
+from headrace_engines.errors import BuildError, NoKernelError
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.progress import silent
+from headrace_engines.project import CALIBRATOR, BuildSpec, Project, spec_of
+from headrace_engines.store import Store
+from headrace_engines.targets.base import Layer
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.build import Built, make
-from engines.errors import BuildError, NoKernelError
-from engines.onnx_graph import read_onnx
-from engines.progress import silent
-from engines.project import CALIBRATOR, BuildSpec, Project, spec_of
-from engines.store import Store
-from engines.targets.base import Layer
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.config.stamps import Timing
-from tests.engine_projects import write_project
+from tests.support.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, network, residual, transformer, weights
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]

@@ -16,10 +16,9 @@ from typing import Any
 
 import onnx
 import pytest
-
-from engines.__main__ import main
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.config.stamps import Stamp, read_stamps
+from headrace.config.stamps import Stamp, read_stamps
+from headrace_engines.__main__ import main
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -59,7 +58,7 @@ class Place:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "engines", *words]
+    return [sys.executable, "-m", "headrace_engines", *words]
 
 
 def run(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -123,8 +122,8 @@ def test_the_second_build_takes_less_than_two_seconds(place: Place, tmp_path: Pa
 
 
 def test_the_server_finds_the_engine(place: Place) -> None:
-    from engines.project import open_project
-    from server.config.stamps import choose_in, config_digest, onnx_digest
+    from headrace.config.stamps import choose_in, config_digest, onnx_digest
+    from headrace_engines.project import open_project
 
     project = open_project("digits", place.repository)
     digests = onnx_digest(project.source), config_digest(project.config)
@@ -161,7 +160,9 @@ def test_compare_has_every_precision(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # How fast the kernels are is not what is tested.
-    monkeypatch.setattr("engines.commands.compare.choose_target", lambda name: TensorRtTarget(optimization_level=1))
+    monkeypatch.setattr(
+        "headrace_engines.commands.compare.choose_target", lambda name: TensorRtTarget(optimization_level=1)
+    )
     target = TensorRtTarget()
     names = [name for name in ("fp32", "fp16", "int8", "int8-tensorrt", "fp8") if not target.refuses(name[:4])]
     if not target.describe().version.startswith("10."):

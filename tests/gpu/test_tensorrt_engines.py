@@ -21,10 +21,11 @@ import onnx
 if __name__ == "__main__":
     sys.path.insert(0, ".")
 
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.targets.base import Engine, Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget, available
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Engine, Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
+
 from tests.gpu.tensorrt_networks import (
     BOOL,
     FLOAT,

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.cuda.device import describe
+from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
+from headrace.cuda.graphs import Graph
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order
 
-from engines.progress import silent
-from engines.targets.base import Order
-from server.cuda.device import describe
-from server.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
-from server.cuda.graphs import Graph
-from server.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from tests.gpu.own_memory import own_bytes
 from tests.gpu.tensorrt_networks import convolutions, pictures
 from tests.gpu.test_tensorrt_engines import ORDER, TARGET, built, refused, rows
@@ -113,7 +113,7 @@ def test_a_capture_that_fails_leaves_the_stream_usable(tmp_path: Path) -> None:
 
 _INTERRUPTED = """
 import sys, pathlib
-from engines.targets.tensorrt.target import TensorRtTarget
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.gpu.test_tensorrt_engines import ORDER, convolutions
 def report(done, note):
     if done > 0.02:
@@ -146,8 +146,8 @@ def test_ctrl_c_stops_a_build(tmp_path: Path) -> None:
 
 _OPENED = """
 import sys, pathlib
-from engines.errors import BuildError
-from engines.targets.tensorrt.target import TensorRtTarget
+from headrace_engines.errors import BuildError
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 for name in sys.argv[1:]:
     try:
         TensorRtTarget().open(pathlib.Path(name)).close()

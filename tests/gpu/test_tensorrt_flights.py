@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.errors import ModelFailed
+from headrace.core.resident import ResidentRows
+from headrace.cuda.driver import current, loaded
+from headrace.cuda.kernels import reference
+from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.cuda.memory import DeviceBuffer
+from headrace.cuda.pinned import pinned_empty, pinned_rows
+from headrace.pipelines.recipe import ImageRecipe
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
-from server.core.errors import ModelFailed
-from server.core.resident import ResidentRows
-from server.cuda.driver import current, loaded
-from server.cuda.kernels import reference
-from server.cuda.kernels.stages import ClassStage, PictureStage
-from server.cuda.memory import DeviceBuffer
-from server.cuda.pinned import pinned_empty, pinned_rows
-from server.pipelines.recipe import ImageRecipe
 from tests.gpu.own_memory import own_bytes, processes
 from tests.gpu.tensorrt_networks import answers, convolutions, cosine
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import NoKernelError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast
+from headrace_engines.progress import silent
+from headrace_engines.quantization.placement import place, tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantize
+from headrace_engines.simplify import simplify
+from headrace_engines.targets.base import Layer, Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.errors import NoKernelError
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.precision.cast import cast
-from engines.progress import silent
-from engines.quantization.placement import place, tensors_to_calibrate
-from engines.quantization.qdq import quantize
-from engines.simplify import simplify
-from engines.targets.base import Layer, Order, ShapeRange
-from engines.targets.tensorrt.target import TensorRtTarget
 from tests.unit.engines.networks import (
     cosine,
     inputs_of,

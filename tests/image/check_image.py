@@ -27,9 +27,9 @@ import pytest
 import tritonclient.grpc as triton
 import yaml
 
-from tests.models import affine
-from tests.serving import ROOT
-from tests.tools import tool
+from tests.support.models import affine
+from tests.support.serving import ROOT
+from tests.support.tools import tool
 
 SCRATCH = ROOT / "build" / "image-test"
 BASE, IMAGE = "localhost/headrace-test-base", "localhost/headrace-test"
@@ -183,7 +183,9 @@ def test_its_page_and_its_kernels_are_in_it(server: Container) -> None:
     status, page = server.get(server.http, "/")
     assert (status, "<html" in page) == (200, True)
     kernels = server.inside("sh", "-c", "ls /opt/headrace/lib/python3*/site-packages/server/cuda/kernels/*.cu")
-    assert len(kernels.stdout.split()) == len(list((ROOT / "server" / "cuda" / "kernels").glob("*.cu"))) > 0
+    assert (
+        len(kernels.stdout.split()) == len(list((ROOT / "server" / "headrace" / "cuda" / "kernels").glob("*.cu"))) > 0
+    )
 
 
 def test_it_answers_over_grpc(server: Container) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.core.errors import HeadraceError
+from headrace.core.limits import Door, Limits
+from headrace.core.request import InferResponse
+from headrace.core.tensor import BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.http.codec import ModelCodec
+from headrace.inference import compression
+from headrace.inference.tensor_codec import to_binary
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-
-from server.core.errors import HeadraceError
-from server.core.limits import Door, Limits
-from server.core.request import InferResponse
-from server.core.tensor import BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
-from server.frontends import compression
-from server.frontends.http_codec import ModelCodec
-from server.frontends.tensor_codec import to_binary
 
 NAMES = [datatype.name for datatype in DATATYPES]
 

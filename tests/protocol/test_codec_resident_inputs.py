@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from headrace.core.resident import NOWHERE, PINNED, is_resident
 
-from server.core.resident import NOWHERE, PINNED, is_resident
 from tests.protocol.test_codec_shared_memory import (
     N_WIRE,
     SPEC,
@@ -18,7 +18,7 @@ from tests.protocol.test_codec_shared_memory import (
     both,
     shared_input,
 )
-from tests.residents import read
+from tests.support.residents import read
 
 
 @both

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from headrace.core.errors import BadRequest, Forbidden, NotFound, TooLarge
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.resident import ResidentRows
+from headrace.core.tensor import BYTES, FP32, Array, ModelSpec, TensorSpec
+from headrace.grpc.codec import GrpcCodec, scan
+from headrace.http.codec import ModelCodec
+from headrace.inference.request_template import Plan
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 from tritonclient.utils import serialize_byte_tensor
 
-from server.core.errors import BadRequest, Forbidden, NotFound, TooLarge
-from server.core.request import InferRequest, InferResponse
-from server.core.resident import ResidentRows
-from server.core.tensor import BYTES, FP32, Array, ModelSpec, TensorSpec
-from server.frontends.grpc_codec import GrpcCodec, scan
-from server.frontends.http_codec import ModelCodec
-from server.frontends.request_plan import Plan
-from tests.residents import resident
+from tests.support.residents import resident
 
 SPEC = ModelSpec(
     "m",

@@ -6,12 +6,11 @@ import gzip
 import zlib
 
 import pytest
+from headrace.core.errors import BadRequest, TooLarge
+from headrace.core.limits import Door, Limits
+from headrace.inference import compression
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.errors import BadRequest, TooLarge
-from server.core.limits import Door, Limits
-from server.frontends import compression
 
 # "headrace" as other tools pack it (stored blocks, so that no compressor's choices matter).
 GZIP = bytes.fromhex("1f8b0800000000000003 01 0800 f7ff 6865616472616365 e46e93eb 08000000".replace(" ", ""))

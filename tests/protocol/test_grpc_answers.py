@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from headrace.core.request import InferResponse
+from headrace.core.tensor import FP32, ModelSpec, TensorSpec
+from headrace.grpc.codec import GrpcCodec
 from tritonclient.grpc import service_pb2 as pb
 
-from server.core.request import InferResponse
-from server.core.tensor import FP32, ModelSpec, TensorSpec
-from server.frontends.grpc_codec import GrpcCodec
-from tests.grpc_messages import answer, codec, decode, request
+from tests.support.grpc_messages import answer, codec, decode, request
 
 S_WIRE = bytes.fromhex("0000803e 0000003f 0000003e 0000803f 000080bf 00000040")
 T_WIRE = bytes.fromhex("03000000 796573 03000000 6ec3a9")

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from headrace.core.clock import monotonic_ns
+from headrace.core.errors import BadRequest
+from headrace.core.request import BatchTimes, InferResponse
+from headrace.grpc.infer import InferService
+from headrace.grpc.stream import InferStreams
+from headrace.inference.request_options import Asked
 from tritonclient.grpc import service_pb2
 
-from server.core.clock import monotonic_ns
-from server.core.errors import BadRequest
-from server.core.request import BatchTimes, InferResponse
-from server.frontends.asked import Asked
-from server.frontends.grpc_infer import InferService
-from server.frontends.grpc_stream import InferStreams
 from tests.protocol.test_grpc_service import Call, Model, Streaming, message, run, until
 
 pb: Any = service_pb2

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from headrace.core.errors import BadRequest
+from headrace.grpc.codec import scan
 from tritonclient.grpc import service_pb2 as pb
 
-from server.core.errors import BadRequest
-from server.frontends.grpc_codec import scan
-from tests.grpc_messages import A, B, codec, decode, request, tensor
+from tests.support.grpc_messages import A, B, codec, decode, request, tensor
 
 
 def changed(**fields: Any) -> pb.ModelInferRequest:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from headrace.core.errors import BadRequest
+from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
+from headrace.grpc.codec import GrpcCodec, scan
 from tritonclient.grpc import service_pb2 as pb
-
-from server.core.errors import BadRequest
-from server.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from server.frontends.grpc_codec import GrpcCodec, scan
 
 TYPED: list[tuple[str, str, list[Any]]] = [
     ("BOOL", "bool_contents", [True, False]),

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from headrace.core.errors import (
+    BadRequest,
+    HeadraceError,
+    ModelFailed,
+    Overloaded,
+    QuotaExceeded,
+    Unavailable,
+    WouldMiss,
+)
+from headrace.grpc.status import failure
 
-from server.core.errors import BadRequest, HeadraceError, ModelFailed, Overloaded, QuotaExceeded, Unavailable, WouldMiss
-from server.frontends.grpc_status import failure
-from tests.rich_status import retry_delay_s, rich_status
+from tests.support.rich_status import retry_delay_s, rich_status
 
 
 @pytest.mark.parametrize(

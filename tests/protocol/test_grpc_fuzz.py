@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf.message import DecodeError
+from headrace.core.errors import HeadraceError
+from headrace.core.request import InferResponse
+from headrace.core.tensor import BY_NAME, BYTES, DATATYPES, Array, ModelSpec, TensorSpec
+from headrace.grpc.codec import GrpcCodec, scan
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import InferResult
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import serialize_byte_tensor
-
-from server.core.errors import HeadraceError
-from server.core.request import InferResponse
-from server.core.tensor import BY_NAME, BYTES, DATATYPES, Array, ModelSpec, TensorSpec
-from server.frontends.grpc_codec import GrpcCodec, scan
 
 NAMES = [datatype.name for datatype in DATATYPES]
 FIELDS = {

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2
-
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.errors import (
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import (
     BadRequest,
     Cancelled,
     HeadraceError,
@@ -21,19 +19,21 @@ from server.core.errors import (
     TooLarge,
     Unavailable,
 )
-from server.core.limits import Door
-from server.core.load import Load
-from server.core.request import InferRequest, InferResponse
-from server.core.tensor import FP32, ModelSpec, TensorSpec
-from server.frontends.asked import NOTHING, Asked
-from server.frontends.grpc_infer import InferService
-from server.frontends.grpc_status import failure
-from server.frontends.grpc_stream import InferStreams
-from server.frontends.models import Services
-from server.observability.recorder import Recorder
-from server.observability.tally import ERRORS
-from tests.kept_accounts import KeptAccounts
-from tests.rings import left_frames
+from headrace.core.limits import Door
+from headrace.core.load import Load
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import FP32, ModelSpec, TensorSpec
+from headrace.grpc.infer import InferService
+from headrace.grpc.status import failure
+from headrace.grpc.stream import InferStreams
+from headrace.inference.models import Services
+from headrace.inference.request_options import NOTHING, Asked
+from headrace.observability.recorder import Recorder
+from headrace.observability.tally import ERRORS
+from tritonclient.grpc import service_pb2
+
+from tests.support.kept_accounts import KeptAccounts
+from tests.support.rings import left_frames
 
 pb: Any = service_pb2
 SPEC = ModelSpec(

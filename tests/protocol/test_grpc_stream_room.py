@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+from headrace.core.errors import ModelFailed
+from headrace.core.limits import Door, Limits
+from headrace.grpc.infer import InferService
+from headrace.grpc.stream import InferStreams
 from tritonclient.grpc import service_pb2
 
-from server.core.errors import ModelFailed
-from server.core.limits import Door, Limits
-from server.frontends.grpc_infer import InferService
-from server.frontends.grpc_stream import InferStreams
 from tests.protocol.test_grpc_service import Model, Streaming, message, run, until
 
 

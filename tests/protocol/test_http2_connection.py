@@ -10,12 +10,12 @@ import h2.connection
 import h2.events
 import h2.settings
 import pytest
+from headrace.http2 import frames
+from headrace.http2.flow import Limits
+from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting
+from headrace.http2.headers import encode
 
-from server.frontends.http2 import frames
-from server.frontends.http2.flow import Limits
-from server.frontends.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting
-from server.frontends.http2.headers import encode
-from tests.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request
+from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request
 
 
 def _kinds(found: list[Frame]) -> list[tuple[int, int]]:

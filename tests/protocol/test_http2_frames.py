@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
-from server.frontends.http2 import frames
-from server.frontends.http2.frames import ConnectionFault, ErrorCode, Setting
+from headrace.http2 import frames
+from headrace.http2.frames import ConnectionFault, ErrorCode, Setting
 
 
 @pytest.mark.parametrize(

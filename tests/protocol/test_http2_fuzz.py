@@ -7,16 +7,16 @@ import logging
 import random
 
 import pytest
+from headrace.core.limits import Door, Limits
+from headrace.grpc.fast_deadlines import Deadlines
+from headrace.grpc.fast_server import FastGrpcServer
+from headrace.grpc.methods import Message, Methods, StreamCall, Unary
+from headrace.http2 import frames
+from headrace.http2.frames import Setting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.core.limits import Door, Limits
-from server.frontends.grpc_fast import FastGrpcServer
-from server.frontends.grpc_fast_deadlines import Deadlines
-from server.frontends.grpc_methods import Message, Methods, StreamCall, Unary
-from server.frontends.http2 import frames
-from server.frontends.http2.frames import Setting
-from tests.http2_peer import HELLO, POST, Wire, data, read_frames, request
+from tests.support.http2_peer import HELLO, POST, Wire, data, read_frames, request
 
 GRPC = [*POST[:2], (b":path", b"/s/echo"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
 STREAM = [*POST[:2], (b":path", b"/s/chat"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hpack
 import pytest
+from headrace.http2.frames import ConnectionFault, ErrorCode
+from headrace.http2.headers import Decoder, Field, HeaderMemory, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from server.frontends.http2.frames import ConnectionFault, ErrorCode
-from server.frontends.http2.headers import Decoder, Field, HeaderMemory, encode
 
 _LIMIT = 16384
 

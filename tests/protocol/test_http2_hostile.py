@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from headrace.core.clock import monotonic_ns
+from headrace.http2 import frames
+from headrace.http2.flow import Allowance, Limits
+from headrace.http2.frames import ConnectionFault, ErrorCode, Setting
 
-from server.core.clock import monotonic_ns
-from server.frontends.http2 import frames
-from server.frontends.http2.flow import Allowance, Limits
-from server.frontends.http2.frames import ConnectionFault, ErrorCode, Setting
-from tests.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
+from tests.support.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
 
 QUICK = Limits(
     handshake_s=0.1,

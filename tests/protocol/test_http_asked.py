@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from headrace.core.clock import NS_PER_MS
+from headrace.core.errors import QuotaExceeded, WouldMiss
+from headrace.inference.load_report import FRESH_NS, LoadHeaders
 
-from server.core.clock import NS_PER_MS
-from server.core.errors import QuotaExceeded, WouldMiss
-from server.frontends.load_report import FRESH_NS, LoadHeaders
 from tests.protocol.test_http_infer_endpoint import BUSY, Handle, call, request
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from server.core.errors import BadRequest
-from server.core.request import InferRequest, InferResponse
-from server.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from server.frontends.http_codec import ModelCodec, Plan
+from headrace.core.errors import BadRequest
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
+from headrace.http.codec import ModelCodec, Plan
 
 LABELS = ("cat", "dog")
 

@@ -9,16 +9,15 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 import pytest
+from headrace.core.errors import BadRequest, Forbidden, Unavailable
+from headrace.core.limits import Door, Limits
+from headrace.core.model_config import name_problem
+from headrace.http.application import HttpApplication
+from headrace.http.routes import MAX_CONTROL_BYTES
+from headrace.inference.models import Services
+from headrace.repository.registry import Registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from server.control.registry import Registry
-from server.core.errors import BadRequest, Forbidden, Unavailable
-from server.core.limits import Door, Limits
-from server.core.model_config import name_problem
-from server.frontends.http_routes import MAX_CONTROL_BYTES
-from server.frontends.http_server import HttpApplication
-from server.frontends.models import Services
 
 LIMIT = 200_000
 CALLS: list[tuple[Any, ...]] = []

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from server.core.completion import LoopCompletion, Mailbox
-from server.core.errors import (
+from headrace.core.completion import LoopCompletion, Mailbox
+from headrace.core.errors import (
     Cancelled,
     DeadlineExceeded,
     HeadraceError,
@@ -24,16 +23,17 @@ from server.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from server.core.limits import Door, Limits
-from server.core.load import LevelLoad, Load
-from server.core.request import BatchTimes, InferRequest, InferResponse
-from server.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from server.core.trace_context import TraceContext
-from server.frontends.http_infer import InferEndpoint
-from server.frontends.models import Services
-from server.observability.recorder import Recorder
-from tests.kept_accounts import KeptAccounts
-from tests.rings import left_frames
+from headrace.core.limits import Door, Limits
+from headrace.core.load import LevelLoad, Load
+from headrace.core.request import BatchTimes, InferRequest, InferResponse
+from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
+from headrace.core.trace_context import TraceContext
+from headrace.http.infer_endpoint import InferEndpoint
+from headrace.inference.models import Services
+from headrace.observability.recorder import Recorder
+
+from tests.support.kept_accounts import KeptAccounts
+from tests.support.rings import left_frames
 
 LIMIT = 4_000
 LOAD = Load(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))

@@ -6,12 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from headrace.core.errors import BadRequest
+from headrace.core.limits import Door, Limits
+from headrace.http.json_bounds import check_json, check_unique, parse_non_finite
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.errors import BadRequest
-from server.core.limits import Door, Limits
-from server.frontends.json_bounds import check_json, check_unique, parse_non_finite
 
 texts = st.text(alphabet=st.sampled_from('[]{}:"\\a,\n') | st.characters(), max_size=8)
 values = st.recursive(

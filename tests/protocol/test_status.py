@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 
 import pytest
-
-from server.core import errors
-from server.frontends import status
+from headrace.core import errors
+from headrace.inference import status
 
 TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.HeadraceError)]
 

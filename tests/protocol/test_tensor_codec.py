@@ -9,13 +9,12 @@ import ml_dtypes
 import numpy as np
 import orjson
 import pytest
+from headrace.core.errors import BadRequest
+from headrace.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.inference import tensor_codec
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-
-from server.core.errors import BadRequest
-from server.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
-from server.frontends import tensor_codec
 
 # Datatype, values as JSON has them, their bytes: little-endian, two's complement, IEEE 754, BYTES behind their length.
 GOLDEN: list[tuple[str, list[Any], str]] = [

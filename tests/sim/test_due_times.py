@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from headrace.core.errors import HeadraceError, WouldMiss
+from headrace.core.request import InferResponse
+from headrace.scheduling.batching import BatchPolicy, WaitUntil
+from headrace.scheduling.order import FAR_NS, Order
+from headrace.scheduling.outlook import Outlook
+from headrace.scheduling.plan import Planner
+from headrace.scheduling.policy import HandlePolicy, Sharing
+from headrace.scheduling.profile import Profile
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.selection import Batch, QueueLimits
+from headrace.simulation.profiles import Latency
+from headrace.simulation.profiles import Profile as Simulated
+from headrace.simulation.replay import ANSWERED, SimulatedModel, replay
+from headrace.simulation.report import Figures, report
+from headrace.simulation.traces import Load, Shape, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.core.errors import HeadraceError, WouldMiss
-from server.core.request import InferResponse
-from server.dataplane.batching import BatchPolicy, WaitUntil
-from server.dataplane.order import FAR_NS, Order
-from server.dataplane.outlook import Outlook
-from server.dataplane.plan import Planner
-from server.dataplane.policy import HandlePolicy, Sharing
-from server.dataplane.profile import Profile
-from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Scheduler
-from server.dataplane.selection import Batch, QueueLimits
-from server.simulation.profiles import Latency
-from server.simulation.profiles import Profile as Simulated
-from server.simulation.replay import ANSWERED, SimulatedModel, replay
-from server.simulation.report import Figures, report
-from server.simulation.traces import Load, Shape, make_trace
-from tests.slots import Slot, request
+from tests.support.slots import Slot, request
 
 MS = 1_000_000
 ROWS = 32

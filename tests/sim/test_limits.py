@@ -6,21 +6,20 @@ import dataclasses
 
 import numpy as np
 import pytest
-
-from server.core.clock import NS_PER_MS
-from server.core.request import BatchTimes
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.limits import Limit, limits
-from server.dataplane.policy import HandlePolicy
-from server.dataplane.profile import Profile
-from server.dataplane.selection import QueueLimits
-from server.dataplane.situation import Situation, numbers
-from server.observability.recorder import Recorder
-from server.simulation import replay
-from server.simulation.profiles import Latency
-from server.simulation.profiles import Profile as Steps
-from server.simulation.replay import Batches, SimulatedModel, Tally
-from server.simulation.traces import Load, Shape, make_trace
+from headrace.core.clock import NS_PER_MS
+from headrace.core.request import BatchTimes
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.limits import Limit, limits
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.profile import Profile
+from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.situation import Situation, numbers
+from headrace.simulation import replay
+from headrace.simulation.profiles import Latency
+from headrace.simulation.profiles import Profile as Steps
+from headrace.simulation.replay import Batches, SimulatedModel, Tally
+from headrace.simulation.traces import Load, Shape, make_trace
 
 MS = NS_PER_MS
 

@@ -12,24 +12,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from headrace.core.completion import settle_all
+from headrace.core.request import InferResponse
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.answers import Answers
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.output_check import OutputCheck
+from headrace.scheduling.pace import Pace
+from headrace.scheduling.pipeline import Pipeline, _Run
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.selection import Batch
+from headrace.scheduling.serial import SerialRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.core.completion import settle_all
-from server.core.request import InferResponse
-from server.dataplane.answers import Answers
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.output_check import OutputCheck
-from server.dataplane.pace import Pace
-from server.dataplane.pipeline import Pipeline, _Run
-from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Scheduler
-from server.dataplane.selection import Batch
-from server.dataplane.serial import SerialRunner
-from server.observability.recorder import Recorder
-from tests.fakes import SPEC
-from tests.slots import Slot, request
-from tests.virtual_pipeline import Cost, CostModel, VirtualPipeline
+from tests.support.fakes import SPEC
+from tests.support.slots import Slot, request
+from tests.support.virtual_pipeline import Cost, CostModel, VirtualPipeline
 
 US = 1_000
 

@@ -10,20 +10,20 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from headrace.core.request import InferResponse
+from headrace.scheduling import profile as dataplane
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.selection import QueueLimits
+from headrace.simulation.profiles import Latency, Profile
+from headrace.simulation.replay import Replay, SimulatedModel, replay
+from headrace.simulation.report import report
+from headrace.simulation.traces import Load, Trace, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.core.request import InferResponse
-from server.dataplane import profile as dataplane
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.policy import HandlePolicy
-from server.dataplane.selection import QueueLimits
-from server.simulation.profiles import Latency, Profile
-from server.simulation.replay import Replay, SimulatedModel, replay
-from server.simulation.report import report
-from server.simulation.traces import Load, Trace, make_trace
 from tests.sim import test_pipelined_time, test_virtual_time
-from tests.virtual_pipeline import Cost, CostModel
+from tests.support.virtual_pipeline import Cost, CostModel
 
 MS = 1_000_000
 ENDLESS = QueueLimits(max_count=1 << 30)
@@ -208,7 +208,7 @@ def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
 
 def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.simulation.replay.Pace", lambda _rows: None)
+        patch.setattr("headrace.simulation.replay.Pace", lambda _rows: None)
         return replay(trace, [simulated])
 
 

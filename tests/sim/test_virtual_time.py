@@ -10,15 +10,15 @@ import heapq
 import itertools
 from dataclasses import dataclass, field
 
+from headrace.core.errors import Overloaded, QueueTimeout
+from headrace.scheduling.batching import BatchPolicy, Idle, WaitUntil
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.selection import Batch, QueueLimits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.core.errors import Overloaded, QueueTimeout
-from server.dataplane.batching import BatchPolicy, Idle, WaitUntil
-from server.dataplane.queue import Entry
-from server.dataplane.scheduler import Scheduler
-from server.dataplane.selection import Batch, QueueLimits
-from tests.slots import Slot, request
+from tests.support.slots import Slot, request
 
 
 @dataclass

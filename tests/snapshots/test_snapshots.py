@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from headrace.core import errors
+from headrace.core.errors import HeadraceError
+from headrace.inference import status
 
-from server.core import errors
-from server.core.errors import HeadraceError
-from server.frontends import status
-from tests import models
-from tests.serving import ROOT, serving
 from tests.snapshots.comparison import compare
+from tests.support import models
+from tests.support.serving import ROOT, serving
 
 HEADRACE = Path(sys.executable).with_name("headrace")
 # Wider than any help text: how a version of argparse breaks lines does not matter.

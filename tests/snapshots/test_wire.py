@@ -20,9 +20,9 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2 as pb
 
-from tests import models
-from tests.serving import HOST, Server, serving
 from tests.snapshots.comparison import compare
+from tests.support import models
+from tests.support.serving import HOST, Server, serving
 
 ENGINES = ("grpcio", "fast")
 LABELLED = """

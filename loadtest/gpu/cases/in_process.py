@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from headrace.scheduling.handle import ModelHandle
+
 from loadtest.bench.results import at_least
 from loadtest.gpu.inprocess import InProcess, requests_of
 from loadtest.gpu.messages import Compare, Reporter
@@ -12,7 +14,6 @@ from loadtest.gpu.rounds import in_turns
 from loadtest.gpu.setup import REQUEST_ROWS, Setup
 from loadtest.gpu.subject import Variant, pictures, variant
 from loadtest.protocol import Array
-from server.dataplane.handle import ModelHandle
 
 ASKED = 0.95
 _CHECKED = 16

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from headrace.core.errors import HeadraceError
+from headrace.scheduling.handle import ModelHandle
+
 from loadtest.gpu.cases.in_process import saturate, time_raw
 from loadtest.gpu.inprocess import InProcess, requests_of
 from loadtest.gpu.messages import Compare, Reporter
@@ -12,8 +15,6 @@ from loadtest.gpu.rounds import Measure, in_turns
 from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import Variant, pictures, variant
 from loadtest.protocol import Array
-from server.core.errors import HeadraceError
-from server.dataplane.handle import ModelHandle
 
 COUNTS = (1, 2, 4)
 # Of a sample's length: one caller needs less time to show what he waits.

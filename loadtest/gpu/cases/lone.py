@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from headrace.scheduling.handle import ModelHandle
+
 from loadtest.bench.results import at_most
 from loadtest.gpu.crowd import Crowd, CrowdFailed
 from loadtest.gpu.inprocess import InProcess, requests_of
@@ -15,7 +17,6 @@ from loadtest.gpu.setup import Setup
 from loadtest.gpu.subject import Variant, pictures, variant
 from loadtest.gpu.wire import open_way, server, ways_of
 from loadtest.protocol import Array
-from server.dataplane.handle import ModelHandle
 
 RAW, PINNED, ORDINARY = "raw engine, n=1", "in process, pinned", "in process, ordinary memory"
 BLOCKING = "in process, pinned, blocking call"

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 
-from engines.targets import choose_target
+from headrace_engines.targets import choose_target
+
 from loadtest.gpu import place
 from loadtest.gpu.cases import PREPARE
 from loadtest.gpu.messages import Reporter

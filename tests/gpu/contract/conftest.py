@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from headrace.cuda.kernels import loading
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.progress import silent
-from engines.targets.base import Order
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.cuda.kernels import loading
-from tests import fake_streams
-from tests.fake_gpu import install_tensorrt
-from tests.fake_streams import LateCuda
-from tests.kernels_on_host import HostKernels
+from tests.support import fake_streams
+from tests.support.fake_gpu import install_tensorrt
+from tests.support.fake_streams import LateCuda
+from tests.support.kernels_on_host import HostKernels
 
 Export = Callable[[bytes], AbstractContextManager["ExportedMemory"]]
 
@@ -104,7 +104,8 @@ def real_gpu() -> GpuUnderTest:
     """The machine's GPU."""
     if importlib.util.find_spec("pycuda") is None:
         pytest.skip("needs an NVIDIA GPU and PyCUDA")
-    from server.cuda import device
+    from headrace.cuda import device
+
     from tests.gpu.own_memory import own_bytes
 
     if not device.count():

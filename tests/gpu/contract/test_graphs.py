@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from headrace.cuda import driver, memory
+from headrace.cuda.graphs import Graph
 
-from server.cuda import driver, memory
-from server.cuda.graphs import Graph
 from tests.gpu.contract.conftest import GpuUnderTest
 
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from headrace.cuda.kernels import scaling
+from headrace.cuda.kernels.launching import Classifier, Preprocessor
+from headrace.pipelines.recipe import ImageRecipe
 
-from server.cuda.kernels import scaling
-from server.cuda.kernels.launching import Classifier, Preprocessor
-from server.pipelines.recipe import ImageRecipe
-from tests.kernel_cases import RECIPES, check_gather, check_pictures, check_pictures_anywhere, check_rank, check_soften
+from tests.support.kernel_cases import (
+    RECIPES,
+    check_gather,
+    check_pictures,
+    check_pictures_anywhere,
+    check_rank,
+    check_soften,
+)
 
 pytestmark = pytest.mark.usefixtures("needs_kernels")
 dtypes = pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -7,10 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from headrace.core.errors import Unsupported
+from headrace.core.tensor import Array
+from headrace.cuda import device, driver, memory
 
-from server.core.errors import Unsupported
-from server.core.tensor import Array
-from server.cuda import device, driver, memory
 from tests.gpu.contract.conftest import GpuUnderTest
 
 UINT8 = np.dtype(np.uint8)

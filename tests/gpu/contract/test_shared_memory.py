@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.core.errors import BadRequest
+from headrace.core.resident import PINNED
+from headrace.core.tensor import Array
+from headrace.cuda.driver import DeviceError, Stream, current, loaded
+from headrace.cuda.kernels.rows import RowGather
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
+from headrace.cuda.pinned import pinned_empty, pinned_rows
+from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
 
-from server.core.errors import BadRequest
-from server.core.resident import PINNED
-from server.core.tensor import Array
-from server.cuda.driver import DeviceError, Stream, current, loaded
-from server.cuda.kernels.rows import RowGather
-from server.cuda.memory import DeviceBuffer, PinnedBuffer
-from server.cuda.pinned import pinned_empty, pinned_rows
-from server.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
 from tests.gpu.contract.conftest import GpuUnderTest
 
 SIZE = 100_000

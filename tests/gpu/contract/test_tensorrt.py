@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, ModelFailed
+from headrace.core.request import InferRequest
+from headrace.core.tensor import FP32, ModelSpec, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+from headrace_engines.targets.base import Order, ShapeRange
 from onnx import helper
 
-from engines.targets.base import Order, ShapeRange
-from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
-from server.core.completion import Mailbox
-from server.core.errors import ConfigError, ModelFailed
-from server.core.request import InferRequest
-from server.core.tensor import FP32, ModelSpec, TensorSpec
-from server.dataplane.batching import BatchPolicy
-from server.dataplane.handle import ModelHandle
-from server.dataplane.policy import HandlePolicy
-from server.observability.recorder import Recorder
-from tests.fake_gpu import install_tensorrt
-from tests.fake_tensorrt import affine
 from tests.gpu.contract.conftest import Build, GpuUnderTest
-from tests.tensorrt_case import ORDER, batches
+from tests.support.fake_gpu import install_tensorrt
+from tests.support.fake_tensorrt import affine
+from tests.support.tensorrt_case import ORDER, batches
 
 BATCHED = {MAX_BATCH_SIZE: "8"}
 

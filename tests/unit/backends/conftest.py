@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from headrace.backends.process.backend import IsolatedBackend, IsolatedModel
 
-from server.backends.isolated_backend import IsolatedBackend, IsolatedModel
-from tests import fragile_backend as fragile
-from tests.fake_gpu import cuda as cuda
-from tests.fake_gpu import trt as trt
-from tests.fake_gpu import trt_version as trt_version
-from tests.processes import own_children
+from tests.support import fragile_backend as fragile
+from tests.support.fake_gpu import cuda as cuda
+from tests.support.fake_gpu import trt as trt
+from tests.support.fake_gpu import trt_version as trt_version
+from tests.support.processes import own_children
 
 Load = Callable[..., IsolatedModel]
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.backends.base import InputRefused, is_pipelined, isolated_in
+from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom
+from headrace.core.tensor import Array
 
-from server.backends import isolated_process
-from server.backends.base import InputRefused, is_pipelined, isolated_in
-from server.backends.isolated_backend import FailedInChildError, IsolatedBackend, IsolatedModel
-from server.core.errors import ConfigError
-from server.core.ledger import HOST, Account, Kind, Ledger, NoRoom
-from server.core.tensor import Array
-from tests import fragile_backend as fragile
-from tests.fragile_backend import fly, pid, values, x_of
-from tests.processes import own_children
+from tests.support import fragile_backend as fragile
+from tests.support.fragile_backend import fly, pid, values, x_of
+from tests.support.processes import own_children
 
 Load = Callable[..., IsolatedModel]
 

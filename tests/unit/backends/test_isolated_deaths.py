@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace.backends.base import ExecutionLost
+from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process.backend import IsolatedModel
+from headrace.core.errors import ModelFailed, Unavailable
 
-from server.backends import isolated_process
-from server.backends.base import ExecutionLost
-from server.backends.isolated_backend import IsolatedModel
-from server.core.errors import ModelFailed, Unavailable
-from tests import fragile_backend as fragile
-from tests.fragile_backend import fly, pid, values, x_of
-from tests.processes import alive, eventually, own_children
+from tests.support import fragile_backend as fragile
+from tests.support.fragile_backend import fly, pid, values, x_of
+from tests.support.processes import alive, eventually, own_children
 
 Load = Callable[..., IsolatedModel]
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from headrace.backends.base import ExecutionLost
+from headrace.backends.process import gate as isolated_gate
+from headrace.backends.process.gate import Gate
+from headrace.core.errors import Unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from server.backends import isolated_gate
-from server.backends.base import ExecutionLost
-from server.backends.isolated_gate import Gate
-from server.core.errors import Unavailable
 
 
 def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

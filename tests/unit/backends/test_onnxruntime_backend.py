@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.backends.base import InputRefused
+from headrace.backends.onnxruntime import OnnxRuntimeBackend, session_options
+from headrace.core.errors import ConfigError
+from headrace.core.tensor import BY_NAME, DATATYPES
 
-from server.backends.base import InputRefused
-from server.backends.onnxruntime_backend import OnnxRuntimeBackend, session_options
-from server.core.errors import ConfigError
-from server.core.tensor import BY_NAME, DATATYPES
-from tests.models import add_model, identity, table_lookup
+from tests.support.models import add_model, identity, table_lookup
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.backends.base import ExecutionLost
+from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from headrace.core.errors import ConfigError, ModelFailed
+from headrace.cuda.driver import DeviceError
 
-from server.backends.base import ExecutionLost
-from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
-from server.core.errors import ConfigError, ModelFailed
-from server.cuda.driver import DeviceError
-from tests.fake_streams import LateCuda
-from tests.tensorrt_case import build
+from tests.support.fake_streams import LateCuda
+from tests.support.tensorrt_case import build
 
 BATCHED = {MAX_BATCH_SIZE: "8"}
 

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.backends.tensorrt import tuner as tensorrt_tuner
+from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
+from headrace.backends.tensorrt.lanes import Lane
+from headrace.core.resident import PINNED
+from headrace.cuda.driver import DeviceError
+from headrace.cuda.kernels import launching, loading, reference, scaling
+from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.pipelines.recipe import ImageRecipe
+from headrace_engines.targets.base import Order, ShapeRange
 from onnx import helper
 
-from engines.targets.base import Order, ShapeRange
-from server.backends import tensorrt_tuner
-from server.backends.tensorrt_backend import MAX_BATCH_SIZE, TensorRtBackend
-from server.backends.tensorrt_lanes import Lane
-from server.core.resident import PINNED
-from server.cuda.driver import DeviceError
-from server.cuda.kernels import launching, loading, reference, scaling
-from server.cuda.kernels.stages import ClassStage, PictureStage
-from server.pipelines.recipe import ImageRecipe
-from tests.fake_streams import LateCuda
-from tests.kernels_on_host import HostKernels
-from tests.residents import HostOwner, resident
-from tests.tensorrt_case import build
+from tests.support.fake_streams import LateCuda
+from tests.support.kernels_on_host import HostKernels
+from tests.support.residents import HostOwner, resident
+from tests.support.tensorrt_case import build
 from tests.unit.backends.test_tensorrt_backend import opened, right, rows
 
 NO_OWNER = "an owner was asked for a host copy"
@@ -145,7 +145,7 @@ def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("trt", "kernels")
 def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.cuda import libcuda
+    from headrace.cuda import libcuda
 
     calls: list[str] = []
     library = libcuda.library()

@@ -7,15 +7,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from headrace.backends.tensorrt import plan as tensorrt_plan
+from headrace.backends.tensorrt import tuner as tensorrt_tuner
+from headrace.backends.tensorrt.api import load
+from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
+from headrace.backends.tensorrt.lanes import Lane
+from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
+from headrace.cuda.driver import DeviceError
 
-from server.backends import tensorrt_plan, tensorrt_tuner
-from server.backends.tensorrt_api import load
-from server.backends.tensorrt_backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
-from server.backends.tensorrt_lanes import Lane
-from server.core.ledger import HOST, Kind, Ledger, NoRoom
-from server.cuda.driver import DeviceError
-from tests.fake_streams import LateCuda
-from tests.tensorrt_case import build
+from tests.support.fake_streams import LateCuda
+from tests.support.tensorrt_case import build
 
 pytestmark = pytest.mark.usefixtures("trt")
 

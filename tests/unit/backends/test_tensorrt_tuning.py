@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from headrace.backends.tensorrt import tuning as tensorrt_tuning
+from headrace.backends.tensorrt.plan import Range, buckets
+from headrace.backends.tensorrt.tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.backends import tensorrt_tuning
-from server.backends.tensorrt_plan import Range, buckets
-from server.backends.tensorrt_tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
 
 
 def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPatch) -> None:

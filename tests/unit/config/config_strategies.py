@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from headrace.core.model_config import ModelConfig
+from headrace.core.optimization_config import METHODS, PRECISIONS
+from headrace.core.tensor import BY_CONFIG_NAME
 from hypothesis import strategies as st
-
-from server.core.model_config import ModelConfig
-from server.core.optimization_config import METHODS, PRECISIONS
-from server.core.tensor import BY_CONFIG_NAME
 
 # What YAML and protobuf both can carry; surrogates are no characters.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

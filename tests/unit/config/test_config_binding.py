@@ -4,15 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from headrace.config.config_binding import bind
+from headrace.config.config_support import REFUSED
+from headrace.config.document import Document
+from headrace.config.pbtxt_reader import read_pbtxt
+from headrace.config.yaml_reader import read_yaml
+from headrace.core.errors import Finding
+from headrace.core.model_config import ModelConfig
 
-from server.config.config_binding import bind
-from server.config.config_support import REFUSED
-from server.config.document import Document
-from server.config.pbtxt_reader import read_pbtxt
-from server.config.yaml_reader import read_yaml
-from server.core.errors import Finding
-from server.core.model_config import ModelConfig
-from tests.models import read_config_text
+from tests.support.models import read_config_text
 
 EXAMPLES = Path(__file__).parent / "triton_examples"
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-
-from server.config import schema
-from server.config.config_binding import bind
-from server.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
-from server.config.yaml_reader import read_yaml
+from headrace.config import schema
+from headrace.config.config_binding import bind
+from headrace.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
+from headrace.config.yaml_reader import read_yaml
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -32,7 +31,7 @@ def test_the_page_names_every_field_and_every_exception() -> None:
 
 
 def test_the_examples_of_the_page_are_valid_and_say_the_same() -> None:
-    from server.config.pbtxt_reader import read_pbtxt
+    from headrace.config.pbtxt_reader import read_pbtxt
 
     blocks = schema.configuration_page().split("```")
     from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)

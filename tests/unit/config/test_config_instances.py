@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from headrace.config.config_reader import read_model_folder
+from headrace.config.triton_json import to_triton_json
+from headrace.core.model_config import ModelConfig
+from headrace.repository.loader import handle_policy
 from onnx import TensorProto
 
-from server.config.config_reader import read_model_folder
-from server.config.triton_json import to_triton_json
-from server.control.loader import handle_policy
-from server.core.model_config import ModelConfig
 from tests.unit.config.onnx_models import identity_model, write_model
 
 SIXTEEN = {"x": (TensorProto.FLOAT, ["b", 16])}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from server.config.config_binding import bind
-from server.config.config_json import read_config_json
-from server.config.pbtxt_reader import read_pbtxt
-from server.config.triton_json import to_triton_json
-from server.core.errors import ConfigError
+from headrace.config.config_binding import bind
+from headrace.config.config_json import read_config_json
+from headrace.config.pbtxt_reader import read_pbtxt
+from headrace.config.triton_json import to_triton_json
+from headrace.core.errors import ConfigError
 
 TEXT = """
 max_batch_size: 0

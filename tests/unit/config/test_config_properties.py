@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import yaml
 from google.protobuf import json_format, text_format
+from headrace.config.config_binding import bind
+from headrace.config.config_reader import to_triton_json
+from headrace.config.document import Document
+from headrace.config.pbtxt_reader import read_pbtxt
+from headrace.config.yaml_reader import EXPONENT_NUMBER, read_yaml
+from headrace.core.errors import ConfigError
+from headrace.core.model_config import ModelConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
-from server.config.config_binding import bind
-from server.config.config_reader import to_triton_json
-from server.config.document import Document
-from server.config.pbtxt_reader import read_pbtxt
-from server.config.yaml_reader import EXPONENT_NUMBER, read_yaml
-from server.core.errors import ConfigError
-from server.core.model_config import ModelConfig
-from tests.models import read_config_text
+from tests.support.models import read_config_text
 from tests.unit.config.config_strategies import config_data, configs
 
 EXAMPLES = {path.name: path.read_text() for path in (Path(__file__).parent / "triton_examples").iterdir()}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import onnx
 import pytest
+from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import ModelConfig
 from onnx import TensorProto
 
-from server.config.config_reader import ModelFolder, read_model_folder, served_versions
-from server.core.errors import ConfigError, Finding
-from server.core.model_config import ModelConfig
 from tests.unit.config.onnx_models import identity_model, write_model
 
 FLOAT = TensorProto.FLOAT

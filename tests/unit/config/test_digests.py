@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.config.digests import config_digest, onnx_digest
+from headrace.core.errors import ConfigError
+from headrace.core.model_config import ModelConfig
 from onnx import TensorProto, helper, numpy_helper
-
-from server.config.digests import config_digest, onnx_digest
-from server.core.errors import ConfigError
-from server.core.model_config import ModelConfig
 
 
 def _save(path: Path, locations: dict[str, str]) -> None:

@@ -6,9 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-
-from server.config import durable
-from server.config.durable import is_temporary, locked, locked_folder, temporary_name, write_durably
+from headrace.config import durable
+from headrace.config.durable import is_temporary, locked, locked_folder, temporary_name, write_durably
 
 
 def test_a_lock_excludes_threads_and_tells_who_waits(tmp_path: Path) -> None:

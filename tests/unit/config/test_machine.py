@@ -3,9 +3,8 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-
-from server.config import machine
-from server.config.machine import Machine, cpu_capability, has_vnni, onnxruntime_machine
+from headrace.config import machine
+from headrace.config.machine import Machine, cpu_capability, has_vnni, onnxruntime_machine
 
 INTEL = "processor\t: {n}\nvendor_id\t: GenuineIntel\nflags\t\t: fpu sse4_2 {flags}\nvmx flags\t: ept\nbugs\t\t: spectre_v1\n\n"
 AVX512 = "avx2 avx512f avx512bw avx512dq avx512vl"

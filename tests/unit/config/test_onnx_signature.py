@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from headrace.config.onnx_signature import read_signature
+from headrace.core.errors import ConfigError
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from server.config.onnx_signature import read_signature
-from server.core.errors import ConfigError
 from tests.unit.config.onnx_models import identity_model
 
 

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-
-from server.config.pbtxt_reader import read_pbtxt
-from server.core.errors import ConfigError
+from headrace.config.pbtxt_reader import read_pbtxt
+from headrace.core.errors import ConfigError
 
 SPELLINGS = """# a comment with { and "
 name: "x"; max_batch_size: 0,

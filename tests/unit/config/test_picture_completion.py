@@ -7,12 +7,12 @@ from pathlib import Path
 
 import onnx
 import pytest
+from headrace.config.config_json import read_config_json
+from headrace.config.config_reader import ModelFolder, read_model_folder
+from headrace.config.triton_json import to_triton_json
+from headrace.core.errors import ConfigError
 
-from server.config.config_json import read_config_json
-from server.config.config_reader import ModelFolder, read_model_folder
-from server.config.triton_json import to_triton_json
-from server.core.errors import ConfigError
-from tests import models
+from tests.support import models
 
 PICTURES = models.pictures(classes=7)
 LABELS = {"labels.txt": "\n".join("abcdefg")}

@@ -10,12 +10,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace.config.row_analysis import RowVerdict, analyse_rows
 from onnx import TensorProto, helper
 
 from loadtest.onnx_models import onnx_model
-from server.config.row_analysis import RowVerdict, analyse_rows
-from tests.onnx_blocks import small_cnn, transformer_block
-from tests.random_models import FOUND_ENDS, MIXED_STEPS, OTHER_ENDS, Sample, sample
+from tests.support.onnx_blocks import small_cnn, transformer_block
+from tests.support.random_models import FOUND_ENDS, MIXED_STEPS, OTHER_ENDS, Sample, sample
 
 FP32, INT64 = TensorProto.FLOAT, TensorProto.INT64
 

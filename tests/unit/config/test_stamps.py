@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from server.config import stamps as stamps_module
-from server.config.machine import Machine
-from server.config.stamps import (
+from headrace.config import stamps as stamps_module
+from headrace.config.machine import Machine
+from headrace.config.stamps import (
     MAX_STAMP_BYTES,
     STAMP_FILE,
     Stamp,
@@ -29,7 +26,9 @@ from server.config.stamps import (
     read_stamps,
     write_stamp,
 )
-from server.core.errors import ConfigError
+from headrace.core.errors import ConfigError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx512_vnni")
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)

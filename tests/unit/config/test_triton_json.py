@@ -3,9 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from server.config.config_reader import to_triton_json
-from server.core.model_config import ModelConfig
-from tests.models import read_config_text
+from headrace.config.config_reader import to_triton_json
+from headrace.core.model_config import ModelConfig
+
+from tests.support.models import read_config_text
 
 EXAMPLES = Path(__file__).parent / "triton_examples"
 

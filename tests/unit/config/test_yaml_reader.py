@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-
-from server.config.yaml_reader import read_value, read_yaml
-from server.core.errors import ConfigError
+from headrace.config.yaml_reader import read_value, read_yaml
+from headrace.core.errors import ConfigError
 
 
 def test_values_and_lines() -> None:

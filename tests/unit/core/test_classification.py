@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from server.core.classification import classify
-from server.core.tensor import BY_NAME, TensorSpec
+from headrace.core.classification import classify
+from headrace.core.tensor import BY_NAME, TensorSpec
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import threading
 from typing import ClassVar
 
 import pytest
+from headrace.core.errors import ConfigError
+from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom, Reservation, told_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
-from server.core.errors import ConfigError
-from server.core.ledger import HOST, Account, Kind, Ledger, NoRoom, Reservation, told_bytes
 
 GIB = 1 << 30
 

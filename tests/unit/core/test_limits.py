@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from headrace.core.errors import Overloaded
+from headrace.core.limits import Bodies, Door, Limits
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.errors import Overloaded
-from server.core.limits import Bodies, Door, Limits
 
 LIMIT = 100
 STEPS = st.tuples(st.integers(0, 4), st.sampled_from(["grow", "shrink", "end"]), st.integers(0, 60))

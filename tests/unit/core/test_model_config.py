@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from headrace.core.config_base import Problem, Problems
+from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, name_problem
+from headrace.core.tensor import BY_CONFIG_NAME
 from pydantic import BaseModel, ValidationError
-
-from server.core.config_base import Problem, Problems
-from server.core.model_config import HEADRACE_FIELDS, ModelConfig, name_problem
-from server.core.tensor import BY_CONFIG_NAME
 
 
 def problems(**fields: Any) -> list[Problem]:
@@ -197,7 +196,7 @@ def test_one_number_serves_all_channels() -> None:
 
 
 def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    from server.config.schema import _model_in
+    from headrace.config.schema import _model_in
 
     seen.add(model)
     for field in model.model_fields.values():

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from headrace.core.config_base import Problems
+from headrace.core.model_config import ModelConfig
 from pydantic import ValidationError
-
-from server.core.config_base import Problems
-from server.core.model_config import ModelConfig
 
 BASE: dict[str, Any] = {
     "max_batch_size": 8,

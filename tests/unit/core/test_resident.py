@@ -6,9 +6,9 @@ import weakref
 
 import numpy as np
 import pytest
+from headrace.core.resident import PINNED, as_input, is_resident
 
-from server.core.resident import PINNED, as_input, is_resident
-from tests.residents import HostOwner, read, resident
+from tests.support.residents import HostOwner, read, resident
 
 ARRAY = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
 

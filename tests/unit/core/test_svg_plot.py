@@ -7,11 +7,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from engines.report.terminal import milliseconds, plain, rate, size
-from server.core.svg_plot import (
+from headrace.core.svg_plot import (
     HEIGHT,
     WIDTH,
     Bar,
@@ -28,6 +24,9 @@ from server.core.svg_plot import (
     svg,
     ticks,
 )
+from headrace_engines.report.terminal import milliseconds, plain, rate, size
+from hypothesis import given
+from hypothesis import strategies as st
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>\"&'"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from headrace.core.trace_context import TraceContext, trace_context
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.trace_context import TraceContext, trace_context
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
+from headrace.cuda import driver
+from headrace.cuda.memory import Allocator
 
-from server.core.ledger import HOST, Kind, Ledger, NoRoom
-from server.cuda import driver
-from server.cuda.memory import Allocator
-from tests.fake_cuda import FakeCuda, install
+from tests.support.fake_cuda import FakeCuda, install
 
 
 @pytest.fixture

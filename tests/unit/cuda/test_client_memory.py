@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.core.errors import BadRequest
+from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
 
-from server.core.errors import BadRequest
-from server.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
-from tests.fake_streams import LateCuda, install
+from tests.support.fake_streams import LateCuda, install
 
 HANDLE = b"h" * 64
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -108,7 +108,7 @@ def test_a_truncated_file_is_told_and_logged(
     cuda: LateCuda, memory: ClientMemory, file: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Truncated between the look for holes and the mapping.
-    monkeypatch.setattr("server.cuda.shared_memory._has_memory", lambda *_: os.ftruncate(file, 10) is None)
+    monkeypatch.setattr("headrace.cuda.shared_memory._has_memory", lambda *_: os.ftruncate(file, 10) is None)
     assert pinned(memory, file, 0, 10_000) is None
     assert "cannot be mapped" in caplog.text
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from headrace.core.errors import Unsupported
+from headrace.cuda import device, driver, graphs
 
-from server.core.errors import Unsupported
-from server.cuda import device, driver, graphs
-from tests.fake_cuda import FakeCuda, install
+from tests.support.fake_cuda import FakeCuda, install
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
+from headrace.cuda import device, nvml
+from headrace.cuda.nvml import Nvml
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.metrics_gpus import GpuCollector
 
-from server.cuda import device, nvml
-from server.cuda.nvml import Nvml
-from server.observability.metrics import MetricsPage
-from server.observability.metrics_gpus import GpuCollector
-from tests import fake_nvml
-from tests.fake_nvml import FakeNvml
-from tests.prometheus import read_page
+from tests.support import fake_nvml
+from tests.support.fake_nvml import FakeNvml
+from tests.support.prometheus import read_page
 
 ALL_SILENT = {
     f"nvmlDeviceGet{name}"

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from server.core.errors import Unsupported
-from server.cuda import nvrtc
-from server.cuda.driver import DeviceError
-from server.cuda.kernels import loading
+from headrace.core.errors import Unsupported
+from headrace.cuda import nvrtc
+from headrace.cuda.driver import DeviceError
+from headrace.cuda.kernels import loading
 
 
 class FakeLibrary:

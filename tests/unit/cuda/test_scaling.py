@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from headrace.cuda.kernels import scaling
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.cuda.kernels import scaling
 
 
 @given(st.floats(-300, 300, width=32), st.floats(0.0078125, 3e5, width=32))

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from headrace.settings import Settings
 
-from server.settings import Settings
-from tests.serving import ROOT
-from tests.tools import tool
+from tests.support.serving import ROOT
+from tests.support.tools import tool
 
 DEPLOY = ROOT / "deploy"
 DOCKERFILES = (DEPLOY / "docker" / "Dockerfile", DEPLOY / "docker" / "Dockerfile.gpu")

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.serving import ROOT
 
 SCRIPT = ROOT / "deploy" / "dist.py"
 INFO = "headrace-0.1.0.dist-info"
@@ -63,7 +63,14 @@ def write_wheel(folder: Path, names: set[str], text: str | None = None) -> Path:
     return path
 
 
-FILES = ["LICENSE", "pyproject.toml", "server/__init__.py", "server/py.typed", "engines/__init__.py", "tests/test_a.py"]
+FILES = [
+    "LICENSE",
+    "pyproject.toml",
+    "server/headrace/__init__.py",
+    "server/headrace/py.typed",
+    "engines/headrace_engines/__init__.py",
+    "tests/test_a.py",
+]
 
 
 @pytest.fixture
@@ -98,10 +105,17 @@ def test_wrong_metadata_is_refused(tmp_path: Path, packaged: set[str]) -> None:
 def test_an_archive_with_other_files_than_the_checkout_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "headrace-0.1.0.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for name in ("LICENSE", "pyproject.toml", "server/__init__.py", "server/py.typed", "notes.txt", "PKG-INFO"):
+        for name in (
+            "LICENSE",
+            "pyproject.toml",
+            "server/headrace/__init__.py",
+            "server/headrace/py.typed",
+            "notes.txt",
+            "PKG-INFO",
+        ):
             archive.addfile(tarfile.TarInfo(f"headrace-0.1.0/{name}"), io.BytesIO())
     assert dist.check_archive(path, FILES) == [
-        "the source archive lacks engines/__init__.py",
+        "the source archive lacks engines/headrace_engines/__init__.py",
         "the source archive lacks tests/test_a.py",
         "the source archive has notes.txt, which git does not track",
     ]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.serving import ROOT
 
 pytestmark = pytest.mark.slow
 

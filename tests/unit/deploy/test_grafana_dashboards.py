@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from headrace.observability.metrics_table import families
 
 from deploy.grafana.dashboards import FOLDER, files
-from server.observability.metrics_table import families
 
 # The data source's own, of which the schema of dashboards knows nothing.
 OF_PROMETHEUS = re.compile(r"annotations\.list\.\d+\.(titleFormat|textFormat|target\.(refId|expr))$")

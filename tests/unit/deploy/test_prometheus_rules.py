@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from headrace.observability.metrics_table import families
 
-from server.observability.metrics_table import families
-from tests.serving import ROOT
-from tests.tools import tool
+from tests.support.serving import ROOT
+from tests.support.tools import tool
 
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES, ALERTS = FOLDER / "headrace.rules.yml", FOLDER / "headrace.alerts.yml"

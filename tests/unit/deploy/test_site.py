@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.serving import ROOT
+from tests.support.serving import ROOT
 
 SCRIPT = ROOT / "deploy" / "site.py"
 

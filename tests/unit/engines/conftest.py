@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from engines.demo.build import build_model
-from engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.build import build_model
+from headrace_engines.demo.catalogue import CATALOGUE
 
 SaveCheckpoint = Callable[..., bytes]
 

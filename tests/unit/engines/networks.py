@@ -12,9 +12,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace_engines.onnx_graph import OnnxRunner
 from onnx import TensorProto, helper, numpy_helper
-
-from engines.onnx_graph import OnnxRunner
 
 _LIGHT = Path(onnx.__file__).parent / "backend/test/data/light"
 # Names for `light` of networks of hundreds of nodes: seconds for each test.

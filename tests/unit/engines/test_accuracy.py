@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from engines.accuracy import Accuracy, judge, measure
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.project import Bar
-from engines.quantization.samples import Samples
+from headrace_engines.accuracy import Accuracy, judge, measure
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.project import Bar
+from headrace_engines.quantization.samples import Samples
 
 Array = np.ndarray[Any, Any]
 LOGITS = np.float32([[3, 1, 0], [0, 2, 1], [1, 0, 4], [5, 4, 0]])

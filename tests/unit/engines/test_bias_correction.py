@@ -5,18 +5,17 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace.core.optimization_config import Calibration
+from headrace_engines.accuracy import measure
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.progress import silent
+from headrace_engines.quantization.bias_correction import correct_biases
+from headrace_engines.quantization.calibration import calibrate
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantizable, quantize
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper, numpy_helper
-
-from engines.accuracy import measure
-from engines.onnx_graph import OnnxRunner
-from engines.progress import silent
-from engines.quantization.bias_correction import correct_biases
-from engines.quantization.calibration import calibrate
-from engines.quantization.placement import tensors_to_calibrate
-from engines.quantization.qdq import quantizable, quantize
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
-from server.core.optimization_config import Calibration
 
 CHANNELS = 8
 

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace_engines import build
+from headrace_engines.build import Built, make, make_best
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.project import Project, spec_of
+from headrace_engines.store import Store
+from headrace_engines.targets.base import Timing
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 
-from engines import build
-from engines.build import Built, make, make_best
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.project import Project, spec_of
-from engines.store import Store
-from engines.targets.base import Timing
-from engines.targets.onnxruntime import OnnxRuntimeTarget
-from tests.engine_projects import write_project
+from tests.support.engine_projects import write_project
 from tests.unit.engines import networks
 
 LABELS = np.zeros(12, np.int64)

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from headrace.config.config_reader import read_model_folder
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace_engines.__main__ import main
+from headrace_engines.accuracy import Accuracy
+from headrace_engines.build import Built
+from headrace_engines.commands.build import Outcome, show_outcomes
+from headrace_engines.project import BuildSpec, spec_of
+from headrace_engines.report.terminal import BuildDisplay
+from headrace_engines.targets.base import Timing
 from rich.console import Console
 
-from engines.__main__ import main
-from engines.accuracy import Accuracy
-from engines.build import Built
-from engines.commands.build import Outcome, show_outcomes
-from engines.project import BuildSpec, spec_of
-from engines.report.terminal import BuildDisplay
-from engines.targets.base import Timing
-from server.config.config_reader import read_model_folder
-from server.config.machine import Machine, onnxruntime_machine
-from tests.models import add_model, affine
+from tests.support.models import add_model, affine
 
 HERE: Machine = onnxruntime_machine()
 ACCURACY = Accuracy(48, "accuracy/ (48 pictures)", 1.0, 0.999, 0.1, 0.989, 0.989)
@@ -166,7 +166,7 @@ def test_without_a_repository_the_way_to_one_is_told(tmp_path: Path, capsys: pyt
 def test_without_tensorrt_the_way_to_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.targets.tensorrt.target.available", lambda: "TensorRT cannot be imported")
+    monkeypatch.setattr("headrace_engines.targets.tensorrt.target.available", lambda: "TensorRT cannot be imported")
     add_model(tmp_path, "m", affine())
     assert main(["build", "m", "--target", "tensorrt", "--model-repository", str(tmp_path)]) == 1
     told = capsys.readouterr().err

@@ -3,14 +3,14 @@ import json
 import numpy as np
 import onnx
 import pytest
+from headrace.core.optimization_config import Calibration
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.quantization.calibration import calibrate
+from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.quantization.calibration import calibrate
-from engines.quantization.samples import Samples
-from server.core.optimization_config import Calibration
-from tests import models
+from tests.support import models
 
 MINMAX = Calibration(method="minmax")
 

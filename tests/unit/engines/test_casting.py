@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast, must_stay_fp32
+from headrace_engines.progress import silent
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantize
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from engines.errors import BuildError
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.precision.cast import cast, must_stay_fp32
-from engines.progress import silent
-from engines.quantization.placement import tensors_to_calibrate
-from engines.quantization.qdq import quantize
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
-from tests.onnx_blocks import Network, small_cnn, transformer_block
+from tests.support.onnx_blocks import Network, small_cnn, transformer_block
 
 LIGHT = sorted((Path(onnx.__file__).parent / "backend/test/data/light").glob("*.onnx"))
 DEEP = ("light_densenet121", "light_inception_v2", "light_resnet50")

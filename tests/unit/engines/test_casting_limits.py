@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.precision.cast import cast, must_stay_fp32
+from headrace_engines.progress import silent
+from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto
 
-from engines.errors import BuildError
-from engines.onnx_graph import OnnxRunner
-from engines.precision.cast import cast, must_stay_fp32
-from engines.progress import silent
-from engines.quantization.samples import Samples
-from tests.onnx_blocks import Network, small_cnn
+from tests.support.onnx_blocks import Network, small_cnn
 
 PRECISIONS = ("fp16", "bf16")
 

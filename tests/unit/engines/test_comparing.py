@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import headrace_engines.comparison
 import numpy as np
 import onnx
 import pytest
+from headrace.config.machine import Machine
+from headrace_engines.accuracy import Accuracy
+from headrace_engines.build import Built
+from headrace_engines.commands.compare import add_arguments, run
+from headrace_engines.comparison import ROUNDS, Comparison, compare, default_sizes
+from headrace_engines.errors import BuildError, CallError
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.progress import Report
+from headrace_engines.project import BuildSpec, Project, open_project, spec_of
+from headrace_engines.report.pages import comparison_page, comparison_picture
+from headrace_engines.store import Store
+from headrace_engines.targets.base import Engine, Layer, Order, Target, Timing
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
 
-import engines.comparison
-from engines.accuracy import Accuracy
-from engines.build import Built
-from engines.commands.compare import add_arguments, run
-from engines.comparison import ROUNDS, Comparison, compare, default_sizes
-from engines.errors import BuildError, CallError
-from engines.onnx_graph import read_onnx
-from engines.progress import Report
-from engines.project import BuildSpec, Project, open_project, spec_of
-from engines.report.pages import comparison_page, comparison_picture
-from engines.store import Store
-from engines.targets.base import Engine, Layer, Order, Target, Timing
-from engines.targets.onnxruntime import OnnxRuntimeTarget
-from server.config.machine import Machine
-from tests.engine_projects import write_project
+from tests.support.engine_projects import write_project
 from tests.unit.engines import networks
 
 CONFIG = """backend: onnxruntime
@@ -228,7 +228,7 @@ def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project
 def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_path: Path) -> None:
     config = project.config.model_copy(update={"max_batch_size": 0})
     single = replace(project, folder=replace(project.folder, config=config))
-    timing = engines.comparison._joined([Timing(8, 100.0, 200.0, 80_000.0)], 1, False)
+    timing = headrace_engines.comparison._joined([Timing(8, 100.0, 200.0, 80_000.0)], 1, False)
     assert timing == Timing(1, 100.0, 200.0, 10_000.0)
     assert default_sizes(single, spec_of(project.config)) == [1]
 
@@ -256,7 +256,7 @@ def call(project: Project, tmp_path: Path, *words: str | Path) -> tuple[int, str
 
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines.comparison.compare, "__defaults__", (fails_on_int8,))
+    monkeypatch.setattr(headrace_engines.comparison.compare, "__defaults__", (fails_on_int8,))
 
 
 @pytest.mark.usefixtures("direct")

@@ -3,17 +3,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import headrace_engines.__main__ as command_line
 import pytest
 import yaml
 from google.protobuf import text_format
+from headrace_engines.demo import build, digits, small
+from headrace_engines.demo.build import State, build_model, choose, state_of
+from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.weights_file import WeightsFile
+from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
-
-import engines.__main__ as command_line
-from engines.demo import build, digits, small
-from engines.demo.build import State, build_model, choose, state_of
-from engines.demo.catalogue import CATALOGUE
-from engines.demo.weights_file import WeightsFile
-from engines.errors import BuildError
 
 COMMITTED = Path(__file__).parents[3] / "model_repository"
 TINY = CATALOGUE["tiny"]
@@ -146,7 +145,7 @@ def test_when_all_is_there_one_line_says_so_and_nothing_heavy_is_imported(tmp_pa
     arguments = ["models", "build", "--output", str(tmp_path), "--only", "tiny", "add_sub"]
     assert command_line.main(arguments) == 0
     script = (
-        "import sys, engines.__main__ as m\n"
+        "import sys, headrace_engines.__main__ as m\n"
         f"status = m.main({arguments!r})\n"
         "print(sorted({'numpy', 'onnx', 'onnxruntime', 'sklearn'} & set(sys.modules)), status)"
     )

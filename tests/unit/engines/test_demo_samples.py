@@ -3,11 +3,10 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
-
-from engines.demo import photographs
-from engines.demo.catalogue import CATALOGUE
-from engines.quantization.sample_sources import open_samples
-from server.config.config_reader import read_model_folder
+from headrace.config.config_reader import read_model_folder
+from headrace_engines.demo import photographs
+from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.quantization.sample_sources import open_samples
 
 
 def _open(repository, name, precision=None):

@@ -4,10 +4,9 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
+from headrace_engines.demo import efficientnet
+from headrace_engines.errors import BuildError
 from PIL import Image
-
-from engines.demo import efficientnet
-from engines.errors import BuildError
 
 PHOTOGRAPHS = [
     ("skimage", "data/coffee.png", {"espresso"}, 0.9),

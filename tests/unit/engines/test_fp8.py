@@ -6,16 +6,16 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast
+from headrace_engines.progress import silent
+from headrace_engines.quantization.bias_correction import correct_biases
+from headrace_engines.quantization.placement import place, tensors_to_calibrate
+from headrace_engines.quantization.qdq import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale, quantize
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.precision.cast import cast
-from engines.progress import silent
-from engines.quantization.bias_correction import correct_biases
-from engines.quantization.placement import place, tensors_to_calibrate
-from engines.quantization.qdq import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale, quantize
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
 from tests.unit.engines import networks
 
 

@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from headrace.config.config_reader import read_model_folder
+from headrace.config.layer_report import read_layers
+from headrace.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp
+from headrace.repository.file_look import look_at_version, without_builds
+from headrace_engines.commands.inspect import add_arguments, run
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
-
-from engines.commands.inspect import add_arguments, run
-from engines.errors import BuildError
-from engines.onnx_graph import read_onnx
-from engines.progress import silent
-from engines.targets.base import Order
-from engines.targets.onnxruntime import OnnxRuntimeTarget
-from server.config.config_reader import read_model_folder
-from server.config.layer_report import read_layers
-from server.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp
-from server.control.file_look import look_at_version, without_builds
 
 CONFIG = """backend: onnxruntime
 max_batch_size: {batch}

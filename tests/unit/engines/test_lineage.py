@@ -8,9 +8,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace_engines.targets.lineage import Lineage, compose, label, name_nodes, trace
 from onnx import helper, numpy_helper
-
-from engines.targets.lineage import Lineage, compose, label, name_nodes, trace
 
 LEVELS = ort.GraphOptimizationLevel
 

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.precision import lowering
+from headrace_engines.precision.lowering import Lowered, lower
+from headrace_engines.progress import silent
+from headrace_engines.project import BuildData, BuildSpec
+from headrace_engines.quantization.qdq import FP8_OPSET, quantizable
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from engines.errors import BuildError
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.precision import lowering
-from engines.precision.lowering import Lowered, lower
-from engines.progress import silent
-from engines.project import BuildData, BuildSpec
-from engines.quantization.qdq import FP8_OPSET, quantizable
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
-from server.core.optimization_config import AccuracyBar, Calibration
-from tests.onnx_blocks import Network
+from tests.support.onnx_blocks import Network
 from tests.unit.engines import networks
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
+from headrace_engines.report.terminal import Heading, narrow_table
 from rich.console import Console
 from rich.text import Text
-
-from engines.report.terminal import Heading, narrow_table
 
 HEADINGS = (
     Heading("model"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.quantization.qdq import quantize
+from headrace_engines.simplify import simplify
 from onnx import TensorProto, helper
 
-from engines.errors import BuildError
-from engines.onnx_graph import OnnxRunner
-from engines.quantization.qdq import quantize
-from engines.simplify import simplify
-from tests import models
+from tests.support import models
 
 
 def test_inner_tensors_come_with_the_outputs() -> None:

@@ -11,14 +11,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace.backends.onnxruntime import session_options as server_options
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import read_onnx
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Engine, Order, Target
+from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget, session_options
 from onnx import TensorProto, helper, numpy_helper
-
-from engines.errors import BuildError
-from engines.onnx_graph import read_onnx
-from engines.progress import silent
-from engines.targets.base import Engine, Order, Target
-from engines.targets.onnxruntime import OnnxRuntimeTarget, session_options
-from server.backends.onnxruntime_backend import session_options as server_options
 
 TARGET = OnnxRuntimeTarget()
 FP32 = Order("fp32")

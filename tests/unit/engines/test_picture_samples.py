@@ -2,14 +2,13 @@ import io
 
 import numpy as np
 import pytest
+from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess
+from headrace.pipelines.image import decode, prepare
+from headrace.pipelines.recipe import ImageRecipe
+from headrace_engines.errors import BuildError
+from headrace_engines.quantization import sample_sources as picture_folder
+from headrace_engines.quantization.sample_sources import open_samples
 from PIL import Image
-
-from engines.errors import BuildError
-from engines.quantization import sample_sources as picture_folder
-from engines.quantization.sample_sources import open_samples
-from server.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess
-from server.pipelines.image import decode, prepare
-from server.pipelines.recipe import ImageRecipe
 
 RECIPE = {"resize_short_side": 12, "crop": (8, 10), "mean": (100.0, 110.0, 120.0), "std": (50.0,)}
 

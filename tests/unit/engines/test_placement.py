@@ -6,12 +6,12 @@ import functools
 
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, copy_model
+from headrace_engines.quantization.placement import Placement, place, tensors_to_calibrate
+from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from engines.errors import BuildError
-from engines.onnx_graph import Graph, copy_model
-from engines.quantization.placement import Placement, place, tensors_to_calibrate
-from engines.simplify import simplify
 from tests.unit.engines import networks
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from engines import store as publishing
-from engines.errors import BuildError
-from engines.store import Entry, Store, publish
-from server.config.machine import Machine
-from server.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
-from server.core.errors import ConfigError
+from headrace.config.machine import Machine
+from headrace.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
+from headrace.core.errors import ConfigError
+from headrace_engines import store as publishing
+from headrace_engines.errors import BuildError
+from headrace_engines.store import Entry, Store, publish
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx2")
@@ -200,8 +199,8 @@ def test_builders_for_two_machines_publish_at_once(store: Store, folder: Path) -
 READER = """
 import sys
 from pathlib import Path
-from server.config.machine import Machine
-from server.config.stamps import choose_in
+from headrace.config.machine import Machine
+from headrace.config.stamps import choose_in
 
 folder, machine = Path(sys.argv[1]), Machine("onnxruntime", "1.31", "cpu", "avx2")
 seen, looks = set(), 0

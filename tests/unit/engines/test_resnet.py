@@ -4,12 +4,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace_engines.demo import resnet
+from headrace_engines.demo.graph import GraphBuilder, fp32
+from headrace_engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
+from headrace_engines.errors import BuildError
 from onnx import numpy_helper
-
-from engines.demo import resnet
-from engines.demo.graph import GraphBuilder, fp32
-from engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
-from engines.errors import BuildError
 
 
 def _ignore(_done: float, _note: str) -> None: ...

@@ -2,10 +2,9 @@ import textwrap
 
 import numpy as np
 import pytest
-
-from engines.errors import BuildError
-from engines.quantization.sample_sources import open_samples
-from server.core.model_config import ModelConfig, ModelInput, ModelOutput
+from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput
+from headrace_engines.errors import BuildError
+from headrace_engines.quantization.sample_sources import open_samples
 
 OUTPUT = ModelOutput(name="P", data_type="fp32", dims=(10,))
 

@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
+from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess, Reshape
+from headrace_engines.errors import BuildError
+from headrace_engines.quantization.sample_sources import open_samples
+from headrace_engines.quantization.samples import Samples, random_samples
 from hypothesis import given
 from hypothesis import strategies as st
-
-from engines.errors import BuildError
-from engines.quantization.sample_sources import open_samples
-from engines.quantization.samples import Samples, random_samples
-from server.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess, Reshape
 
 OUTPUT = ModelOutput(name="P", data_type="fp32", dims=(10,), label_filename="")
 

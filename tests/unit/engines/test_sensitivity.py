@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace.core.optimization_config import Calibration
+from headrace_engines.accuracy import measure
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import OnnxRunner
+from headrace_engines.precision.lowering import rank, search
+from headrace_engines.progress import silent
+from headrace_engines.quantization.calibration import calibrate
+from headrace_engines.quantization.placement import tensors_to_calibrate
+from headrace_engines.quantization.qdq import quantize
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import simplify
 from onnx import numpy_helper
 
-from engines.accuracy import measure
-from engines.errors import BuildError
-from engines.onnx_graph import OnnxRunner
-from engines.precision.lowering import rank, search
-from engines.progress import silent
-from engines.quantization.calibration import calibrate
-from engines.quantization.placement import tensors_to_calibrate
-from engines.quantization.qdq import quantize
-from engines.quantization.samples import Samples
-from engines.simplify import simplify
-from server.core.optimization_config import Calibration
-from tests.onnx_blocks import Network
+from tests.support.onnx_blocks import Network
 
 TARGETS = ("tensorrt", "onnxruntime")
 
@@ -77,7 +77,7 @@ def test_a_layer_that_makes_nan_harms_most(monkeypatch: pytest.MonkeyPatch) -> N
                 tensor.CopyFrom(numpy_helper.from_array(np.full(tensor.dims, np.nan, np.float32), tensor.name))
         return made
 
-    monkeypatch.setattr("engines.precision.lowering.quantize", broken)
+    monkeypatch.setattr("headrace_engines.precision.lowering.quantize", broken)
     model = chain(3, harmed=1)
     ranking = rank(model, ranges_of(model), "tensorrt", "int8", pictures(2), silent)
     assert ranking[0] == ("conv2", np.inf)

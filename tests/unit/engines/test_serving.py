@@ -7,14 +7,14 @@ from typing import Any
 
 import onnx
 import pytest
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
+from headrace.core.errors import Unsupported
+from headrace_engines.__main__ import main
+from headrace_engines.commands.build import cpu_change, forecast, now_words
+from headrace_engines.project import Project, open_project
 
-from engines.__main__ import main
-from engines.commands.build import cpu_change, forecast, now_words
-from engines.project import Project, open_project
-from server.config.machine import Machine, onnxruntime_machine
-from server.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
-from server.core.errors import Unsupported
-from tests.models import affine
+from tests.support.models import affine
 
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 580)
 
@@ -130,7 +130,7 @@ def test_an_engine_of_a_folder_that_cannot_be_written_goes_where_servers_look(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project = project_of(tmp_path, "max_batch_size: 4\n")
-    monkeypatch.setattr("engines.store.os.access", lambda _path, _mode: False)
+    monkeypatch.setattr("headrace_engines.store.os.access", lambda _path, _mode: False)
     state = tmp_path / "state"
     words = ("build", str(project.folder.path), "--cache", str(tmp_path / "cache"), "--target", "onnxruntime")
     assert main([*words, "--state-dir", str(state)]) == 0

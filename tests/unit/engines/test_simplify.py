@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.quantization.qdq import quantizable
+from headrace_engines.simplify import OPSET, raise_opset, simplify
 from onnx import TensorProto, helper, numpy_helper
 
-from engines.errors import BuildError
-from engines.onnx_graph import Graph, OnnxRunner, copy_model
-from engines.quantization.qdq import quantizable
-from engines.simplify import OPSET, raise_opset, simplify
 from tests.unit.engines import networks
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from headrace_engines.demo.catalogue import CATALOGUE
+from headrace_engines.demo.digits import split_stratified
 from onnx import numpy_helper
-
-from engines.demo.catalogue import CATALOGUE
-from engines.demo.digits import split_stratified
 
 
 def _session(repository, name):

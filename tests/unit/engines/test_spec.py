@@ -6,12 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from engines import project as spec
-from engines.project import CALIBRATOR, BuildSpec
-from engines.quantization import calibration as ranges
-from engines.targets.base import ShapeRange
-from server.core.optimization_config import AccuracyBar, Calibration
+from headrace.core.optimization_config import AccuracyBar, Calibration
+from headrace_engines import project as spec
+from headrace_engines.project import CALIBRATOR, BuildSpec
+from headrace_engines.quantization import calibration as ranges
+from headrace_engines.targets.base import ShapeRange
 
 SHAPES = ShapeRange({"x": ((1, 4), (8, 4), (8, 4))})
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from engines import store as store_errors
-from engines import store as store_module
-from engines.errors import BuildError
-from engines.store import ENTRY_FILE, Entry, Store
-from server.config.machine import Machine
+from headrace.config.machine import Machine
+from headrace_engines import store as store_errors
+from headrace_engines import store as store_module
+from headrace_engines.errors import BuildError
+from headrace_engines.store import ENTRY_FILE, Entry, Store
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from engines.store import Store
+from headrace_engines.store import Store
 
 ROOT = Path(__file__).parents[3]
 KEY = Store.key({"model": "a"})
@@ -19,7 +18,7 @@ KEY = Store.key({"model": "a"})
 BUILDER = """
 import sys
 from pathlib import Path
-from engines.store import Store
+from headrace_engines.store import Store
 
 store, key = Store(Path(sys.argv[1])), sys.argv[2]
 with store.building(key, lambda text: print("waits", flush=True)):
@@ -40,8 +39,8 @@ STOPPED = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143)
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from engines.errors import BuildError
-from engines.store import Store
+from headrace_engines.errors import BuildError
+from headrace_engines.store import Store
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:

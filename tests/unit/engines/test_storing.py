@@ -11,16 +11,16 @@ from typing import Any
 
 import onnx
 import pytest
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
+from headrace_engines.commands import engines as store_survey
+from headrace_engines.commands import engines as storing
+from headrace_engines.errors import BuildError
+from headrace_engines.project import open_project
+from headrace_engines.store import ENTRY_FILE, Entry, Store, publish
 from rich.console import Console
 
-from engines.commands import engines as store_survey
-from engines.commands import engines as storing
-from engines.errors import BuildError
-from engines.project import open_project
-from engines.store import ENTRY_FILE, Entry, Store, publish
-from server.config.machine import Machine, onnxruntime_machine
-from server.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
-from tests.models import affine
+from tests.support.models import affine
 
 HERE = onnxruntime_machine()
 ELSEWHERE = replace(HERE, capability="neon")

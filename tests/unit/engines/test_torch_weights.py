@@ -2,9 +2,8 @@ import os
 
 import numpy as np
 import pytest
-
-from engines.demo.torch_weights import read_state_dict
-from engines.errors import BuildError
+from headrace_engines.demo.torch_weights import read_state_dict
+from headrace_engines.errors import BuildError
 
 BOTH_FORMATS = pytest.mark.parametrize("legacy", [True, False], ids=["legacy", "zip"])
 

@@ -7,8 +7,7 @@ import logging
 import sys
 
 import pytest
-
-from server.frontends.grpc_server import _worth_a_line
+from headrace.grpc.grpcio_server import _worth_a_line
 
 
 class ExecuteBatchError(Exception):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-
-from server.frontends.tls import TlsFiles
+from headrace.tls import TlsFiles
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.config.config_reader import read_model_folder
 from onnx import TensorProto, helper, numpy_helper, save
 
 from loadtest.bench.results import at_least
@@ -24,7 +25,6 @@ from loadtest.gpu.output import Output
 from loadtest.gpu.run import Run, steps_of
 from loadtest.gpu.tables import to_markdown
 from loadtest.servers import ROOT
-from server.config.config_reader import read_model_folder
 from tests.unit.loadtest.test_gpu_bench import VirtualTime, findings, sample, told
 
 
@@ -161,7 +161,7 @@ def test_without_its_engine_a_precision_is_left_out(tmp_path: Path) -> None:
 def test_the_engine_is_held_to_the_demo_models_own_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the engine is the one that `headrace build resnet50` makes."""
     demo = tmp_path / "demo" / "resnet50"
-    shutil.copytree(ROOT / "engines/demo/files/resnet50", demo)
+    shutil.copytree(ROOT / "engines/headrace_engines/demo/files/resnet50", demo)
     (demo / "labels.txt").write_text("\n" * 1000)
     for name in ("1", "calibration", "accuracy"):
         (demo / name).mkdir()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.simulation.replay import ANSWERED, Batches, Replay
+from headrace.simulation.traces import Trace
 
 from loadtest.slo import deep_queue, faithful, objectives, overload, tenants
 from loadtest.slo.__main__ import main
@@ -22,8 +24,6 @@ from loadtest.slo.subject import (
     promising,
     simulated,
 )
-from server.simulation.replay import ANSWERED, Batches, Replay
-from server.simulation.traces import Trace
 
 MS = 1_000_000
 

@@ -7,16 +7,16 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from headrace.core.request import BatchTimes
+from headrace.core.telemetry import RequestLogMode
+from headrace.core.trace_context import TraceContext
+from headrace.observability.account import Account
+from headrace.observability.accounts import Accounts
+from headrace.observability.recorder import Recorder
+from headrace.observability.request_log import RequestLog
+from headrace.observability.tally import DROPPED
+from headrace.observability.traces import Tracer
 
-from server.core.request import BatchTimes
-from server.core.telemetry import RequestLogMode
-from server.core.trace_context import TraceContext
-from server.observability.account import Account
-from server.observability.accounts import Accounts
-from server.observability.recorder import Recorder
-from server.observability.request_log import RequestLog
-from server.observability.tally import DROPPED
-from server.observability.traces import Tracer
 from tests.unit.observability.test_spans import Sink
 
 CONTEXT = TraceContext("a" * 32, "b" * 16, True)

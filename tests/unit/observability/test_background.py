@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from headrace.observability.background import Background
+from headrace.observability.tally import DROPPED
 
-from server.observability.background import Background
-from server.observability.tally import DROPPED
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 KIND = "test"
 

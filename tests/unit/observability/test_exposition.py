@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from headrace.core.clock import NS_PER_S
+from headrace.core.load import Load
+from headrace.core.request import BatchTimes
+from headrace.core.tensor import ModelSpec
+from headrace.observability.exposition import OPENMETRICS, PROTOBUF, expose
+from headrace.observability.histogram import FIRST_NATIVE
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.recorder import Recorder
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 
-from server.core.clock import NS_PER_S
-from server.core.load import Load
-from server.core.request import BatchTimes
-from server.core.tensor import ModelSpec
-from server.observability.exposition import OPENMETRICS, PROTOBUF, expose
-from server.observability.histogram import FIRST_NATIVE
-from server.observability.metrics import MetricsPage
-from server.observability.recorder import Recorder
-from tests.prometheus import read_page
+from tests.support.prometheus import read_page
 
 # What a Prometheus asks with, before and after native histograms were switched on.
 PROMETHEUS = (

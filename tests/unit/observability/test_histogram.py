@@ -6,11 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from headrace.core.clock import NS_PER_S
+from headrace.observability.histogram import BUCKETS_S, FIRST_NATIVE, SCHEMA, ZERO_S, Histogram
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.clock import NS_PER_S
-from server.observability.histogram import BUCKETS_S, FIRST_NATIVE, SCHEMA, ZERO_S, Histogram
 
 GROWTH = 2 ** (2**-SCHEMA)
 

@@ -9,16 +9,15 @@ import re
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from headrace.core.errors import BadRequest, Forbidden
+from headrace.inference.models import LogControl
+from headrace.observability.log_settings import LogSettings
+from headrace.observability.logs import JsonFormatter, TextFormatter, escape
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
-
-from server.core.errors import BadRequest, Forbidden
-from server.frontends.models import LogControl
-from server.observability.log_settings import LogSettings
-from server.observability.logs import JsonFormatter, TextFormatter, escape
 
 DEFAULTS = {
     "log_file": "",

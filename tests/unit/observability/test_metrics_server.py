@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+from headrace.core.clock import NS_PER_S
+from headrace.core.limits import Door, Limits
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.observability.tally import LOADS
 from prometheus_client.parser import text_string_to_metric_families
-
-from server.core.clock import NS_PER_S
-from server.core.limits import Door, Limits
-from server.observability.metrics import MetricsPage
-from server.observability.metrics_server import LoopLag, ServerFacts
-from server.observability.tally import LOADS
 
 
 class States:

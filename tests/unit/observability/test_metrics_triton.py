@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from headrace.core import errors
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.request import BatchTimes
+from headrace.core.telemetry import TritonMetrics
+from headrace.observability.histogram import BUCKETS_S, Histogram, quantiles_ns
+from headrace.observability.metrics_triton import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
+from headrace.observability.recorder import Recorder
 from prometheus_client.metrics_core import Metric
-
-from server.core import errors
-from server.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from server.core.request import BatchTimes
-from server.core.telemetry import TritonMetrics
-from server.observability.histogram import BUCKETS_S, Histogram, quantiles_ns
-from server.observability.metrics_triton import FIRST_RESPONSE_MS, REASONS, CpuCollector, Row, TritonModels
-from server.observability.recorder import Recorder
 
 SUMMARIES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 

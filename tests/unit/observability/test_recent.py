@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from headrace.core.clock import NS_PER_MS, NS_PER_S
+from headrace.core.request import BatchTimes
+from headrace.observability.recent import SECONDS
+from headrace.observability.recorder import Recorder
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.clock import NS_PER_MS, NS_PER_S
-from server.core.request import BatchTimes
-from server.observability.recent import SECONDS
-from server.observability.recorder import Recorder
 
 
 class Clock:

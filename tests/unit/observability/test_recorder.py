@@ -5,21 +5,21 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+from headrace.backends.base import Standing
+from headrace.core.clock import NS_PER_S
+from headrace.core.load import LevelLoad, Load
+from headrace.core.request import BatchTimes
+from headrace.core.tensor import ModelSpec
+from headrace.observability.histogram import BUCKETS_S, Histogram
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.recorder import Recorder
+from headrace.observability.statistics import to_triton
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ReferenceHistogram
 
-from server.backends.base import Standing
-from server.core.clock import NS_PER_S
-from server.core.load import LevelLoad, Load
-from server.core.request import BatchTimes
-from server.core.tensor import ModelSpec
-from server.observability.histogram import BUCKETS_S, Histogram
-from server.observability.metrics import MetricsPage
-from server.observability.recorder import Recorder
-from server.observability.statistics import to_triton
-from tests.prometheus import read_page
+from tests.support.prometheus import read_page
 
 
 @given(st.lists(st.tuples(st.integers(0, 20 * NS_PER_S), st.integers(1, 5)), max_size=50))

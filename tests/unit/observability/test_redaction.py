@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from headrace.observability.redaction import Pseudonyms, is_secret, redact
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.observability.redaction import Pseudonyms, is_secret, redact
 
 
 @pytest.mark.parametrize(

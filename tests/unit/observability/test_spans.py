@@ -9,19 +9,19 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
 
+from headrace.core.clock import monotonic_ns
+from headrace.core.errors import Forbidden
+from headrace.core.request import BatchTimes
+from headrace.core.trace_context import TraceContext
+from headrace.observability import traces
+from headrace.observability.account import Account, phases
+from headrace.observability.spans import SpanWriter, otlp_exporter
+from headrace.observability.tally import DROPPED
+from headrace.observability.traces import Pick, Tracer
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from server.core.clock import monotonic_ns
-from server.core.errors import Forbidden
-from server.core.request import BatchTimes
-from server.core.trace_context import TraceContext
-from server.observability import traces
-from server.observability.account import Account, phases
-from server.observability.spans import SpanWriter, otlp_exporter
-from server.observability.tally import DROPPED
-from server.observability.traces import Pick, Tracer
-from tests.processes import eventually
+from tests.support.processes import eventually
 
 NOW = monotonic_ns()
 TRACE = "0af7651916cd43dd8448eb211c80319c"

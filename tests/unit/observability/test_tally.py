@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from server.observability.tally import Tally
+from headrace.observability.tally import Tally
 
 
 def test_counts_of_many_threads_are_exact() -> None:

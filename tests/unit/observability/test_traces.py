@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
+from headrace.core.request import BatchTimes
+from headrace.inference.models import TraceControl
+from headrace.observability import trace_file
+from headrace.observability.account import Account
+from headrace.observability.traces import Pick, Tracer
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
-from server.core.request import BatchTimes
-from server.frontends.models import TraceControl
-from server.observability import trace_file
-from server.observability.account import Account
-from server.observability.traces import Pick, Tracer
 
 DEFAULTS: Mapping[str, object] = {
     "trace_level": ["OFF"],
@@ -182,7 +181,7 @@ def test_any_json_is_taken_or_refused(model: str, changes: dict[str, object]) ->
 
 
 def test_the_number_of_models_with_settings_is_bounded(monkeypatch: pytest.MonkeyPatch, tracer: Tracer) -> None:
-    monkeypatch.setattr("server.observability.traces._MAX_MODELS", 2)
+    monkeypatch.setattr("headrace.observability.traces._MAX_MODELS", 2)
     tracer.update("a", {"trace_level": "OFF"})
     tracer.update("b", {"trace_rate": "5"})
     with pytest.raises(TooLarge):

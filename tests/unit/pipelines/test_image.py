@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import skimage
 import sklearn.datasets
+from headrace.core.errors import BadRequest, TooLarge
+from headrace.pipelines.image import MAX_PIXELS, ImageRecipe, decode, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, ImageSequence
-
-from server.core.errors import BadRequest, TooLarge
-from server.pipelines.image import MAX_PIXELS, ImageRecipe, decode, prepare
 
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 SKLEARN = Path(sklearn.datasets.__file__).parent / "images"

@@ -6,10 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-
-from server.core.errors import ConfigError
-from server.pipelines import recipe as module
-from server.pipelines.recipe import ImageRecipe
+from headrace.core.errors import ConfigError
+from headrace.pipelines import recipe as module
+from headrace.pipelines.recipe import ImageRecipe
 
 RESNET = {
     "input": "input",

@@ -6,20 +6,19 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from headrace.backends.base import Flight, is_pipelined
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import Array
+from headrace.pipelines.execution import PictureExecution, steps_of, with_pictures
+from headrace.pipelines.image import prepare, to_pixels
+from headrace.pipelines.pixels import PixelSteps
+from headrace.pipelines.ranking import softmax, top_k
+from headrace.pipelines.recipe import ImageRecipe
+from headrace.pipelines.resampling import Resampling, axis, resample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
-
-from server.backends.base import Flight, is_pipelined
-from server.core.model_config import ModelConfig
-from server.core.tensor import Array
-from server.pipelines.execution import PictureExecution, steps_of, with_pictures
-from server.pipelines.image import prepare, to_pixels
-from server.pipelines.pixels import PixelSteps
-from server.pipelines.ranking import softmax, top_k
-from server.pipelines.recipe import ImageRecipe
-from server.pipelines.resampling import Resampling, axis, resample
 
 rng = np.random.default_rng(11)
 

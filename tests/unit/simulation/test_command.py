@@ -6,8 +6,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from headrace.__main__ import main
 
-from server.__main__ import main
 from tests.unit.config.onnx_models import write_model
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")

@@ -6,13 +6,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from headrace.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
+from headrace.simulation.plot import panels
+from headrace.simulation.replay import ANSWERED, Batches, Replay
+from headrace.simulation.traces import Trace
 from hypothesis import given
 from hypothesis import strategies as st
-
-from server.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
-from server.simulation.plot import panels
-from server.simulation.replay import ANSWERED, Batches, Replay
-from server.simulation.traces import Trace
 
 MS = 1_000_000
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from server.simulation.traces import Load, Shape, Trace, make_trace, read_trace
+from headrace.simulation.traces import Load, Shape, Trace, make_trace, read_trace
 
 
 def made(load: Load, models: int = 1, seed: int = 1) -> Trace:

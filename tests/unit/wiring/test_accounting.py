@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from server.accounting import open_accounts
-from server.core.errors import ConfigError
-from server.core.telemetry import Telemetry
-from server.settings import Settings
+from headrace.accounting import open_accounts
+from headrace.core.errors import ConfigError
+from headrace.core.telemetry import Telemetry
+from headrace.settings import Settings
 
 
 def settings(telemetry: Telemetry, **more: str) -> Settings:
@@ -33,7 +32,7 @@ def test_spans_are_on_from_the_start_where_somebody_takes_them() -> None:
 
 def test_a_package_that_is_not_there_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    monkeypatch.delitem(sys.modules, "server.observability.spans", raising=False)
+    monkeypatch.delitem(sys.modules, "headrace.observability.spans", raising=False)
     with pytest.raises(ConfigError, match=r"opentelemetry\.sdk\.resources.*pip install 'headrace\[otel\]'"):
         open_accounts(settings(Telemetry(otlp_endpoint="http://h:4317")))
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from headrace import settings, triton_flags
+from headrace.__main__ import main
+from headrace.config.config_binding import bind
+from headrace.config.config_json import read_config_json
+from headrace.config.config_support import FEATURES, REFUSED
+from headrace.core.command_line import Parser
+from headrace.core.errors import Finding
+from headrace_engines.__main__ import main as engines_main
 from tritonclient.grpc import model_config_pb2
 
-from engines.__main__ import main as engines_main
-from server import settings, triton_flags
-from server.__main__ import main
-from server.config.config_binding import bind
-from server.config.config_json import read_config_json
-from server.config.config_support import FEATURES, REFUSED
-from server.core.command_line import Parser
-from server.core.errors import Finding
-from tests.models import add_model, affine
+from tests.support.models import add_model, affine
 
 PAGE = (Path(__file__).parents[3] / "docs" / "from-triton.md").read_text()
 _ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)

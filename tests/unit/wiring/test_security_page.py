@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-from server.core.limits import LIMIT_HELP, Limits
-from tests.serving import ROOT
+from headrace.core.limits import LIMIT_HELP, Limits
+
+from tests.support.serving import ROOT
 
 PAGE = (ROOT / "docs" / "security.md").read_text()
 

@@ -7,11 +7,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-
-from server import settings
-from server.core.limits import LIMIT_HELP, Limits
-from server.core.telemetry import TritonMetrics
-from server.settings import Settings
+from headrace import settings
+from headrace.core.limits import LIMIT_HELP, Limits
+from headrace.core.telemetry import TritonMetrics
+from headrace.settings import Settings
 
 
 def parse(*arguments: str, **environ: str) -> Settings:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_cuda import FakeCuda, install
-from tests.fake_gpu import trt as trt
+from tests.support.fake_cuda import FakeCuda, install
+from tests.support.fake_gpu import trt as trt
 
 
 @pytest.fixture

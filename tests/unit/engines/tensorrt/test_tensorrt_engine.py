@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from headrace.cuda.driver import current
+from headrace_engines.errors import BuildError
+from headrace_engines.targets.base import Order
+from headrace_engines.targets.tensorrt.engine import TensorRtEngine
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.errors import BuildError
-from engines.targets.base import Order
-from engines.targets.tensorrt.engine import TensorRtEngine
-from engines.targets.tensorrt.target import TensorRtTarget
-from server.cuda.driver import current
-from tests.fake_cuda import FakeCuda
-from tests.fake_tensorrt import affine
-from tests.tensorrt_case import X, Y, batches, build
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_tensorrt import affine
+from tests.support.tensorrt_case import X, Y, batches, build
 
 
 def test_a_plan_runs_any_batch_of_its_profile(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:

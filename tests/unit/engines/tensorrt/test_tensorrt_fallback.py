@@ -8,15 +8,15 @@ from typing import Any
 
 import onnx
 import pytest
+from headrace_engines.build import Built, make
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.project import spec_of
+from headrace_engines.store import Store
+from headrace_engines.targets.tensorrt import api as tensorrt_api
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from engines.build import Built, make
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.project import spec_of
-from engines.store import Store
-from engines.targets.tensorrt import api as tensorrt_api
-from engines.targets.tensorrt.target import TensorRtTarget
-from tests.engine_projects import write_project
+from tests.support.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, residual
 
 NO_KERNEL = "Error Code 10: Internal Error (Could not find any implementation for node {}.)"

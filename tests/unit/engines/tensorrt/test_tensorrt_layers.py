@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from engines.errors import BuildError
-from engines.targets.tensorrt.engine import LayerTimes, read_layers
-from engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned
+from headrace_engines.errors import BuildError
+from headrace_engines.targets.tensorrt.engine import LayerTimes, read_layers
+from headrace_engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned
 
 
 def tensor(kind: str) -> dict[str, object]:

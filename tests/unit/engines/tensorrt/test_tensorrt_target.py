@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from headrace.config.machine import Machine
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.api import load
+from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
-from engines.errors import BuildError
-from engines.progress import silent
-from engines.targets.base import Order, ShapeRange
-from engines.targets.tensorrt.api import load
-from engines.targets.tensorrt.target import TensorRtTarget, available
-from server.config.machine import Machine
-from tests.fake_cuda import FakeCuda
-from tests.fake_tensorrt import affine, fake_tensorrt
-from tests.tensorrt_case import ORDER, X, Y, batches, build
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_tensorrt import affine, fake_tensorrt
+from tests.support.tensorrt_case import ORDER, X, Y, batches, build
 
 ten = pytest.mark.parametrize("trt_version", ["10.6.0"])
 eleven = pytest.mark.parametrize("trt_version", ["11.4.0.106"])

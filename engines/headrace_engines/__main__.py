@@ -1,0 +1,99 @@
+"""`python -m headrace_engines`: the builders' command line, which `headrace` hands on.
+
+Each command is a module with `add_arguments(parser)` and `run(options, console) -> exit status`, imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from headrace.core.command_line import Parser
+
+from headrace_engines.errors import BuildError, CallError
+
+# Words of the command line -> its module, and what it is for.
+COMMANDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("build",): (
+        "headrace_engines.commands.build",
+        "build the engine of a model for this machine, compare it, publish it",
+    ),
+    ("inspect",): (
+        "headrace_engines.commands.inspect",
+        "what a built engine consists of: layers, precisions, kernels, times",
+    ),
+    ("compare",): (
+        "headrace_engines.commands.compare",
+        "a model in several precisions side by side: accuracy, speed, size",
+    ),
+    ("engines", "ls"): (
+        "headrace_engines.commands.engines",
+        "the engines in the store, and which of them are published",
+    ),
+    ("engines", "gc"): ("headrace_engines.commands.engines", "remove engines that nothing publishes any more"),
+    ("engines", "verify"): (
+        "headrace_engines.commands.engines",
+        "check stored and published engines against their stamps",
+    ),
+    ("models", "build"): ("headrace_engines.demo.command", "build the demo models that are missing or out of date"),
+}
+_GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0, 1 if something could not be built, 2 if the call was wrong."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    Parser.words = given
+    parser, command = _parser(given)
+    options = parser.parse_args(given)
+    signal.signal(signal.SIGTERM, _stop)
+    # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
+
+    from headrace.core.console import open_console
+
+    run: Any = command.run
+    try:
+        status: int = run(options, open_console())
+    except BuildError as error:
+        errors = open_console(stderr=True, highlight=False)
+        errors.print(f"{parser.prog} {' '.join(options.words)}: {error}", style="red", markup=False, soft_wrap=True)
+        return 2 if isinstance(error, CallError) or options.words[0] == "models" else 1
+    return status
+
+
+def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and the module of the command that is called; only that one is imported."""
+    parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    groups = {
+        name: commands.add_parser(name, help=text).add_subparsers(dest="action", required=True, metavar="COMMAND")
+        for name, text in _GROUPS.items()
+    }
+    called = None
+    for words, (module_name, text) in COMMANDS.items():
+        place = groups[words[0]] if len(words) > 1 else commands
+        child = place.add_parser(words[-1], help=text, description=text)
+        child.set_defaults(words=words)
+        if tuple(given[: len(words)]) == words:
+            module: Any = import_module(module_name)
+            # One module has three commands, which differ in their options.
+            arguments = (child, words[-1]) if module_name == "headrace_engines.commands.engines" else (child,)
+            module.add_arguments(*arguments)
+            called = module
+    return parser, called
+
+
+def _stop(_number: int, _frame: object) -> NoReturn:
+    # Leaves through `finally`, so that no half-written folder stays behind.
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

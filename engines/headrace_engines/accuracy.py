@@ -1,0 +1,258 @@
+"""How well an artefact answers, against the FP32 model on the same samples, and whether that is good enough.
+
+    top-1 agreement     share of the largest outputs that are the same ones, in the output that has a label file, else in the
+        first floating-point one with classes along its last axis: [N, classes], or [N, positions, classes] of sequences, where
+        every position counts. Without such an output it is the share of equal values in the first one of whole numbers, truth
+        values or text; without either nothing is said.
+    cosine              between the outputs of a sample, mean over samples; of several floating-point outputs the worst counts
+    max abs             largest difference of a value in any floating-point output
+    accuracy            share of samples whose label has the largest output, where there are labels and one answer a sample
+
+Values that are infinite or NaN in the FP32 model's output are left out; where only the artefact's are, it has failed: cosine 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import Report
+
+if TYPE_CHECKING:
+    from headrace_engines.project import Bar
+    from headrace_engines.quantization.samples import Samples
+
+Array = npt.NDArray[Any]
+
+_CURE = "ask for a higher precision, or lower the bar in optimization.accuracy"
+_QUANTIZED_CURE = (
+    "keep the layers that lose most in floating point (optimization.calibration.keep), calibrate with more samples like "
+    "those the model will see, or ask for a higher precision"
+)
+
+
+class Runs(Protocol):
+    """What answers: an `Engine` or an `OnnxRunner`."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name; inputs have their batch dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How an artefact compares with the FP32 model.
+
+    Attributes:
+        samples: that were compared.
+        data: what they are, for people.
+        top1_agreement: 0..1, None where no output has classes.
+        cosine: -1..1, mean over samples, of the worst output.
+        max_abs: largest difference.
+        accuracy: the artefact's against labels, 0..1; None without labels.
+        reference_accuracy: the FP32 model's.
+        output: the output that the agreement and the accuracy are about, "" for none.
+        problem: why its outputs cannot be compared, "" if they can.
+    """
+
+    samples: int
+    data: str
+    top1_agreement: float | None
+    cosine: float
+    max_abs: float
+    accuracy: float | None = None
+    reference_accuracy: float | None = None
+    output: str = ""
+    problem: str = ""
+
+    @property
+    def drop(self) -> float | None:
+        """Accuracy that was lost, negative if some was won; None without labels."""
+        if self.accuracy is None or self.reference_accuracy is None:
+            return None
+        return self.reference_accuracy - self.accuracy
+
+    def to_json(self) -> dict[str, Any]:
+        """As an object of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Self:
+        """Back from `to_json`; what is not known is left out.
+
+        Raises:
+            BuildError: something is missing.
+        """
+        try:
+            return cls(**{f.name: told[f.name] for f in fields(cls) if f.name in told})
+        except TypeError as error:
+            raise BuildError(f"what was measured of an artefact cannot be read ({error}): build it anew") from error
+
+
+def measure(
+    reference: Runs, engine: Runs, samples: Samples, rows: int, report: Report, *, output: str = ""
+) -> Accuracy:
+    """Run both on all samples and compare.
+
+    Args:
+        reference: the FP32 model.
+        engine: the artefact.
+        samples: held out from calibration.
+        rows: of one batch, at most.
+        report: told after every batch.
+        output: the one that classifies, "" to look for it.
+
+    Raises:
+        BuildError: there are no samples, or one of them does not run.
+    """
+    if not len(samples):
+        raise BuildError("there are no samples to compare with: name some in optimization.accuracy.data")
+    comparison = _Comparison(samples.labels, output or None)
+    for inputs in samples.batches(rows):
+        count = len(next(iter(inputs.values()))) if samples.batched else 1
+        comparison.add(reference.run(inputs), engine.run(inputs), count)
+        report(comparison.samples / len(samples), f"comparing with FP32, {comparison.samples} of {len(samples)}")
+    return comparison.accuracy(samples.origin)
+
+
+def judge(accuracy: Accuracy, bar: Bar, *, quantized: bool = True) -> list[str]:
+    """What an artefact misses, a sentence each, measured and demanded; the last one says what to do.
+
+    Args:
+        accuracy: measured.
+        bar: to reach.
+        quantized: it is INT8 or FP8, which more can be done for.
+    """
+    missed = [accuracy.problem] if accuracy.problem else []
+    agreement = accuracy.top1_agreement
+    if agreement is not None and agreement < bar.min_top1_agreement:
+        missed.append(f"its top-1 agreement with FP32 is {agreement:.2%}, {bar.min_top1_agreement:.2%} is demanded")
+    if not accuracy.cosine >= bar.min_cosine:  # nor is a NaN
+        missed.append(f"the cosine with FP32's outputs is {accuracy.cosine:.5f}, {bar.min_cosine:.5f} is demanded")
+    drop = accuracy.drop
+    if drop is not None and bar.max_drop is not None and drop > bar.max_drop + 1e-12:
+        now, before = accuracy.accuracy or 0.0, accuracy.reference_accuracy or 0.0
+        missed.append(f"its accuracy is {now:.2%} after {before:.2%}: {drop:.2%} lost, {bar.max_drop:.2%} allowed")
+    if missed:
+        missed[-1] += f": {_QUANTIZED_CURE if quantized else _CURE}"
+    if drop is None and bar.max_drop is not None:
+        cure = "give samples with labels in optimization.accuracy.data, or leave max_drop out"
+        missed.append(f"the accuracy that was lost cannot be told without labels, max_drop demands it: {cure}")
+    return missed
+
+
+@dataclass(slots=True)
+class _Output:
+    """Sums over the samples of one floating-point output."""
+
+    cosines: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """Sums over the samples so far."""
+
+    labels: Array | None
+    chosen: str | None = None
+    samples: int = 0
+    outputs: dict[str, _Output] = field(default_factory=dict)
+    same: int = 0
+    compared: int = 0
+    right: int = 0
+    reference_right: int = 0
+    labelled: int = 0
+    max_abs: float = 0.0
+    problem: str = ""
+
+    def add(self, expected: Mapping[str, Array], given: Mapping[str, Array], count: int) -> None:
+        """Count in a batch of `count` samples."""
+        first, self.samples = self.samples, self.samples + count
+        wanted = {name: _by_row(array, count) for name, array in expected.items()}
+        for name, rows in wanted.items():
+            got = given.get(name)
+            if got is None or got.shape != expected[name].shape:
+                shape = "is missing" if got is None else f"has shape {list(got.shape)}"
+                self.problem = self.problem or f"output {name} {shape}, FP32's has {list(expected[name].shape)}"
+            elif rows.dtype.kind == "f":
+                self._add_floats(name, rows, got.reshape(rows.shape))
+        if self.chosen is None or self.chosen not in wanted:
+            self.chosen = _with_classes(wanted)
+        if self.chosen in wanted and not self.problem:
+            rows = wanted[self.chosen]
+            self._add_classes(rows, given[self.chosen].reshape(rows.shape), first)
+
+    def _add_floats(self, name: str, expected: Array, given: Array) -> None:
+        finite = np.isfinite(expected)
+        broken = int(np.count_nonzero(~np.isfinite(given) & finite))
+        if broken:
+            self.problem = (
+                self.problem or f"output {name} has {broken} values that are NaN or infinite, FP32's has none there"
+            )
+            return
+        if not finite.any():
+            told = f"output {name} of the FP32 model itself is NaN or infinite throughout: look at the samples and the model"
+            self.problem = self.problem or told
+            return
+        a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
+        b = np.where(finite, given, 0).reshape(len(given), -1).astype(np.float64)
+        self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0.0)))
+        sums = self.outputs.setdefault(name, _Output())
+        sums.cosines += float(_cosines(a, b).sum())
+        sums.count += len(a)
+
+    def _add_classes(self, expected: Array, given: Array, first: int) -> None:
+        if expected.dtype.kind != "f":
+            self.same += int(np.count_nonzero(expected == given))
+            self.compared += expected.size
+            return
+        wanted, got = expected.argmax(-1), given.argmax(-1)
+        self.same += int(np.count_nonzero(wanted == got))
+        self.compared += wanted.size
+        if self.labels is not None and wanted.ndim == 1:
+            labels = self.labels[first : first + len(wanted)]
+            self.labelled += len(labels)
+            self.right += int(np.count_nonzero(got == labels))
+            self.reference_right += int(np.count_nonzero(wanted == labels))
+
+    def accuracy(self, data: str) -> Accuracy:
+        """What came of it."""
+        cosine = min((sums.cosines / sums.count for sums in self.outputs.values()), default=1.0)
+        agreement = self.same / self.compared if self.compared else None
+        labelled = bool(self.labelled) and not self.problem
+        return Accuracy(
+            samples=self.samples,
+            data=data,
+            top1_agreement=0.0 if self.problem and self.chosen else agreement,
+            cosine=0.0 if self.problem else cosine,
+            max_abs=self.max_abs,
+            accuracy=self.right / self.labelled if labelled else None,
+            reference_accuracy=self.reference_right / self.labelled if labelled else None,
+            output=self.chosen or "",
+            problem=self.problem,
+        )
+
+
+def _by_row(array: Array, count: int) -> Array:
+    """[samples, ...]; an output without a batch dimension is one row."""
+    return array if array.ndim and len(array) == count else array[np.newaxis]
+
+
+def _with_classes(rows: Mapping[str, Array]) -> str:
+    for name, array in rows.items():
+        if array.dtype.kind == "f" and array.ndim in (2, 3) and array.shape[-1] > 1:
+            return name
+    return next((name for name, array in rows.items() if array.dtype.kind in "iubOSU" and array.ndim > 0), "")
+
+
+def _cosines(a: Array, b: Array) -> Array:
+    """Of every row of [rows, values]; 1 where both are zero, 0 where one is."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    products = np.einsum("ij,ij->i", a, b)
+    same: Array = np.array(~a.any(axis=1) & ~b.any(axis=1), np.float64)
+    cosines: Array = np.clip(np.divide(products, lengths, out=same, where=lengths > 0), -1.0, 1.0)
+    return cosines

@@ -1,0 +1,390 @@
+"""From a model's configuration to an artefact in the store: lowered, built, compared, timed; or found there.
+
+project -> spec -> data -> key -> in the store? -> Built
+                              \\-> simplify -> lower -> target.build -> compare with FP32 -> time -> store -> Built
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from headrace.config.machine import Machine
+from headrace.config.stamps import Stamp, artefact_name, config_digest
+
+from headrace_engines.accuracy import Accuracy, judge, measure
+from headrace_engines.errors import BuildError, NoKernelError
+from headrace_engines.onnx_graph import OnnxRunner, read_onnx
+from headrace_engines.precision.lowering import ROWS, Lowered, lower
+from headrace_engines.progress import Report, part
+from headrace_engines.project import RECIPE, BuildData, BuildSpec, Project, open_data
+from headrace_engines.simplify import simplify
+from headrace_engines.store import Entry, Store
+from headrace_engines.targets.base import Engine, Order, Target, Timing
+from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
+
+logger = logging.getLogger("headrace.build")
+
+Array = npt.NDArray[Any]
+
+# How long each batch size is timed for the stamp; `headrace compare` takes its time.
+_TIMING_S = 0.3
+# A CPU needs seconds for the largest batches of a large model; its rows a second are the same from a few rows on.
+_CPU_ROWS = 8
+# How often a model is built before it is given up, each time with fewer layers in 8 bits.
+_TRIES = 6
+# How much faster a lower precision must be to be the best.
+_WORTH = 1.05
+_SOURCES = ("onnx", "onnxruntime", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """An artefact in the store.
+
+    Attributes:
+        path: its file.
+        spec: what it is.
+        machine: what it was built for.
+        key: in the store.
+        accuracy: against the FP32 model.
+        refusal: what it misses, in sentences; empty if it may be published.
+        kept: nodes left in a higher precision.
+        timings: by batch size.
+        size_bytes: of the file.
+        seconds: that the build took.
+        cached: it was there already.
+        baseline: of the model's own file on ONNX Runtime's CPU, at one batch size; None where that cannot run it.
+    """
+
+    path: Path
+    spec: BuildSpec
+    machine: Machine
+    key: str
+    accuracy: Accuracy | None
+    refusal: list[str]
+    kept: tuple[str, ...]
+    timings: tuple[Timing, ...]
+    size_bytes: int
+    seconds: float
+    cached: bool
+    baseline: Timing | None = None
+
+    @property
+    def rows_per_s(self) -> float:
+        """At the best of the batch sizes."""
+        return max((timing.rows_per_s for timing in self.timings), default=0.0)
+
+
+def make(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool = False
+) -> Built:
+    """Build an artefact, or find it in the store; nothing is published.
+
+    Args:
+        project: what from.
+        spec: what; "best" is for `make_best`.
+        target: for what.
+        store: where it goes.
+        report: told how far the work is.
+        rebuild: build it even if it is there.
+
+    Raises:
+        BuildError: it cannot be built; says why.
+    """
+    refused = target.refuses(spec.precision)
+    if refused:
+        raise BuildError(f"{project.name}: {spec.precision} is not for {target.name} here: {refused}")
+    machine = target.describe()
+    data = open_data(project, spec)
+    digest = project.digest()
+    key = _key(project, spec, data, machine, store)
+    if not rebuild and (entry := store.find(key)) is not None:
+        return _built(entry, spec, machine, key, cached=True)
+    with store.building(key, waits=lambda note: report(0.0, note)):
+        # Another builder may have been faster.
+        if not rebuild and (entry := store.find(key)) is not None:
+            return _built(entry, spec, machine, key, cached=True)
+        entry = _Build(project, spec, target, store, data, key, digest, machine).run(report)
+    return _built(entry, spec, machine, key, cached=False)
+
+
+def make_best(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
+) -> Built:
+    """The fastest precision, at the largest batch size, that holds the accuracy bar; FP32 if none does.
+
+    A lower precision must be clearly faster: timings of the same engine differ by a few percent.
+
+    Raises:
+        BuildError: not even FP32 can be built.
+    """
+    candidates = ["fp32", "fp16"] + (["int8"] if spec.calibration.data else [])
+    candidates = [precision for precision in candidates if not target.refuses(precision)]
+    built = []
+    for index, precision in enumerate(candidates):
+        share = part(report, index / len(candidates), (index + 1) / len(candidates))
+        try:
+            built.append(make(project, spec.at(precision), target, store, share, rebuild=rebuild))
+        except BuildError as error:
+            if precision == "fp32":
+                raise
+            logger.warning("%s: %s is left out: %s", project.name, precision, error)
+    best, *others = [one for one in built if not one.refusal] or built[:1]
+    for one in others:
+        if _rows_per_s(one) > _WORTH * _rows_per_s(best):
+            best = one
+    return best
+
+
+def find_fp32(project: Project, spec: BuildSpec, target: Target, store: Store) -> Built | None:
+    """Return the FP32 engine of the same target, model and shapes, if the store has one."""
+    plain, machine = spec.at("fp32"), target.describe()
+    key = _key(project, plain, open_data(project, plain), machine, store)
+    entry = store.find(key)
+    return None if entry is None else _built(entry, plain, machine, key, cached=True)
+
+
+def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, store: Store) -> str:
+    """Of an artefact in the store."""
+    parts = {"onnx": project.digest(), "spec": spec.digest(), "data": data.digest, "machine": asdict(machine)}
+    return store.key(parts)
+
+
+def _rows_per_s(built: Built) -> float:
+    """At the largest batch size."""
+    return max(built.timings, key=lambda timing: timing.rows).rows_per_s
+
+
+class _Build:
+    """One build that really takes place."""
+
+    def __init__(
+        self,
+        project: Project,
+        spec: BuildSpec,
+        target: Target,
+        store: Store,
+        data: BuildData,
+        key: str,
+        digest: str,
+        machine: Machine,
+    ) -> None:
+        self._project = project
+        self._spec = spec
+        self._target = target
+        self._store = store
+        self._data = data
+        self._key = key
+        self._digest = digest
+        self._machine = machine
+
+    def run(self, report: Report) -> Entry:
+        started_s = time.monotonic()
+        report(0.0, "reading the model")
+        source = read_onnx(self._project.source)
+        model = simplify(source)
+        lowered = lower(
+            model,
+            self._spec,
+            self._target.name,
+            self._data,
+            self._store.tables,
+            part(report, 0.0, 0.45),
+            self._target.refuses_fp8_convolutions() if self._spec.precision == "fp8" else "",
+        )
+        with self._store.scratch() as scratch:
+            artefact = scratch / f"model{self._target.suffix}"
+            lowered = self._built(lowered, artefact, part(report, 0.45, 0.8))
+            engine = self._target.open(artefact, lowered.model)
+            try:
+                accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
+                timings = self._timings(engine, part(report, 0.95, 1.0))
+            finally:
+                engine.close()
+            seconds = time.monotonic() - started_s
+            facts = {**self._facts(lowered, accuracy, timings, seconds), "baseline": self._baseline(timings)}
+            return self._store.add(self._key, artefact, facts)
+
+    def _built(self, lowered: Lowered, artefact: Path, report: Report) -> Lowered:
+        """Build; layers for which the target has no kernel in 8 bits are left in floating point. Returns what was built."""
+        for tried in range(_TRIES):
+            try:
+                self._target.build(lowered.model, self._order(lowered), artefact, report)
+                break
+            except NoKernelError as error:
+                other = lowered.without(error.nodes) if lowered.without and tried < _TRIES - 1 else None
+                if other is None:
+                    raise
+                logger.warning("%s: %s; built again without", self._project.name, error)
+                lowered = other
+        return lowered
+
+    def _order(self, lowered: Lowered) -> Order:
+        return Order(
+            precision=self._spec.precision,
+            profiles=self._spec.profiles,
+            workspace_bytes=self._spec.workspace_bytes,
+            timing_cache=self._store.timing_cache(self._machine),
+            calibrate=lowered.calibrate,
+            calibration_table=self._store.tables
+            / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}-{RECIPE}.cache",
+        )
+
+    def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
+        """On batches that the profile of the fewest rows takes."""
+        held_out, output = self._data.held_out, self._data.output
+        if not self._project.config.max_batch_size:
+            return measure(reference, engine, held_out, 1, report, output=output)
+        shapes = [next(iter(profile.shapes.values())) for profile in self._spec.profiles]
+        fewest, most = min((least[0], most[0]) for least, _, most in shapes)
+        rows = max(min(ROWS, most), fewest)
+        return measure(reference, _Filled(engine, fewest), held_out, rows, report, output=output)
+
+    def _timings(self, engine: Engine, report: Report) -> list[Timing]:
+        sizes = batch_sizes(self._project, self._spec)
+        timings = []
+        for index, rows in enumerate(sizes):
+            report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
+            timings.append(self._per_row(engine.time(rows_of(self._data, rows, self._project), _TIMING_S)))
+        return timings
+
+    def _baseline(self, timings: list[Timing]) -> Mapping[str, object] | None:
+        """Time the model's own file on ONNX Runtime, which serves it where there is no engine."""
+        best = max(timings, key=lambda timing: timing.rows_per_s)
+        rows = best.rows if self._target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
+        try:
+            engine = OnnxRuntimeEngine(self._project.source)
+            try:
+                timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
+            finally:
+                engine.close()
+        except BuildError as error:
+            logger.info("%s: its own file is not timed: %s", self._project.name, error)
+            return None
+        return asdict(self._per_row(timing))
+
+    def _per_row(self, timing: Timing) -> Timing:
+        """Without a batch dimension an engine takes the first one for it."""
+        batched = bool(self._project.config.max_batch_size)
+        return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
+
+    def _facts(
+        self, lowered: Lowered, accuracy: Accuracy, timings: list[Timing], seconds: float
+    ) -> Mapping[str, object]:
+        return {
+            "model": self._project.name,
+            "version": self._project.version,
+            "onnx_sha256": self._digest,
+            "spec_digest": self._spec.digest(),
+            "precision": self._spec.precision,
+            "machine": asdict(self._machine),
+            "accuracy": accuracy.to_json(),
+            "refusal": judge(accuracy, self._spec.bar, quantized=self._spec.quantized),
+            "kept": list(lowered.kept),
+            "timings": [asdict(timing) for timing in timings],
+            "seconds": round(seconds, 3),
+            "built_with": {**_versions(), self._machine.target: self._machine.version},
+        }
+
+
+class _Filled:
+    """An engine that takes batches of fewer rows than it was built for: rows are repeated, and their answers dropped.
+
+    Args:
+        engine: with a batch dimension.
+        fewest: rows that it takes.
+    """
+
+    def __init__(self, engine: Engine, fewest: int) -> None:
+        self._engine = engine
+        self._fewest = fewest
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        rows = len(next(iter(inputs.values())))
+        if rows >= self._fewest:
+            return self._engine.run(inputs)
+        answers = self._engine.run({name: _resized(array, self._fewest) for name, array in inputs.items()})
+        return {name: array[:rows] if array.shape[:1] == (self._fewest,) else array for name, array in answers.items()}
+
+
+def _resized(array: Array, rows: int) -> Array:
+    """So many rows of a batch, repeated from its start."""
+    return np.resize(array, (rows, *array.shape[1:]))
+
+
+def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
+    """One row, what the first profile is tuned for, and the most it takes."""
+    if not project.config.max_batch_size:
+        return [1]
+    least, tuned, most = next(iter(spec.profiles[0].shapes.values()))
+    return sorted({least[0], tuned[0], most[0]})
+
+
+def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
+    """A batch of so many rows, samples repeated where there are fewer."""
+    batch = next(iter(data.held_out.batches(rows)))
+    if not project.config.max_batch_size:
+        return batch
+    return {name: _resized(array, rows) for name, array in batch.items()}
+
+
+def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridden: bool, forced: bool) -> Stamp:
+    """What `build.json` says of an artefact that is published.
+
+    Args:
+        built: the artefact.
+        entry: in the store.
+        project: with the configuration as it is in the folder.
+        asked: the precision asked for, maybe "best".
+        overridden: on the command line, not in the configuration.
+        forced: it is published although it misses its bar.
+    """
+    facts: dict[str, Any] = dict(entry.facts)
+    return Stamp.from_json(
+        {
+            **{name: value for name, value in facts.items() if name not in ("model", "version", "baseline")},
+            "key": built.key,
+            "artefact": artefact_name(built.key, built.path.suffix),
+            "config_digest": config_digest(project.config),
+            "asked": asked,
+            "overridden": overridden,
+            "forced": forced,
+        }
+    )
+
+
+def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> Built:
+    facts: dict[str, Any] = dict(entry.facts)
+    told = facts.get("accuracy")
+    return Built(
+        path=entry.path,
+        spec=spec,
+        machine=machine,
+        key=key,
+        accuracy=None if told is None else Accuracy.from_json(told),
+        refusal=list(facts.get("refusal", [])),
+        kept=tuple(facts.get("kept", ())),
+        timings=tuple(Timing(**timing) for timing in facts.get("timings", ())),
+        size_bytes=entry.size_bytes,
+        seconds=float(facts.get("seconds", 0.0)),
+        cached=cached,
+        baseline=Timing(**facts["baseline"]) if facts.get("baseline") else None,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _SOURCES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # installed by other means
+            continue
+    return found

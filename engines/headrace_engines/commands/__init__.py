@@ -1,0 +1,44 @@
+"""The commands of the builder, and the options that several of them share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from headrace_engines.store import DEFAULT_ROOT, DEFAULT_STATE
+from headrace_engines.targets import NAMES
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """`--version N`."""
+    parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """`--model-repository DIR` and `--target NAME`."""
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="where names are looked up",
+    )
+    parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
+
+
+def add_one_model(parser: argparse.ArgumentParser) -> None:
+    """`MODEL`, its version and where it is."""
+    parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
+    add_version(parser)
+    add_places(parser)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """`--cache DIR`."""
+    parser.add_argument("--cache", type=Path, default=DEFAULT_ROOT, metavar="DIR", help="the store of built engines")
+
+
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """`--state-dir DIR`, as of the server."""
+    text = "where engines go if the model's folder cannot be written; the server's --state-dir"
+    parser.add_argument("--state-dir", type=Path, default=DEFAULT_STATE, metavar="DIR", help=text)

@@ -1,0 +1,527 @@
+"""`headrace build`: engines for this machine, compared with FP32 and published beside the model.
+
+Before a build the command asks the server's own choice (`headrace.config.serving_plan`) which file a server on this machine would
+serve. A stamp in a scratch folder stands for the engine that is not built yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.config.config_edit import read_config_file
+from headrace.config.config_reader import served_versions
+from headrace.config.machine import Machine
+from headrace.config.serving_plan import GpuRuntime, Plan, cpu_pin, engine_folder, serving_plan
+from headrace.config.stamps import Stamp, artefact_name, config_digest, write_stamp
+from headrace.core.console import open_console, pickup_text
+from headrace.core.errors import ConfigError, HeadraceError, Unsupported
+from headrace.core.optimization_config import PRECISIONS
+from headrace.cuda import device as gpus
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from headrace_engines.build import Built, find_fp32, make, make_best, stamp_of
+from headrace_engines.commands import add_cache, add_places, add_state, add_version
+from headrace_engines.errors import BuildError, CallError
+from headrace_engines.progress import Report, printed
+from headrace_engines.project import BuildSpec, Project, all_projects, open_project, spec_of
+from headrace_engines.report.terminal import Heading, narrow_table, plain, rate, size
+from headrace_engines.store import Store, publish, publishing_folder
+from headrace_engines.targets import choose_target
+from headrace_engines.targets.base import Target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `build`."""
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a model's name in the repository, or its folder")
+    parser.add_argument("--all", action="store_true", help="every model of the repository")
+    add_version(parser)
+    parser.add_argument("--precision", choices=PRECISIONS, help="instead of the configuration's")
+    parser.add_argument(
+        "--force", action="store_true", help="publish with a mark what misses the accuracy it should have"
+    )
+    parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
+    # For the server, which starts builders: lines "progress SHARE PHASE" on standard output.
+    parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
+    add_places(parser)
+    add_cache(parser)
+    add_state(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one model.
+
+    Attributes:
+        name: the model's.
+        built: the artefact, None if there is none.
+        published: it lies beside the model now.
+        forced: although it misses its bar.
+        error: why there is none, or why it was not published.
+        seconds: that this call spent on it.
+        repository: folder in which the model lies.
+        fp32_rows_per_s: of FP32 on the same target; 0: not known.
+        now: what served the version before the build, in words; "" if it was this very engine.
+        now_rows_per_s: of what served; 0: not known.
+        not_served: why a server does not take the published engine, and what to change; "" if it does.
+        advice: what would make the engine another one, e.g. one for the GPU.
+        place: the folder that it is published in, if that is not the version's own.
+    """
+
+    name: str
+    built: Built | None
+    published: bool
+    forced: bool
+    error: str
+    seconds: float
+    repository: str = ""
+    fp32_rows_per_s: float = 0.0
+    now: str = ""
+    now_rows_per_s: float = 0.0
+    not_served: str = ""
+    advice: str = ""
+    place: Path | None = None
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Build what was asked for; 1 if something could not be built or was refused.
+
+    Raises:
+        BuildError: nothing could be begun: no such model, no such target.
+    """
+    if options.models and options.all:
+        raise CallError("models are named and --all is said: leave one of them out")
+    if not options.models and not options.all:
+        raise CallError("name the models to build, or say --all")
+    if options.all and options.version is not None:
+        raise CallError("--version is of one model: name it in place of --all")
+    projects = _projects(options)
+    targets = _Targets(options.target)
+    with ThreadPoolExecutor(1) as pool:
+        # Reading a large model takes as long as waking a GPU; neither waits for the other.
+        digests = [pool.submit(project.digest) for project in projects if isinstance(project, Project)]
+        targets.default()
+        wait(digests)
+    store = Store(options.cache)
+
+    from headrace_engines.report.terminal import BuildDisplay
+
+    outcomes = []
+    with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:
+        for project in projects:
+            if isinstance(project, BuildError):
+                outcomes.append(Outcome("", None, False, False, str(project), 0.0))
+                continue
+            report = display.report(project.name)
+            outcome = build_one(project, options, targets, store, printed(report) if options.progress else report)
+            outcomes.append(outcome)
+            display.finish(outcome.name, _ending(outcome))
+    show_outcomes(console, open_console(stderr=True), outcomes)
+    return 1 if any(outcome.error for outcome in outcomes) else 0
+
+
+def _ending(outcome: Outcome) -> str:
+    """The last phase of a model's progress bar."""
+    if outcome.error:
+        return "failed"
+    return "stored" if outcome.built is not None and outcome.built.cached else "built"
+
+
+class _Targets:
+    """The target of each model.
+
+    Args:
+        name: of the command line: "auto" is TensorRT where it and a GPU are, but not for models that are kept on the CPU.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._default: Target | None = None
+        self.gpu = gpu_runtime()
+
+    def default(self) -> Target:
+        """The target of models that leave the choice to the machine.
+
+        Raises:
+            BuildError: TensorRT is asked for and not to be had.
+        """
+        if self._default is None:
+            self._default = choose_target(self._name)
+        return self._default
+
+    def of(self, project: Project) -> tuple[Target, str]:
+        """The target of a model, and what would make it another one."""
+        target, kept = self.default(), cpu_pin(project.config)
+        if self._name != "auto" or target.name == "onnxruntime" or not kept:
+            return target, ""
+        return choose_target("onnxruntime"), f"built for the CPU ({kept}); for the GPU {cpu_change(project)}"
+
+
+def build_one(
+    project: Project, options: argparse.Namespace, targets: _Targets, store: Store, report: Report
+) -> Outcome:
+    """Build and publish one model; what goes wrong is told in the outcome."""
+    started_s = time.monotonic()
+    built = None
+    try:
+        spec = spec_of(project.config, options.precision or "")
+        target, advice = targets.of(project)
+        outlook = forecast(project, target, targets.gpu, _state_place(project, options.state_dir))
+        if outlook.refusal:
+            raise BuildError(f"its engine would not be served: {outlook.refusal}")
+        built = _make(project, spec, target, store, report, options.rebuild)
+        if built.refusal and not options.force:
+            error = "; ".join(built.refusal) + "; --force publishes it with a mark"
+            return Outcome(project.name, built, False, False, error, time.monotonic() - started_s)
+        forced = bool(built.refusal)
+        place = _publish(project, options, built, store, spec.precision, forced)
+        fp32 = _fp32_rows_per_s(project, built, target, store)
+        outcome = Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
+        outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=place)
+        outcome = replace(outcome, not_served=outlook.not_served, advice=advice)
+        return _compared(outcome, outlook, built)
+    except HeadraceError as error:
+        told = str(error)
+    except MemoryError:
+        told = "there is not enough memory: close other programs, or use fewer calibration samples"
+    except OSError as error:
+        told = _told(error)
+    return Outcome(project.name, built, False, False, told, time.monotonic() - started_s)
+
+
+def _compared(outcome: Outcome, outlook: Forecast, built: Built) -> Outcome:
+    """The outcome with what serves now and how fast that is."""
+    if outlook.now is None:
+        return replace(outcome, now="nothing")
+    if outlook.now.stamp is not None and outlook.now.stamp.key == built.key:
+        return outcome
+    return replace(outcome, now=now_words(outlook.now), now_rows_per_s=now_rows_per_s(outlook.now, built))
+
+
+def _publish(
+    project: Project, options: argparse.Namespace, built: Built, store: Store, asked: str, forced: bool
+) -> Path | None:
+    """Put the engine beside the model, or into the state folder where that cannot be written.
+
+    Returns:
+        The folder, if it is not the version's own.
+
+    Raises:
+        BuildError: neither can be written, or the engine has gone from the store.
+    """
+    overridden = bool(options.precision) and options.precision != spec_of(project.config).precision
+    entry = store.find(built.key)
+    if entry is None:
+        raise BuildError("the engine has gone from the store meanwhile: build it again")
+    stamp = stamp_of(built, entry, project, asked, overridden, forced)
+    place = publishing_folder(project, options.state_dir)
+    publish(entry.path, place, stamp)
+    return None if place == project.version_folder else place
+
+
+def _state_place(project: Project, state: Path) -> Path:
+    """Where a server looks for engines of a version besides its own folder."""
+    return engine_folder(state.expanduser(), project.folder.path, project.version)
+
+
+def _fp32_rows_per_s(project: Project, built: Built, target: Target, store: Store) -> float:
+    """Rows a second of FP32 on the target: of its FP32 engine, or of the model's own file on ONNX Runtime; 0: not known."""
+    fp32 = find_fp32(project, built.spec, target, store)
+    if fp32 is not None:
+        return fp32.rows_per_s
+    own = built.baseline if target.name == "onnxruntime" else None
+    return 0.0 if own is None else own.rows_per_s
+
+
+def _told(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}: make room, or check the permissions"
+
+
+def _make(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, rebuild: bool) -> Built:
+    if spec.precision == "best":
+        return make_best(project, spec, target, store, report, rebuild=rebuild)
+    return make(project, spec, target, store, report, rebuild=rebuild)
+
+
+def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
+    if options.all:
+        return all_projects(options.model_repository)
+    return [open_project(name, options.model_repository, options.version) for name in options.models]
+
+
+_RUNTIMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+
+
+_DEVICES = {"onnxruntime": "the CPU", "tensorrt": "the GPU"}
+
+
+_STAND_IN = b"\0"
+
+
+_STAND_IN_KEY = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What serves a version now, and what a build for a target changes.
+
+    Attributes:
+        now: What a server loads now; None if it serves nothing.
+        not_now: Why it serves nothing; "" if it does.
+        refusal: Why an engine of the target would never be served, and what to change; "" if it would.
+        not_served: Why the version is not served at all yet, and what to change; "" if it is.
+    """
+
+    now: Plan | None
+    not_now: str
+    refusal: str = ""
+    not_served: str = ""
+
+
+def gpu_runtime() -> GpuRuntime:
+    """TensorRT of this machine, looked for when it is first needed."""
+    from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
+
+    def describe() -> Machine:
+        missing = available()
+        if missing:
+            raise Unsupported(missing)
+        return TensorRtTarget().describe()
+
+    return GpuRuntime(describe, gpus.is_visible)
+
+
+def cpu_change(project: Project) -> str:
+    """Return the one-line change that lets a model that is kept on the CPU use the GPU."""
+    if project.config.runtime == "onnxruntime":
+        yaml, pbtxt, place = (
+            "runtime: auto",
+            'parameters { key: "headrace.runtime" value { string_value: "auto" } }',
+            "runtime",
+        )
+    else:
+        yaml, pbtxt, place = (
+            "instance_group: [{kind: KIND_AUTO}]",
+            "instance_group [ { kind: KIND_AUTO } ]",
+            "instance_group",
+        )
+    return _change(project, yaml, pbtxt, place)
+
+
+def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
+    """Ask the server's choice for a version as it is, and with an engine of a target beside it.
+
+    Args:
+        project: The version.
+        target: Of the build.
+        gpu: TensorRT of this machine.
+        engines: Folder of the version in the server's state folder; None: without one.
+    """
+    served = served_versions(project.config, project.folder.versions)
+    if project.version not in served:
+        policy = f"version_policy serves {', '.join(map(str, served)) or 'none'}"
+        change = _change(
+            project,
+            f"version_policy: {{specific: {{versions: [{project.version}]}}}}",
+            f"version_policy {{ specific {{ versions: [ {project.version} ] }} }}",
+            "version_policy",
+        )
+        return Forecast(None, policy, not_served=f"version {project.version} is not served: {policy}: {change}")
+    now, not_now = _plan(project, gpu, engines)
+    with tempfile.TemporaryDirectory(prefix="headrace-") as scratch:
+        machine = target.describe()
+        _write_stand_in(Path(scratch), project, machine, target.suffix)
+        then, problem = _plan(project, gpu, Path(scratch))
+    if then is not None and then.stamp is not None and then.stamp.machine == machine:
+        return Forecast(now, not_now)
+    return Forecast(now, not_now, _refusal(project, target, then, problem))
+
+
+def served_words(built: Built) -> str:
+    """What serves once an engine is taken, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
+    target, device = built.machine.target, built.machine.device
+    place = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
+    return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {place}"
+
+
+def now_words(plan: Plan) -> str:
+    """What serves now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
+    what = plan.file.name if plan.stamp is None else f"the {plan.stamp.precision.upper()} engine"
+    return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
+
+
+def now_rows_per_s(plan: Plan, built: Built) -> float:
+    """Rows a second of what serves now: by an engine's stamp, or as the build has timed the model's own file; 0: not known."""
+    if plan.stamp is not None:
+        return max((timing.rows_per_s for timing in plan.stamp.timings), default=0.0)
+    if plan.runtime == "onnxruntime" and built.baseline is not None:
+        return built.baseline.rows_per_s
+    return 0.0
+
+
+def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[Plan | None, str]:
+    try:
+        plan = serving_plan(project.folder, project.version, gpu, engines)
+    except ConfigError as error:
+        return None, "; ".join(finding.message for finding in error.findings)
+    return (None, plan.remark or "it waits for its engine") if plan.waits else (plan, "")
+
+
+def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: str) -> None:
+    """A stamp as the build would write it, beside a file of one byte."""
+    name = artefact_name(_STAND_IN_KEY, suffix)
+    (folder / name).write_bytes(_STAND_IN)
+    stamp = Stamp(
+        key=_STAND_IN_KEY,
+        artefact=name,
+        artefact_sha256=hashlib.sha256(_STAND_IN).hexdigest(),
+        size_bytes=len(_STAND_IN),
+        onnx_sha256=project.digest(),
+        config_digest=config_digest(project.config),
+        spec_digest=_STAND_IN_KEY,
+        precision="fp32",
+        asked="fp32",
+        overridden=False,
+        machine=machine,
+    )
+    write_stamp(folder, stamp)
+
+
+def _refusal(project: Project, target: Target, then: Plan | None, problem: str) -> str:
+    other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
+    instead = f"or build for what serves: headrace build {project.name} --target {other}"
+    kept = cpu_pin(project.config)
+    if target.name == "tensorrt" and kept:
+        return f"the configuration keeps the model on the CPU ({kept}): {cpu_change(project)}, {instead}"
+    if target.name == "onnxruntime" and (then is None or then.runtime == "tensorrt"):
+        change = _change(
+            project,
+            "runtime: onnxruntime",
+            'parameters { key: "headrace.runtime" value { string_value: "onnxruntime" } }',
+            "runtime",
+        )
+        reason = problem or f"TensorRT serves {then.file.name if then else 'it'} on this machine's GPU"
+        return f"{reason}: {change}, {instead}"
+    reason = problem or (then.remark or then.not_on_gpu if then is not None else "") or "the server takes another file"
+    return f"{reason}: {instead}"
+
+
+def _change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
+    """The line to write, and where."""
+    file = read_config_file(project.folder.path)
+    line = file.document.line_of((field,)) if file.exists else None
+    where = f"{file.path.name}:{line}" if line else file.path.name
+    return f"write {pbtxt if file.path.suffix == '.pbtxt' else yaml} in {where}"
+
+
+_HEADINGS = (
+    Heading("model"),
+    Heading("engine", wraps=True),
+    Heading("", wraps=True),
+    Heading("top-1", number=True, rank=1),
+    Heading("accuracy", number=True, rank=2),
+    Heading("rows/s", number=True, rank=3),
+    Heading("size", number=True, rank=4),
+    Heading("time", number=True, rank=5),
+)
+
+
+def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print a table of what was built, its speed-up and what serves it; to `errors` what was not built or published, and why."""
+    built = [outcome for outcome in outcomes if outcome.built is not None]
+    for machine in dict.fromkeys(outcome.built.machine for outcome in built if outcome.built is not None):
+        rows = [_row(outcome) for outcome in built if outcome.built is not None and outcome.built.machine == machine]
+        console.print(narrow_table(f"Engines for {machine}", _HEADINGS, rows, console.width))
+    _print_served(console, outcomes)
+    for outcome in outcomes:
+        name = f"{outcome.name}: " if outcome.name else ""
+        if outcome.error:
+            verb = "was not published" if outcome.built else "was not built"
+            head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
+            # Its name may stand in front of what went wrong, too.
+            errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
+        elif outcome.not_served:
+            head = f"[yellow]{escape(name)}built, but not served:[/] "
+            errors.print(f"{head}{escape(outcome.not_served)}", highlight=False, soft_wrap=True)
+        elif outcome.forced and outcome.built is not None:
+            missed = escape("; ".join(outcome.built.refusal))
+            errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
+
+
+def _print_served(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print for each published engine its speed-up and what serves it, and what makes a running server take it."""
+    published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
+    for outcome in published:
+        lines = [text for text in (speed_text(outcome), *_served_lines(outcome)) if text]
+        for line in lines:
+            console.print(f"{plain(outcome.name)}: {plain(line)}", highlight=False, markup=False, soft_wrap=True)
+    served = [outcome for outcome in published if outcome.repository and not outcome.not_served]
+    for repository in dict.fromkeys(outcome.repository for outcome in served):
+        names = [outcome.name for outcome in served if outcome.repository == repository]
+        text = pickup_text(names[0] if len(names) == 1 else "MODEL", repository)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _served_lines(outcome: Outcome) -> list[str]:
+    """What serves after the build, and what stands against it."""
+    assert outcome.built is not None
+    lines = [] if outcome.not_served else [f"serves from now on: {served_words(outcome.built)}"]
+    if outcome.advice:
+        lines.append(outcome.advice)
+    if outcome.place is not None:
+        reason = "the model's folder cannot be written; a server with this --state-dir takes it from there"
+        lines.append(f"published in {outcome.place}: {reason}")
+    return lines
+
+
+def speed_text(outcome: Outcome) -> str:
+    """How many times faster an engine is than what serves now and than FP32; "" where neither was measured."""
+    built = outcome.built
+    assert built is not None
+    parts = []
+    if outcome.now_rows_per_s:
+        now = f"{outcome.now}, {rate(outcome.now_rows_per_s)} rows/s"
+        parts.append(f"{_times(built.rows_per_s, outcome.now_rows_per_s)} as fast as what serves now ({now})")
+    elif outcome.now:
+        parts.append(f"{rate(built.rows_per_s)} rows/s; {outcome.now} serves now")
+    if built.spec.precision != "fp32":
+        fp32 = outcome.fp32_rows_per_s
+        measure = f"FP32 not measured: `headrace compare {outcome.name}` does"
+        parts.append(f"{_times(built.rows_per_s, fp32)} as fast as FP32" if fp32 else measure)
+    return "; ".join(parts)
+
+
+def _times(faster: float, slower: float) -> str:
+    ratio = faster / slower
+    return f"{ratio:,.0f} times" if ratio >= 20 else f"{ratio:.2f} times"
+
+
+def _row(outcome: Outcome) -> list[Text]:
+    built = outcome.built
+    assert built is not None
+    accuracy = built.accuracy
+    if outcome.published:
+        done = "not served" if outcome.not_served else "published, marked" if outcome.forced else "published"
+    else:
+        done = "refused" if built.refusal else "not published"
+    kept = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
+    cells = [
+        plain(outcome.name),
+        f"{built.spec.precision}{kept}",
+        done,
+        "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
+        "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",
+        rate(built.rows_per_s),
+        size(built.size_bytes),
+        "stored" if built.cached else f"{outcome.seconds:.1f} s",
+    ]
+    return [Text(cell) for cell in cells]

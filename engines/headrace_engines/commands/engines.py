@@ -1,0 +1,535 @@
+"""`headrace engines ls | gc | verify`: lists, removes and checks stored and published engines.
+
+The survey compares each entry of the store, and each engine that a repository publishes, with what it was built from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.stamps import STAMP_FILE, Stamp, artefact_problem, is_artefact_name, read_stamps, stamp_fits
+from headrace.core.console import fit_title
+from headrace.core.errors import ConfigError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace_engines.commands import add_cache
+from headrace_engines.errors import BuildError
+from headrace_engines.project import Project, open_project
+from headrace_engines.report.terminal import Heading, narrow_table, plain, size
+from headrace_engines.store import Entry, Store, disk_error
+
+# How an artefact that is published stands: it is served on this machine; on another one; nowhere, since the model or its
+# configuration is another now; nowhere, since the file is not what was built.
+USED, FOREIGN, STALE, DAMAGED = "used", "foreign", "stale", "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A place in the store.
+
+    Attributes:
+        key: of the store.
+        entry: what is noted there, None if that cannot be read.
+        problem: what is wrong with it, "" if nothing is.
+        published: "model/version" that publish it.
+    """
+
+    key: str
+    entry: Entry | None
+    problem: str
+    published: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One artefact in a version's folder, or what is wrong with that folder.
+
+    Attributes:
+        model: its name.
+        version: its number.
+        folder: of the version.
+        stamp: of the artefact, None if there is none that can be read.
+        state: USED, FOREIGN, STALE or DAMAGED.
+        problem: why it is stale or damaged, or for what it is; "" for what is used.
+    """
+
+    model: str
+    version: int
+    folder: Path
+    stamp: Stamp | None
+    state: str
+    problem: str
+
+
+def survey_store(store: Store, published: Sequence[Published], check: bool = False) -> list[Stored]:
+    """Every place in the store.
+
+    Args:
+        store: the store.
+        published: by the repositories.
+        check: read every artefact and compare its digest.
+    """
+    places: dict[str, list[str]] = {}
+    for one in published:
+        if one.stamp is not None:
+            places.setdefault(one.stamp.key, []).append(f"{one.model}/{one.version}")
+    found: list[Stored] = []
+    for key in store.keys():  # noqa: SIM118  (a list that it makes, not a mapping's)
+        used_by = tuple(places.get(key, ()))
+        try:
+            entry = store.read(key)
+        except BuildError as error:
+            found.append(Stored(key, None, str(error), used_by))
+            continue
+        problem = artefact_problem(entry.path, entry.size_bytes, entry.sha256 if check else "")
+        found.append(Stored(key, entry, problem, used_by))
+    return found
+
+
+def survey_repositories(repositories: Sequence[Path], check: bool = False) -> list[Published]:
+    """Every artefact that repositories publish, by model and version.
+
+    Args:
+        repositories: folders of models.
+        check: read every artefact and compare its digest.
+
+    Raises:
+        BuildError: a repository is not there.
+    """
+    machines = _Machines()
+    found: list[Published] = []
+    for repository in repositories:
+        for model, version in _versions(repository):
+            found += _survey_version(repository, model, version, machines, check)
+    return found
+
+
+def orphans(folder: Path, stamps: Sequence[Stamp]) -> list[Path]:
+    """Artefacts in a version's folder that none of its stamps names."""
+    named = {stamp.artefact for stamp in stamps}
+    return sorted(path for path in folder.iterdir() if is_artefact_name(path.name) and path.name not in named)
+
+
+class _Machines:
+    """What artefacts can be for here; TensorRT, which takes seconds to ask, is asked when something is for it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
+
+    def here(self, machine: Machine) -> bool:
+        if machine.target not in self._known:
+            self._known[machine.target] = _tensorrt_machine() if machine.target == "tensorrt" else None
+        return self._known[machine.target] == machine
+
+
+def _tensorrt_machine() -> Machine | None:
+    from headrace_engines.targets import choose_target
+
+    try:
+        return choose_target("tensorrt").describe()
+    except BuildError:
+        return None
+
+
+def _versions(repository: Path) -> Iterator[tuple[str, int]]:
+    try:
+        models = sorted(path for path in repository.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError as error:
+        cure = "name another with --model-repository"
+        raise BuildError(f"the model repository {repository} cannot be read ({error.strerror}): {cure}") from None
+    for model in models:
+        try:
+            numbers = sorted(int(p.name) for p in model.iterdir() if p.name.isdecimal() and p.name.isascii())
+        except OSError:
+            continue
+        for number in numbers:
+            if _has_engines(model / str(number)):
+                yield model.name, number
+
+
+def _has_engines(folder: Path) -> bool:
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode) and any(
+            path.name == STAMP_FILE or is_artefact_name(path.name) for path in folder.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def _survey_version(
+    repository: Path, model: str, version: int, machines: _Machines, check: bool
+) -> Iterator[Published]:
+    folder = repository / model / str(version)
+    try:
+        stamps = read_stamps(folder)
+    except ConfigError as error:
+        yield Published(model, version, folder, None, DAMAGED, f"{STAMP_FILE} {error.findings[0].message}")
+        return
+    for path in orphans(folder, stamps):
+        yield Published(model, version, folder, None, STALE, f"no stamp names {path.name}")
+    if not stamps:
+        return
+    project: Project | None = None
+    wrong = digest = ""
+    try:
+        project = open_project(model, repository, version)
+        digest = project.digest()
+    except BuildError as error:
+        wrong = str(error)
+    for stamp in stamps:
+        problem = artefact_problem(folder / stamp.artefact, stamp.size_bytes, stamp.artefact_sha256 if check else "")
+        stale = wrong or (_stale(stamp, project, digest) if project else "")
+        state = USED if machines.here(stamp.machine) else FOREIGN
+        if problem or stale:
+            state = DAMAGED if problem else STALE
+        elif state == FOREIGN:
+            problem = f"for {stamp.machine}"
+        yield Published(model, version, folder, stamp, state, problem or stale)
+
+
+def _stale(stamp: Stamp, project: Project, digest: str) -> str:
+    if stamp.onnx_sha256 != digest:
+        return f"built from another {project.source.name}"
+    if not stamp_fits(stamp, project.config):
+        return f"built for another configuration (precision {stamp.asked})"
+    return ""
+
+
+_DEFAULT_REPOSITORY = Path("model_repository")
+
+
+_DAY_S = 86_400
+
+
+_STORED = (
+    Heading("key"),
+    Heading("model", wraps=True),
+    Heading("engine"),
+    Heading("for", rank=3),
+    Heading("size", number=True, rank=1),
+    Heading("used", number=True, rank=2),
+    Heading("published", wraps=True),
+)
+
+
+_PUBLISHED = (
+    Heading("model"),
+    Heading("engine"),
+    Heading("for", rank=1),
+    Heading("size", number=True, rank=3),
+    Heading("accuracy", number=True, wraps=True, rank=2),
+    Heading("age", number=True, rank=4),
+    Heading("state", wraps=True),
+)
+
+
+_STYLES = {USED: "green", FOREIGN: "dim", STALE: "yellow", DAMAGED: "red"}
+
+
+def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    """The options of one of the commands.
+
+    Args:
+        parser: of that command.
+        action: "ls", "gc" or "verify".
+    """
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="whose models count; may be given again (default: model_repository, if there)",
+    )
+    add_cache(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if action == "gc":
+        parser.add_argument(
+            "--keep-days", type=_days, default=30.0, metavar="N", help="keep what was used in the last N days (30)"
+        )
+        parser.add_argument("--all", action="store_true", help="remove everything; what is published stays there")
+        parser.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+    parser.set_defaults(store_action=action)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run one of the commands; 1 if `verify` finds something wrong, else 0.
+
+    Raises:
+        BuildError: a repository is not there, or the store cannot be written.
+    """
+    given: list[Path] | None = options.model_repository
+    repositories = given or [path for path in (_DEFAULT_REPOSITORY,) if path.is_dir()]
+    store = Store(options.cache)
+    if options.store_action == "gc":
+        return _gc(store, repositories, options, console)
+    check = options.store_action == "verify"
+    published = survey_repositories(repositories, check)
+    stored = survey_store(store, published, check)
+    if check:
+        return _verify(stored, published, options.json, console)
+    _ls(store, stored, published, options.json, console)
+    return 0
+
+
+def _days(text: str) -> float:
+    days = float(text)
+    if not 0 <= days < 1e6:
+        raise ValueError
+    return days
+
+
+# ls
+
+
+def _ls(
+    store: Store, stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console
+) -> None:
+    if as_json:
+        told = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
+        console.print_json(data={"store": told, "published": [_published_json(one) for one in published]})
+        return
+    if stored:
+        console.print(_store_table(store, stored, console.width))
+    else:
+        console.print(f"Nothing is in the store {store.root}.", highlight=False, markup=False, soft_wrap=True)
+    if published:
+        console.print()
+        console.print(_published_table(published, console.width))
+    else:
+        console.print("No engine is published: `headrace build MODEL` builds one.", highlight=False, soft_wrap=True)
+    _print_problems(stored, published, console)
+
+
+def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
+    rows = []
+    for one in stored:
+        key = Text(one.key[:12])
+        publishers = Text("damaged", "red") if one.problem else Text(", ".join(one.published) or "nobody")
+        if one.entry is None:
+            rows.append([key, *[Text()] * 5, publishers])
+            continue
+        facts = one.entry.facts
+        told = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
+        rows.append([key, *told, Text(size(one.entry.size_bytes)), Text(_age(one.entry.used_s)), publishers])
+    table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
+    total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
+    table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
+    return fit_title(table, width)
+
+
+def _published_table(published: Sequence[Published], width: int) -> Table:
+    rows = []
+    for one in published:
+        state, stamp = Text(one.state, _STYLES[one.state]), one.stamp
+        name = Text(plain(f"{one.model}/{one.version}"))
+        if stamp is None:
+            rows.append([name, *[Text()] * 5, state])
+            continue
+        if stamp.forced:
+            state.append(" forced", "yellow")
+        if stamp.overridden:
+            state.append(" by option")
+        measured = Text(_age(_changed_s(one.folder / stamp.artefact)))
+        told = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
+        rows.append([name, *told, _accuracy(stamp.accuracy), measured, state])
+    return narrow_table("Published", _PUBLISHED, rows, width)
+
+
+def _print_problems(stored: Sequence[Stored], published: Sequence[Published], console: Console) -> None:
+    lines = [(one.key[:12], "damaged", one.problem) for one in stored if one.problem]
+    # What is for another machine says so in its row.
+    told = [one for one in published if one.problem and one.state != FOREIGN]
+    lines += [(f"{one.model}/{one.version}", one.state, one.problem) for one in told]
+    for where, state, problem in lines:
+        line = Text.assemble((plain(where), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
+        console.print(line, soft_wrap=True)
+
+
+def _machine(told: Any) -> Text:
+    told = told if isinstance(told, dict) else {}
+    lines = (("device", "capability"), ("target", "version"))
+    return Text("\n".join(plain(" ".join(str(told.get(name, "")) for name in line)) for line in lines))
+
+
+def _text(value: object) -> Text:
+    return Text("" if value is None else plain(str(value)))
+
+
+def _accuracy(told: Any) -> Text:
+    """The measure that says most: true accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
+    told = told if hasattr(told, "get") else {}
+    for name, what in (("accuracy", "true"), ("top1_agreement", "top-1")):
+        if isinstance(told.get(name), float | int):
+            return Text(f"{what} {100 * told[name]:.1f}%")
+    return Text(f"cosine {told['cosine']:.5f}" if isinstance(told.get("cosine"), float | int) else "")
+
+
+def _changed_s(path: Path) -> float | None:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return None
+
+
+def _age(moment_s: float | None) -> str:
+    if moment_s is None:
+        return ""
+    age_s = max(time.time() - moment_s, 0.0)
+    for unit, size_s in (("d", _DAY_S), ("h", 3600), ("min", 60)):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.0f} {unit}"
+    return "now"
+
+
+def _stored_json(one: Stored) -> dict[str, Any]:
+    told: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
+    if one.entry is not None:
+        # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
+        told |= {"path": str(one.entry.path), "size_bytes": one.entry.size_bytes, "used_s": one.entry.used_s}
+        told["facts"] = _plain(one.entry.facts)
+    return told
+
+
+def _published_json(one: Published) -> dict[str, Any]:
+    stamp = None if one.stamp is None else one.stamp.to_json()
+    place = {"model": one.model, "version": one.version, "path": str(one.folder)}
+    return {**place, "state": one.state, "problem": one.problem or None, "stamp": stamp}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+# gc
+
+
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    key: str
+    model: str
+    freed_bytes: int
+
+
+def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace, console: Console) -> int:
+    stored = survey_store(store, survey_repositories(repositories))
+    oldest_s = time.time() - options.keep_days * _DAY_S
+    removed: list[_Removed] = []
+    busy: list[str] = []
+    for one in stored:
+        unused = not one.published and one.entry is not None and one.entry.used_s <= oldest_s
+        if not (options.all or unused or one.problem):
+            continue
+        freed_bytes = store.remove(one.key, options.dry_run)
+        if freed_bytes is None:
+            busy.append(one.key)
+        else:
+            removed.append(_Removed(one.key, _model(one), freed_bytes))
+    if not options.dry_run:
+        store.sweep()
+    files = _old_files(store, oldest_s, options.all)
+    freed_bytes = sum(one.freed_bytes for one in removed) + _remove_files(files, options.dry_run)
+    if options.json:
+        told = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": [asdict(one) for one in removed]}
+        console.print_json(data={**told, "busy": busy, "files": [str(path) for path in files]})
+        return 0
+    word = "would remove" if options.dry_run else "removed"
+    lines = [f"{word} {one.key[:12]} {one.model}: {size(one.freed_bytes)}" for one in removed]
+    lines += [f"{word} {path.relative_to(store.root)}" for path in files]
+    lines += [f"kept {key[:12]}: it is being built" for key in busy]
+    kept = len(stored) - len(removed) - len(busy)
+    if kept:
+        lines.append(f"kept {kept}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
+    for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
+    would = "would be " if dry_run else ""
+    return f"{removed} of {stored} engines {would}removed, {size(freed_bytes)} {would}freed"
+
+
+def _model(one: Stored) -> str:
+    return "(damaged)" if one.entry is None else str(one.entry.facts.get("model", ""))
+
+
+def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:
+    """Calibration tables and timing caches; both are made anew where they are missing."""
+    found = []
+    for folder in ("tables", "timing"):
+        for path in sorted((store.root / folder).glob("*")):
+            changed_s = _changed_s(path)
+            if changed_s is not None and (everything or changed_s <= oldest_s) and path.is_file():
+                found.append(path)
+    return found
+
+
+def _remove_files(files: Sequence[Path], dry_run: bool) -> int:
+    freed_bytes = 0
+    for path in files:
+        try:
+            freed_bytes += path.lstat().st_size
+            if not dry_run:
+                path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise disk_error(error, path) from error
+    return freed_bytes
+
+
+# verify
+
+
+def _verify(stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console) -> int:
+    wrong = [
+        {"where": f"store {one.key[:12]}", "problem": one.problem, "cure": _store_cure(one)}
+        for one in stored
+        if one.problem
+    ]
+    wrong += [
+        {"where": f"{one.model}/{one.version}", "problem": one.problem, "cure": _cure(one)}
+        for one in published
+        if one.state in (STALE, DAMAGED)
+    ]
+    checked = len(stored) + len(published)
+    if as_json:
+        console.print_json(data={"checked": checked, "wrong": wrong})
+        return 1 if wrong else 0
+    for one in wrong:
+        line = Text.assemble((one["where"], "bold"), ": ", (one["problem"], "red"), f" ({one['cure']})")
+        console.print(line, soft_wrap=True)
+    sound = checked - len(wrong)
+    console.print(
+        f"{checked} checked, {sound} as built, {len(wrong)} wrong", style="bold red" if wrong else "bold green"
+    )
+    return 1 if wrong else 0
+
+
+def _store_cure(one: Stored) -> str:
+    if one.entry is None:
+        return "`headrace engines gc` removes it"
+    model, precision = one.entry.facts.get("model", "MODEL"), one.entry.facts.get("precision")
+    return f"`headrace build {model} --precision {precision}` builds it again, `headrace engines gc --all` empties the store"
+
+
+def _cure(one: Published) -> str:
+    command = f"headrace build {one.model} --version {one.version}"
+    if one.stamp is None:
+        return f"`{command}`"
+    if one.stamp.overridden:
+        command += f" --precision {one.stamp.asked}"
+    return f"`{command}` on {one.stamp.machine.device} {one.stamp.machine.capability}"

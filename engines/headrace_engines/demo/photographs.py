@@ -1,0 +1,80 @@
+"""Samples for models of ImageNet: two photographs, many times over, cut, mirrored and lit differently.
+
+The photographs are those that scikit-learn ships: "china.jpg" by danielbuechele and "flower.jpg" by vultilion (CC BY 2.0). Two
+motifs are few, but a network's activations are moved by cut, size and light as well, and no larger set comes with a package.
+"""
+
+from __future__ import annotations
+
+import io
+from importlib.resources import files
+
+import numpy as np
+from PIL import Image, ImageEnhance
+
+from headrace_engines.errors import BuildError
+
+PHOTOGRAPHS = ("china", "flower")
+# Of each photograph.
+CALIBRATION_PICTURES = 32
+ACCURACY_PICTURES = 24
+# What models of 224 x 224 pixels resize a picture's shorter side to.
+SIDE = 256
+SEED = 224
+_QUALITY = 88
+
+
+def build() -> dict[str, bytes]:
+    """JPEG files by name: 64 in `calibration/`, 48 others in `accuracy/`, which begin with the photographs as they are.
+
+    Raises:
+        BuildError: if scikit-learn, which has the photographs, is not installed, or no longer ships them.
+    """
+    found = {}
+    for index, name in enumerate(PHOTOGRAPHS):
+        photograph = _read(f"{name}.jpg")
+        for number in range(CALIBRATION_PICTURES):
+            varied = _varied(photograph, np.random.default_rng([SEED, 0, index, number]))
+            found[f"calibration/{name}_{number:02}.jpg"] = _jpeg(varied)
+        found[f"accuracy/{name}_00.jpg"] = _jpeg(_resized(photograph))
+        for number in range(1, ACCURACY_PICTURES):
+            varied = _varied(photograph, np.random.default_rng([SEED, 1, index, number]))
+            found[f"accuracy/{name}_{number:02}.jpg"] = _jpeg(varied)
+    return found
+
+
+def _read(name: str) -> Image.Image:
+    try:
+        content = files("sklearn.datasets.images").joinpath(name).read_bytes()
+    except (ImportError, OSError):
+        raise BuildError(
+            "the package scikit-learn, which has the photographs, is not installed: install headrace[demo]"
+        ) from None
+    return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def _varied(photograph: Image.Image, random: np.random.Generator) -> Image.Image:
+    """A part of at least half of the sides, perhaps mirrored, a little tilted, in another light."""
+    width, height = photograph.size
+    share = random.uniform(0.5, 1.0)
+    cut_width, cut_height = round(width * share), round(height * share)
+    left, top = random.integers(0, width - cut_width + 1), random.integers(0, height - cut_height + 1)
+    picture = photograph.rotate(random.uniform(-8, 8), Image.Resampling.BICUBIC, fillcolor=(127, 127, 127))
+    picture = _resized(picture.crop((int(left), int(top), int(left) + cut_width, int(top) + cut_height)))
+    if random.random() < 0.5:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    for enhance in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+        picture = enhance(picture).enhance(random.uniform(0.7, 1.3))
+    return picture
+
+
+def _resized(picture: Image.Image) -> Image.Image:
+    width, height = picture.size
+    scale = SIDE / min(width, height)
+    return picture.resize((round(width * scale), round(height * scale)), Image.Resampling.BICUBIC)
+
+
+def _jpeg(picture: Image.Image) -> bytes:
+    stored = io.BytesIO()
+    picture.save(stored, "JPEG", quality=_QUALITY)
+    return stored.getvalue()

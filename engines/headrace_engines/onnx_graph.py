@@ -1,0 +1,374 @@
+"""An ONNX model with its tensors indexed, for passes that read and change it, and a session that runs the model as it is.
+
+A pass takes a `Graph`, looks up the producer and the consumers of a tensor, and changes it by the methods here, which keep the
+index right. Subgraphs (If, Loop, Scan) are carried but not analysed: what they read of the outer graph
+counts as read by the node.
+
+`OnnxRunner` runs models on ONNX Runtime for calibration, comparison and search; it does not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from google.protobuf.message import DecodeError
+from headrace.config.digests import onnx_digest
+from headrace.core.errors import ConfigError
+from onnx import TensorProto, helper, numpy_helper
+
+from headrace_engines.errors import BuildError
+
+Array = npt.NDArray[Any]
+
+
+# A serialized protobuf cannot be larger.
+_PROTOBUF_LIMIT_BYTES = 2**31 - 1
+
+
+# Shapes and axes are smaller; their values count while shapes are inferred.
+_SMALL_BYTES = 1024
+
+
+class Graph:
+    """The main graph of a model, indexed.
+
+    Args:
+        model: is changed in place; types and shapes of inner tensors are inferred where the file leaves them out.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = model
+        self._infer()
+        self._index()
+
+    # Reading
+
+    @property
+    def nodes(self) -> Sequence[onnx.NodeProto]:
+        """All nodes; in topological order unless something was inserted since the last `sort`."""
+        return self.model.graph.node
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the model's inputs, constants with a default excluded."""
+        return [value.name for value in self.model.graph.input if value.name not in self._constants]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the model's outputs."""
+        return [value.name for value in self.model.graph.output]
+
+    @property
+    def opset(self) -> int:
+        """Version of ONNX's own operator set."""
+        return next((o.version for o in self.model.opset_import if o.domain in ("", "ai.onnx")), 0)
+
+    def producer(self, tensor: str) -> onnx.NodeProto | None:
+        """The node that makes a tensor; None for inputs and constants."""
+        return self._producers.get(tensor)
+
+    def consumers(self, tensor: str) -> list[onnx.NodeProto]:
+        """The nodes that read a tensor, each once, in no particular order."""
+        return list(self._consumers.get(tensor, {}).values())
+
+    def is_constant(self, tensor: str) -> bool:
+        """True for an initializer."""
+        return tensor in self._constants
+
+    def constant(self, tensor: str) -> Array | None:
+        """The values of an initializer, None for any other tensor. The array is a copy."""
+        found = self._constants.get(tensor)
+        return None if found is None else np.array(numpy_helper.to_array(found))
+
+    def element_type(self, tensor: str) -> int:
+        """`TensorProto.DataType` of a tensor, 0 where it is not known."""
+        if tensor in self._constants:
+            return self._constants[tensor].data_type
+        value = self._values.get(tensor)
+        return 0 if value is None else value.type.tensor_type.elem_type
+
+    def shape(self, tensor: str) -> tuple[int, ...] | None:
+        """Its sizes, -1 where free; None where not even their number is known."""
+        if tensor in self._constants:
+            return tuple(self._constants[tensor].dims)
+        value = self._values.get(tensor)
+        if value is None or not value.type.tensor_type.HasField("shape"):
+            return None
+        return tuple(d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim)
+
+    def attribute(self, node: onnx.NodeProto, name: str, default: Any = None) -> Any:
+        """The value of a node's attribute, or `default`."""
+        found = next((a for a in node.attribute if a.name == name), None)
+        return default if found is None else helper.get_attribute_value(found)
+
+    # Changing
+
+    def fresh(self, base: str) -> str:
+        """`base`, or with a number behind it a name that no tensor and no node has yet; it is taken from now on."""
+        name, number = base, 0
+        while name in self._names:
+            number += 1
+            name = f"{base}_{number}"
+        self._names.add(name)
+        return name
+
+    def add_constant(self, name: str, values: Array | TensorProto) -> str:
+        """Add an initializer (under a fresh name) and return its name."""
+        name = self.fresh(name)
+        tensor = values if isinstance(values, TensorProto) else numpy_helper.from_array(np.asarray(values, order="C"))
+        tensor.name = name
+        self.model.graph.initializer.append(tensor)
+        self._constants[name] = self.model.graph.initializer[-1]
+        return name
+
+    def add_node(
+        self, operator: str, inputs: Sequence[str], output: str = "", *, domain: str = "", **attributes: Any
+    ) -> str:
+        """Add a node with one output at the end (see `sort`) and return the output's name.
+
+        Args:
+            operator: e.g. "QuantizeLinear".
+            inputs: tensor names.
+            output: the base of its name; made fresh.
+            domain: of the operator.
+            attributes: of the node; those that are None are left out.
+        """
+        name = self.fresh(output or operator)
+        given = {key: value for key, value in attributes.items() if value is not None}
+        node = helper.make_node(operator, list(inputs), [name], name=name, domain=domain, **given)
+        self.model.graph.node.append(node)
+        self._enter(self.model.graph.node[-1])
+        return name
+
+    def set_type(self, tensor: str, element_type: int, shape: Iterable[int] | None = None) -> None:
+        """Make known what a tensor holds; the shape stays unless it is given."""
+        value = self._values.get(tensor)
+        if value is None:
+            value = self.model.graph.value_info.add()
+            value.name = tensor
+            self._values[tensor] = value
+        value.type.tensor_type.elem_type = element_type
+        if shape is not None:
+            made = helper.make_tensor_value_info(tensor, element_type, [None if s < 0 else s for s in shape])
+            value.type.CopyFrom(made.type)
+
+    def rewire(self, node: onnx.NodeProto, index: int, tensor: str) -> None:
+        """Let input `index` of a node read another tensor."""
+        old = node.input[index]
+        node.input[index] = tensor
+        if old not in node.input:
+            self._consumers.get(old, {}).pop(id(node), None)
+        self._consumers.setdefault(tensor, {})[id(node)] = node
+
+    def remove(self, node: onnx.NodeProto) -> None:
+        """Take a node out; who reads its outputs must have been rewired."""
+        for name in self._reads(node):
+            self._consumers.get(name, {}).pop(id(node), None)
+        for name in node.output:
+            self._producers.pop(name, None)
+        self.model.graph.node.remove(node)
+        self._index()
+
+    def sort(self) -> None:
+        """Bring the nodes into topological order.
+
+        Raises:
+            BuildError: there is a cycle.
+        """
+        nodes = list(self.model.graph.node)
+        place = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+        waits = [{place[name] for name in self._reads(node) if name in place} for node in nodes]
+        readers: dict[int, list[int]] = {}
+        for i, needs in enumerate(waits):
+            for need in needs:
+                readers.setdefault(need, []).append(i)
+        ready = [i for i, needs in enumerate(waits) if not needs]
+        order: list[int] = []
+        while ready:
+            i = ready.pop()
+            order.append(i)
+            for reader in readers.get(i, ()):
+                waits[reader].discard(i)
+                if not waits[reader]:
+                    ready.append(reader)
+        if len(order) != len(nodes):
+            raise BuildError("the ONNX graph has a cycle: check it with onnx.checker")
+        # Copies: protobuf's repeated fields own their messages.
+        kept = [onnx.NodeProto.FromString(nodes[i].SerializeToString()) for i in order]
+        del self.model.graph.node[:]
+        self.model.graph.node.extend(kept)
+        self._index()
+
+    def finish(self) -> onnx.ModelProto:
+        """The model, sorted, without constants and type remarks that nothing uses any more."""
+        self.sort()
+        used = {name for node in self.nodes for name in self._reads(node)} | set(self.outputs)
+        graph = self.model.graph
+        _keep(graph.initializer, used)
+        _keep(graph.value_info, used)
+        self._index()
+        return self.model
+
+    # The index
+
+    def _infer(self) -> None:
+        try:
+            inferred = onnx.shape_inference.infer_shapes(_without_weights(self.model), data_prop=True)
+        except Exception:  # inference is a service: models with operators it does not know go without
+            return
+        known = {value.name for value in self.model.graph.value_info}
+        self.model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in known)
+
+    def _index(self) -> None:
+        graph = self.model.graph
+        self._constants = {tensor.name: tensor for tensor in graph.initializer}
+        self._values = {v.name: v for v in (*graph.value_info, *graph.input, *graph.output)}
+        self._producers: dict[str, onnx.NodeProto] = {}
+        self._consumers: dict[str, dict[int, onnx.NodeProto]] = {}
+        self._names = set(self._constants) | set(self._values)
+        for node in graph.node:
+            self._enter(node)
+
+    def _enter(self, node: onnx.NodeProto) -> None:
+        self._names.update((node.name, *node.output))
+        for name in node.output:
+            if name:
+                self._producers[name] = node
+        for name in self._reads(node):
+            self._consumers.setdefault(name, {})[id(node)] = node
+
+    def _reads(self, node: onnx.NodeProto) -> set[str]:
+        names = {name for name in node.input if name}
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                names |= {name for child in inner.node for name in self._reads(child)}
+        return names
+
+
+def captured(node: onnx.NodeProto) -> set[str]:
+    """Names that a node's subgraphs read or give, tensors of their own included; they know tensors outside by these names."""
+    graphs = [inner for a in node.attribute for inner in (a.g, *a.graphs) if inner.node or inner.output]
+    names = {value.name for inner in graphs for value in inner.output}
+    return names | {n for inner in graphs for child in inner.node for n in (*child.input, *captured(child)) if n}
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with large constants as inputs: inference needs their types, and would copy their values."""
+    bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    bare.graph.name = model.graph.name
+    for field in ("node", "input", "output", "value_info"):
+        getattr(bare.graph, field).extend(getattr(model.graph, field))
+    given = {value.name for value in model.graph.input}
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) <= _SMALL_BYTES and not tensor.external_data:
+            bare.graph.initializer.append(tensor)
+        elif tensor.name not in given:
+            bare.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return bare
+
+
+def _keep(field: Any, used: set[str]) -> None:
+    kept = [type(item).FromString(item.SerializeToString()) for item in field if item.name in used]
+    if len(kept) != len(field):
+        del field[:]
+        field.extend(kept)
+
+
+def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A model that shares nothing with the given one."""
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    return copied
+
+
+def read_onnx(path: Path) -> onnx.ModelProto:
+    """An ONNX file with its external data, which must lie in the same folder.
+
+    Raises:
+        BuildError: missing, no ONNX model, or its data leads out of the folder.
+    """
+    try:
+        model = onnx.load_model(path, load_external_data=False)
+        for tensor in model.graph.initializer:
+            place = next((e.value for e in tensor.external_data if e.key == "location"), "")
+            if place and not (path.parent / place).resolve().is_relative_to(path.parent.resolve()):
+                raise BuildError(f"{path.name}: the data of '{tensor.name}' lie outside of the folder, at '{place}'")
+        onnx.load_external_data_for_model(model, str(path.parent))
+        onnx.checker.check_model(model)
+    except FileNotFoundError as error:
+        raise BuildError(f"{error.filename or path} is missing: put the model there") from None
+    except (DecodeError, onnx.checker.ValidationError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise BuildError(f"{path} is no ONNX model that can be read: {first}") from error
+    return model
+
+
+def write_onnx(model: onnx.ModelProto, path: Path) -> None:
+    """Write a model; what does not fit into one protobuf goes into `<name>.data` beside it."""
+    large = model.ByteSize() > _PROTOBUF_LIMIT_BYTES
+    onnx.save_model(model, path, save_as_external_data=large, location=f"{path.name}.data" if large else None)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256, in hex, of a file and of the external data that it names, if it is an ONNX file.
+
+    Raises:
+        BuildError: a file cannot be read, or its data lead out of the folder.
+    """
+    try:
+        return onnx_digest(path)
+    except ConfigError as error:
+        raise BuildError(str(error)) from error
+
+
+_FP8 = (onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT8E5M2)
+
+
+class OnnxRunner:
+    """A session of a model that may also give what is inside of it.
+
+    Args:
+        model: is not changed.
+        tensors: names of inner tensors to give besides the model's outputs.
+        optimize: let ONNX Runtime fuse; off where inner tensors must be what the graph says.
+
+    Raises:
+        BuildError: ONNX Runtime cannot load it; names the cause.
+    """
+
+    def __init__(self, model: onnx.ModelProto, tensors: Sequence[str] = (), *, optimize: bool = True) -> None:
+        if tensors:
+            model = copy_model(model)
+            known = {value.name for value in model.graph.output}
+            model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in known)
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        levels = ort.GraphOptimizationLevel
+        # The optimiser does not know the types of FP8 and refuses such models; the kernels run them.
+        plain = not optimize or any(tensor.data_type in _FP8 for tensor in model.graph.initializer)
+        options.graph_optimization_level = levels.ORT_DISABLE_ALL if plain else levels.ORT_ENABLE_ALL
+        try:
+            self._session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the binding's exceptions share no other base
+            raise BuildError(f"ONNX Runtime cannot load the model: {error}") from error
+        self.outputs = [node.name for node in self._session.get_outputs()]
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs, and the inner tensors asked for, by name.
+
+        Raises:
+            BuildError: the model refuses the inputs, or fails on them.
+        """
+        try:
+            found = self._session.run(self.outputs, dict(inputs))
+        except Exception as error:  # the binding's exceptions share no other base
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
+            first = " ".join(str(error).split())[:300]
+            raise BuildError(f"the model fails on samples of {shapes}: {first}: check the samples") from error
+        return dict(zip(self.outputs, found, strict=True))

@@ -1,0 +1,542 @@
+"""The two 16-bit formats, the types that operators allow, and the nodes that a 16-bit format would harm.
+
+By rule, because the harm is inside the operator where no tensor shows it:
+
+    norms without `stash_type`, LRN, ReduceL2, ...      they square their input: FP16 overflows from 256 on
+    LayerNormalization, GroupNormalization, RMSNormalization        only where `stash_type` is not FP32, its default: with it the
+        operator reads and writes 16 bits and computes in FP32, and so does TensorRT's INormalizationLayer
+    norms written out (Pow(2) or Mul -> ReduceMean -> Add -> Sqrt -> Div or Reciprocal)     every node of them
+    CumSum, Softmax along more than 4,096 values        long sums
+    Sin, Cos, Tan and the nodes that compute their angle        FP16 has an error of a quarter of a radian at 1,000 rad
+    GridSample, RoiAlign, MaxRoiPool        coordinates: FP16 has 11 bits, a picture has more than a thousand pixels
+
+By measurement, in the activations of a few samples and in the weights, for a node that reads or writes a tensor
+
+    with values beyond a quarter of the format's largest    the few samples do not contain the largest value that can occur
+    that loses more than eight times the rounding error     its values are so small that they become subnormal or zero
+    whose nonzero values become zero and are a divisor, or the argument of a logarithm
+    that is the mean of so many values that their sum would overflow
+    that was made of integers which the format cannot represent
+
+A mask's huge negative values, which only go into Softmax, do not count: `cast` saturates them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, defs
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.progress import Report
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.simplify import raise_opset
+
+Array = npt.NDArray[Any]
+
+
+# What multiplies and adds the most: where FP16 and BF16 pay. The rest runs at the speed of memory.
+HEAVY = frozenset(
+    {"Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "Einsum", "Attention", "LSTM", "GRU", "RNN"}
+)
+
+
+# What only brings values to another place: exact in any format.
+MOVEMENT = frozenset(
+    {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat", "Split", "Slice", "Gather"}
+    | {"Expand", "Tile", "DepthToSpace", "SpaceToDepth", "Shape", "GatherND", "GatherElements", "Dropout", "Cast"}
+)
+
+
+# What a constant only bounds.
+BOUNDING = frozenset({"Clip", "Min", "Max"})
+
+
+# Operators whose output type an attribute tells, which is then rewritten.
+TYPE_ATTRIBUTE = {"Cast": "to", "ConstantOfShape": "value"}
+
+
+# Inputs that tell an operator what to do rather than being computed with: they stay as they are.
+_PARAMETERS = {"Resize": "roi", "Dropout": "ratio", "OneHot": "depth"}
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A floating-point format of 16 bits.
+
+    Attributes:
+        name: "fp16" or "bf16".
+        element_type: `TensorProto.DataType`.
+        dtype: NumPy's.
+        largest: finite value.
+        epsilon: between 1 and the next value.
+        opset: the first in which convolutions and pooling may have it.
+    """
+
+    name: str
+    element_type: int
+    dtype: Any
+    largest: float
+    epsilon: float
+    opset: int
+
+    def round(self, values: Array) -> Array:
+        """FP32 values as the format has them, in FP32; those beyond `largest` become infinite."""
+        with np.errstate(over="ignore"):
+            return values.astype(self.dtype).astype(np.float32)
+
+    def tensor(self, values: Array, bound: float) -> TensorProto:
+        """A constant; finite values that the format does not have become `bound` with their sign."""
+        beyond = np.isfinite(values) & (np.abs(values) > self.largest)
+        values = np.where(beyond, np.copysign(np.float32(bound), values), values)
+        raw = np.ascontiguousarray(values.astype(self.dtype)).tobytes()
+        return TensorProto(data_type=self.element_type, dims=values.shape, raw_data=raw)
+
+
+FORMATS = {
+    "fp16": Format("fp16", TensorProto.FLOAT16, np.dtype(np.float16), 65504.0, 2.0**-10, 1),
+    "bf16": Format("bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127, 2.0**-7, 22),
+}
+
+
+def format_of(precision: str) -> Format:
+    """The format of a precision.
+
+    Raises:
+        BuildError: it is none of 16 bits.
+    """
+    if precision not in FORMATS:
+        raise BuildError(f"a model cannot be cast to '{precision}': say {' or '.join(FORMATS)}")
+    return FORMATS[precision]
+
+
+def at_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """The model at this opset or a later one, as it is where it cannot be brought there; the given one is not changed."""
+    try:
+        raised = raise_opset(model, version)
+    except BuildError:
+        return model
+    same = {node.name for node in raised.graph.node} >= {node.name for node in model.graph.node}
+    return raised if same else model
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What of a node changes when it is cast.
+
+    Attributes:
+        inputs: indexes of the FP32 inputs that become 16-bit.
+        outputs: indexes of the FP32 outputs that become 16-bit.
+        follows: it has no FP32 output (comparisons, ArgMax, Shape): it takes whatever format its input has.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    follows: bool
+
+
+def signature(graph: Graph, node: onnx.NodeProto, element_type: int) -> Signature | None:
+    """How a node would be cast, by the type constraints of its operator's schema; None where it must stay as it is.
+
+    That is: an operator without a schema (another vendor's), one with subgraphs, one that does not allow the type at the model's
+    opset, one that reads what nobody knows the type of, and one without FP32 tensors.
+
+    Args:
+        graph: of the model.
+        node: of the graph.
+        element_type: `TensorProto.DataType` to cast to.
+    """
+    schema = schema_of(graph, node)
+    if schema is None or any(a.HasField("g") or a.graphs for a in node.attribute):
+        return None
+    if any(name and not graph.element_type(name) for name in node.input):
+        return None
+    wanted = _type_text(element_type)
+    allowed = {c.type_param_str: wanted in c.allowed_type_strs for c in schema.type_constraints}
+    inputs = _fp32(graph, node.input, schema.inputs)
+    outputs = _fp32(graph, node.output, schema.outputs)
+    told = _PARAMETERS.get(node.op_type, "")
+    reads = {i: formal.type_str for i, formal in inputs.items() if formal.name != told and formal.type_str in allowed}
+    # A type that no input shares is told by an attribute: one that we can rewrite, or one like LayerNormalization's stash_type.
+    by_attribute = node.op_type in TYPE_ATTRIBUTE
+    makes = {i: formal.type_str for i, formal in outputs.items() if formal.type_str in reads.values() or by_attribute}
+    if not all(allowed.get(variable, False) for variable in (*reads.values(), *makes.values())):
+        return None
+    if not makes and (outputs or not reads):
+        return None
+    return Signature(tuple(reads), tuple(makes), not makes)
+
+
+def schema_of(graph: Graph, node: onnx.NodeProto) -> defs.OpSchema | None:
+    """The schema of a node's operator at the model's opset, None for an operator that ONNX does not know."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    version = next((o.version for o in graph.model.opset_import if o.domain == domain), None)
+    version = graph.opset if version is None and not domain else version
+    if version is None or not defs.has(node.op_type, version, domain):
+        return None
+    return defs.get_schema(node.op_type, version, domain)
+
+
+def _fp32(graph: Graph, names: Any, formals: Any) -> dict[int, defs.OpSchema.FormalParameter]:
+    """By index, what the schema says of the tensors that are FP32."""
+    return {
+        i: formals[min(i, len(formals) - 1)]
+        for i, name in enumerate(names)
+        if name and graph.element_type(name) == TensorProto.FLOAT
+    }
+
+
+def _type_text(element_type: int) -> str:
+    return f"tensor({TensorProto.DataType.Name(element_type).lower()})"
+
+
+def upstream(graph: Graph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]) -> list[onnx.NodeProto]:
+    """The nodes that a node's inputs come from, as far back as `through` holds; without the node itself."""
+    found: dict[int, onnx.NodeProto] = {}
+    waiting = [node]
+    while waiting:
+        for name in waiting.pop().input:
+            producer = graph.producer(name)
+            if producer is not None and id(producer) not in found and through(producer):
+                found[id(producer)] = producer
+                waiting.append(producer)
+    return list(found.values())
+
+
+# So many samples are measured; a few show the order of magnitude, which is all that is asked for.
+SAMPLES = 16
+
+
+# Share of the largest value that activations may reach on them.
+_MARGIN = 0.25
+
+
+# Of a tensor's energy (as a root), in units of the format's epsilon; rounding costs up to 0.3 of it.
+_LOSS = 8.0
+
+
+_LONG_SOFTMAX = 4096
+
+
+_SQUARES = {"InstanceNormalization", "MeanVarianceNormalization", "LpNormalization", "LRN", "LpPool", "GlobalLpPool"}
+
+
+_SUMS = {
+    "ReduceL2",
+    "ReduceSumSquare",
+    "ReduceLogSumExp",
+    "ReduceLogSum",
+    "CumSum",
+    "CumProd",
+    "ReduceProd",
+    "DFT",
+    "STFT",
+}
+
+
+_COORDINATES = {"GridSample", "RoiAlign", "MaxRoiPool", "AffineGrid", "NonMaxSuppression"}
+
+
+_BY_RULE = _SQUARES | _SUMS | _COORDINATES
+
+
+_STASHING = {"LayerNormalization", "GroupNormalization", "RMSNormalization", "SimplifiedLayerNormalization"}
+
+
+_ANGLES = {"Sin", "Cos", "Tan"}
+
+
+_MEANS = {"ReduceMean", "GlobalAveragePool"}
+
+
+# By operator, the input where zero is a catastrophe.
+_NOT_ZERO = {"Div": 1, "Reciprocal": 0, "Log": 0}
+
+
+_INTEGERS = {
+    TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
+    TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
+}  # fmt: skip
+
+
+_BEFORE_SOFTMAX = MOVEMENT | {"Add", "Where", "Mul", "Div", "Min", "Max", "And", "Not"}
+
+
+_BETWEEN_MEAN_AND_ROOT = {"Add", "Max", "Clip", "Cast", "Identity"}
+
+
+def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: str, report: Report) -> set[str]:
+    """Names of the nodes that should not be cast.
+
+    Args:
+        model: FP32, without Q/DQ, its nodes named (as after `simplify`).
+        samples: the first 16 are run; None: only rules and weights count.
+        precision: "fp16" or "bf16".
+        report: told after every sample.
+
+    Raises:
+        BuildError: a node has no name, or ONNX Runtime cannot run the model.
+    """
+    numbers = format_of(precision)
+    graph = Graph(copy_model(at_opset(model, numbers.opset)))
+    unnamed = next((node for node in graph.nodes if not node.name), None)
+    if unnamed is not None:
+        raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")
+    keep = {node.name for node in graph.nodes if _by_rule(graph, node)}
+    norms = _written_out_norms(graph)
+    keep |= {name for norm in norms for name in norm.nodes} | _angles(graph) | _by_weights(graph, numbers)
+    if samples is not None and len(samples):
+        keep |= _by_activations(graph, numbers, samples.head(SAMPLES), report)
+    return keep | _affine_in_fp32(norms, keep)
+
+
+# By rule
+
+
+def _by_rule(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type in _STASHING:
+        schema = schema_of(graph, node)
+        stashes = schema is not None and "stash_type" in schema.attributes
+        return not stashes or graph.attribute(node, "stash_type", TensorProto.FLOAT) != TensorProto.FLOAT
+    if node.op_type in ("Softmax", "LogSoftmax"):
+        shape = graph.shape(node.input[0])
+        axis = graph.attribute(node, "axis", -1 if graph.opset >= 13 else 1)
+        return shape is not None and _long(shape[axis:] if graph.opset < 13 else (shape[axis],))
+    return node.op_type in _BY_RULE
+
+
+def _long(sizes: tuple[int, ...]) -> bool:
+    return min(sizes, default=1) > 0 and math.prod(sizes) > _LONG_SOFTMAX
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm that is written out: what it norms, its nodes, and the scale and shift behind it."""
+
+    source: onnx.NodeProto | None
+    nodes: frozenset[str]
+    affine: frozenset[str]
+
+
+def _written_out_norms(graph: Graph) -> list[_Norm]:
+    """Means of squares whose root divides, with all that belongs to them."""
+    norms = []
+    for mean in (node for node in graph.nodes if node.op_type in ("ReduceMean", "ReduceSum")):
+        square = graph.producer(mean.input[0])
+        if square is None or not _squares(graph, square):
+            continue
+        divided, behind = _behind(graph, mean)
+        if not divided:
+            continue
+        nodes = {square.name, mean.name, *behind}
+        # The mean that was taken off before, and the difference.
+        source, centred = square.input[0], graph.producer(square.input[0])
+        if centred is not None and centred.op_type == "Sub":
+            source = centred.input[0]
+            means = [graph.producer(name) for name in centred.input]
+            nodes |= {centred.name, *(m.name for m in means if m is not None and m.op_type == "ReduceMean")}
+        norms.append(_Norm(graph.producer(source), frozenset(nodes), _affine(graph, divided)))
+    return norms
+
+
+def _affine_in_fp32(norms: list[_Norm], keep: set[str]) -> set[str]:
+    """Scales and shifts that stay FP32 with their norm: those of norms of FP32 tensors.
+
+    ONNX Runtime fuses a norm with what is behind it into an operator of one type, that of the tensor before the cast that
+    leads into the norm; its type check fails where the scale has another.
+    """
+    return {name for norm in norms if norm.source is None or norm.source.name in keep for name in norm.affine}
+
+
+def _squares(graph: Graph, node: onnx.NodeProto) -> bool:
+    if node.op_type == "Mul":
+        return node.input[0] == node.input[1]
+    exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
+    return exponent is not None and bool(np.all(exponent == 2))
+
+
+def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], set[str]]:
+    """From a mean of squares on: the nodes that divide by its root, and the names of all up to them; nothing without a root."""
+    divided: list[onnx.NodeProto] = []
+    names: set[str] = set()
+    for node in graph.consumers(mean.output[0]):
+        if node.op_type in _BETWEEN_MEAN_AND_ROOT:
+            below, found = _behind(graph, node)
+            divided += below
+            names |= {node.name, *found} if found else set()
+        elif node.op_type == "Sqrt" or (node.op_type == "Pow" and graph.is_constant(node.input[1])):
+            readers = [r for r in graph.consumers(node.output[0]) if r.op_type in ("Div", "Reciprocal", "Mul")]
+            inverses = [r for r in readers if graph.is_constant(r.input[0]) or r.op_type == "Reciprocal"]
+            products = [m for r in inverses for m in graph.consumers(r.output[0]) if m.op_type == "Mul"]
+            divided += [r for r in readers if r not in inverses] + products
+            names |= {node.name, *(n.name for n in (*readers, *products))}
+    return divided, names
+
+
+def _affine(graph: Graph, normed: list[onnx.NodeProto]) -> frozenset[str]:
+    """Names of the scale and the shift behind a norm."""
+    found: set[str] = set()
+    nodes = normed
+    for operator in ("Mul", "Add"):
+        readers = [reader for node in nodes for reader in graph.consumers(node.output[0])]
+        nodes = [r for r in readers if r.op_type == operator and any(graph.is_constant(name) for name in r.input)]
+        found |= {node.name for node in nodes}
+    return frozenset(found)
+
+
+def _angles(graph: Graph) -> set[str]:
+    """Trigonometry and what computes its angles, as far back as the last layer with weights."""
+
+    def computes(node: onnx.NodeProto) -> bool:
+        # The frequencies of rotary positions are a vector, and may be multiplied by MatMul.
+        return node.op_type not in HEAVY or not any(_is_matrix(graph.constant(name)) for name in node.input)
+
+    found = set()
+    for node in graph.nodes:
+        if node.op_type in _ANGLES:
+            found |= {node.name, *(other.name for other in upstream(graph, node, computes))}
+    return found
+
+
+def _is_matrix(values: Array | None) -> bool:
+    return values is not None and sum(size > 1 for size in values.shape) > 1
+
+
+# By measurement
+
+
+@dataclass(slots=True)
+class _Extent:
+    """What the format would do to a tensor, over all that was measured."""
+
+    highest: float = 0.0
+    lowest: float = 0.0
+    energy: float = 0.0
+    lost: float = 0.0
+    vanishing: bool = False
+    exact: bool = True
+    sum_share: int = 1
+
+    def add(self, values: Array, numbers: Format, masked: bool) -> None:
+        """Count in an array; of a masked tensor what is hugely negative is left out."""
+        values = values[np.isfinite(values)]
+        if masked:
+            values = values[values > -_MARGIN * numbers.largest]
+        if not values.size:
+            return
+        self.highest = max(self.highest, float(values.max()))
+        self.lowest = min(self.lowest, float(values.min()))
+        inside = values[np.abs(values) <= numbers.largest]
+        rounded = numbers.round(inside)
+        self.energy += float(np.square(inside, dtype=np.float64).sum())
+        self.lost += float(np.square(inside - rounded, dtype=np.float64).sum())
+        self.vanishing = self.vanishing or bool(np.any((rounded == 0) & (inside != 0)))
+        self.exact = self.exact and inside.size == values.size and bool(np.array_equal(inside, rounded))
+
+    def magnitude(self) -> float:
+        return max(self.highest, -self.lowest)
+
+    def loses(self, numbers: Format) -> bool:
+        return self.lost > self.energy * (_LOSS * numbers.epsilon) ** 2
+
+
+def _by_weights(graph: Graph, numbers: Format) -> set[str]:
+    """Nodes with a constant that overflows, or is lost."""
+    found: set[str] = set()
+    measured: dict[str, _Extent] = {}
+    for node, changes in _castable(graph, numbers):
+        for i in changes:
+            name = node.input[i]
+            values = graph.constant(name) if name not in measured and graph.is_constant(name) else None
+            if values is not None:
+                measured[name] = _Extent()
+                measured[name].add(values, numbers, masked=False)
+            if name not in measured:
+                continue
+            extent = measured[name]
+            high, low = extent.highest > numbers.largest, extent.lowest < -numbers.largest
+            if low and not high and _only_into_softmax(graph, node.output[0]):
+                low = False
+            bounds = node.op_type in BOUNDING
+            if (not bounds and (high or low)) or extent.loses(numbers) or _divides_by_zero(node, i, extent):
+                found.add(node.name)
+    return found
+
+
+def _castable(graph: Graph, numbers: Format) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
+    """The nodes that could be cast, with the inputs that would change."""
+    for node in graph.nodes:
+        found = signature(graph, node, numbers.element_type)
+        if found is not None:
+            yield node, found.inputs
+
+
+def _divides_by_zero(node: onnx.NodeProto, index: int, extent: _Extent) -> bool:
+    return extent.vanishing and _NOT_ZERO.get(node.op_type) == index
+
+
+def _only_into_softmax(graph: Graph, tensor: str) -> bool:
+    """Whether everything that is made of a tensor ends in a Softmax."""
+    if tensor in graph.outputs:
+        return False
+    readers = graph.consumers(tensor)
+    return bool(readers) and all(
+        reader.op_type in ("Softmax", "LogSoftmax")
+        or (reader.op_type in _BEFORE_SOFTMAX and all(_only_into_softmax(graph, name) for name in reader.output))
+        for reader in readers
+    )
+
+
+def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Report) -> set[str]:
+    """Nodes that read or make a tensor which the format cannot hold."""
+    castable = list(_castable(graph, numbers))
+    names: dict[str, None] = {}
+    for node, changes in castable:
+        read = [node.input[i] for i in changes]
+        made = [name for name in node.output if graph.element_type(name) == TensorProto.FLOAT]
+        names |= dict.fromkeys(name for name in (*read, *made) if name and not graph.is_constant(name))
+    extents = _measure(graph, numbers, list(names), samples, report)
+    found: set[str] = set()
+    for name, extent in extents.items():
+        producer, readers = graph.producer(name), graph.consumers(name)
+        divides = [
+            r for r in readers for i, read in enumerate(r.input) if read == name and _divides_by_zero(r, i, extent)
+        ]
+        mean = producer is not None and producer.op_type in _MEANS
+        integers = (
+            producer is not None and producer.op_type == "Cast" and graph.element_type(producer.input[0]) in _INTEGERS
+        )
+        limit = _MARGIN * numbers.largest
+        if extent.magnitude() > limit or extent.loses(numbers) or (integers and not extent.exact):
+            found |= {reader.name for reader in readers}
+        elif not divides and not (mean and extent.magnitude() * extent.sum_share > limit):
+            continue
+        found |= {reader.name for reader in divides}
+        if producer is not None:
+            found.add(producer.name)
+    return found & {node.name for node, _ in castable}
+
+
+def _measure(graph: Graph, numbers: Format, names: list[str], samples: Samples, report: Report) -> dict[str, _Extent]:
+    """The extents of FP32 tensors over samples."""
+    inputs = set(graph.inputs)
+    runner = OnnxRunner(graph.model, [name for name in names if name not in inputs], optimize=False)
+    masked = {name for name in names if _only_into_softmax(graph, name)}
+    extents = {name: _Extent() for name in names}
+    for i, rows in enumerate(samples.batches(1)):
+        found = {**runner.run(rows), **rows}
+        for name, extent in extents.items():
+            extent.add(found[name], numbers, name in masked)
+            producer = graph.producer(name)
+            if producer is not None and producer.op_type in _MEANS and producer.input[0] in found:
+                extent.sum_share = max(extent.sum_share, found[producer.input[0]].size // max(found[name].size, 1))
+        report((i + 1) / len(samples), "measuring activations")
+    return extents

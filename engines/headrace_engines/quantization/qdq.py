@@ -1,0 +1,388 @@
+"""Writes a model in 8 bits: QuantizeLinear and DequantizeLinear at the places of `placement`, with scales from ranges.
+
+Q/DQ states what is computed and leaves the kernels to the target, which fuses the pairs into integer kernels. The arithmetic is
+that of Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference" (2018).
+
+FP8 is E4M3 without infinities, as TensorRT runs it on GPUs of Ada, Hopper and later. The format: Micikevicius et al.,
+"FP8 Formats for Deep Learning" (2022). TensorRT's use of it: its documentation, "Working with Quantized Types", and its release
+notes for convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Array, Graph, captured, copy_model
+from headrace_engines.quantization.placement import Placement, Weighted, all_weighted, place
+from headrace_engines.simplify import raise_opset
+
+# The largest finite number.
+FP8_LARGEST = 448.0
+
+
+# The first opset with FP8 in QuantizeLinear.
+FP8_OPSET = 19
+
+
+def fp8_scale(largest: float) -> np.float32:
+    """The scale that brings values up to `largest`, in size, into the format; a normal number of FP16, so that it can be cast."""
+    if not largest > 0:
+        return np.float32(1)
+    limits = np.finfo(np.float16)
+    # Small values lose nothing by a larger scale: the format's own exponents reach far enough down.
+    wanted = min(max(largest / FP8_LARGEST, float(limits.smallest_normal)), float(limits.max))
+    scale = np.float16(wanted)
+    return np.float32(scale if float(scale) >= wanted else next_fp8_scale(np.float32(scale)))
+
+
+def next_fp8_scale(scale: np.float32) -> np.float32:
+    """The next larger one."""
+    return np.float32(np.nextafter(np.float16(scale), np.float16(np.inf)))
+
+
+def encode_fp8(values: Array, scale: np.float32) -> TensorProto:
+    """FP32 values divided by the scale, rounded to the nearest FP8 number, saturated; any shape, no name."""
+    bits = fp8_numbers(values, scale).view(np.uint8)
+    return helper.make_tensor("fp8", TensorProto.FLOAT8E4M3FN, values.shape, bits.tobytes(), raw=True)
+
+
+def fp8_numbers(values: Array, scale: np.float32) -> Array:
+    """The same as an array of FP8 numbers."""
+    found: Array = np.clip(values.astype(np.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(ml_dtypes.float8_e4m3fn)
+    return found
+
+
+Floats = npt.NDArray[np.float32]
+
+
+_INT32_LARGEST = 2**31 - 1
+
+
+# Between scales that must not be the same: too little for the values, enough not to be taken for the same.
+_APART = np.float32(1 + 2**-12)
+
+
+def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8") -> list[str]:
+    """Names of the nodes that `quantize` runs in 8 bits: convolutions and products, in order.
+
+    Args:
+        model: from `simplify`; is not changed.
+        target: "tensorrt" or "onnxruntime"; "": on one of them at least.
+        precision: "int8" or "fp8", for a target.
+    """
+    graph = Graph(copy_model(model))
+    return list(place(graph, target, precision).weighted if target else all_weighted(graph))
+
+
+def quantize(
+    model: onnx.ModelProto,
+    ranges: Mapping[str, tuple[float, float]],
+    target: str,
+    precision: str = "int8",
+    keep: Collection[str] = (),
+    *,
+    reduce_range: bool = False,
+) -> onnx.ModelProto:
+    """The model with Q/DQ pairs and 8-bit weights, for one target.
+
+    For TensorRT all is symmetric and biases stay FP32; for ONNX Runtime activations are uint8 with a zero point and biases
+    int32. Weights have a scale for each output channel (FP8: one).
+
+    Args:
+        model: FP32, from `simplify`; is not changed.
+        ranges: (least, largest) value of each of `tensors_to_calibrate`.
+        target: "tensorrt" or "onnxruntime".
+        precision: "int8" or "fp8".
+        keep: names of nodes that stay in floating point; any, not only those of `quantizable`.
+        reduce_range: weights of 7 bits, for CPUs without VNNI, where pairs of 8-bit products overflow 16 bits.
+
+    Raises:
+        BuildError: a range is missing or no range; the target cannot have the precision.
+    """
+    model = copy_model(raise_opset(model, FP8_OPSET) if precision == "fp8" else model)
+    graph = Graph(model)
+    placement = place(graph, target, precision, keep)
+    scheme: _Scheme
+    if precision == "fp8":
+        scheme = _Fp8()
+    elif target == "tensorrt":
+        scheme = _SymmetricInt8()
+    else:
+        scheme = _UnsignedInt8(reduce_range)
+    writer = _Writer(graph, placement, scheme, ranges)
+    writer.write()
+    if target == "onnxruntime":
+        _avoid_float_gemm(graph, placement)
+    _keep_names(graph, placement.stored, writer.pairs)
+    return graph.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How a tensor is quantised: FP32 scales, [] or [channels], and a zero point of the 8-bit type, of the same shape."""
+
+    scale: Floats
+    zero_point: Array | TensorProto
+
+
+class _Scheme(Protocol):
+    """One way to write numbers in 8 bits."""
+
+    element_type: int
+    weight_type: int
+    quantizes_bias: bool
+
+    def activation(self, low: float, high: float, clamped: bool) -> _Scale:
+        """For values in low..high, 0 included; `clamped`: they must not come back larger than `high`."""
+
+    def larger(self, scale: Floats) -> Floats:
+        """A scale that is a little larger."""
+
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+        """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
+
+        Args:
+            values: FP32.
+            one: the node.
+            least: scales that must not be undercut, [channels].
+        """
+
+
+class _SymmetricInt8:
+    element_type: int = TensorProto.INT8
+    weight_type: int = TensorProto.INT8
+    quantizes_bias = False
+
+    def activation(self, low: float, high: float, clamped: bool) -> _Scale:
+        largest = max(-low, high)
+        return _Scale(_float32(largest / 127 if largest else 1.0), np.zeros((), np.int8))
+
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(scale * _APART)
+
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, least, 127)
+
+
+class _UnsignedInt8:
+    element_type: int = TensorProto.UINT8
+    weight_type: int = TensorProto.INT8
+    quantizes_bias = True
+
+    def __init__(self, reduce_range: bool) -> None:
+        self._largest_weight = 63 if reduce_range else 127
+
+    def activation(self, low: float, high: float, clamped: bool) -> _Scale:
+        scale = _float32((high - low) / 255 if high > low else 1.0)
+        zero_point = np.uint8(np.clip(np.rint(-low / scale), 0, 255))
+        # ONNX Runtime drops a Clip in front of a QuantizeLinear only if the largest 8-bit number is within the bounds.
+        while clamped and high > low and np.float32(255 - zero_point) * scale > np.float32(high):
+            scale = np.asarray(np.nextafter(scale, np.float32(0)))
+        return _Scale(scale, np.asarray(zero_point))
+
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(scale * _APART)
+
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, least, self._largest_weight)
+
+
+class _Fp8:
+    element_type: int = TensorProto.FLOAT8E4M3FN
+    weight_type: int = TensorProto.FLOAT8E4M3FN
+    quantizes_bias = False
+
+    def activation(self, low: float, high: float, clamped: bool) -> _Scale:
+        return self._with_zero(fp8_scale(max(-low, high)))
+
+    def larger(self, scale: Floats) -> Floats:
+        return _float32(next_fp8_scale(np.float32(scale)))
+
+    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+        # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
+        scale = fp8_scale(float(np.abs(values).max(initial=0)))
+        # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
+        whole = values if one.operator == "Conv" else encode_fp8(values, scale)
+        return whole, self._with_zero(scale)
+
+    def _with_zero(self, scale: np.float32) -> _Scale:
+        return _Scale(_float32(scale), encode_fp8(np.zeros((), np.float32), np.float32(1)))
+
+
+def _float32(values: npt.ArrayLike) -> Floats:
+    """Scales, never 0: the smallest normal number instead."""
+    return np.asarray(np.maximum(values, np.finfo(np.float32).tiny), np.float32)
+
+
+def _symmetric(values: Floats, axis: int | None, least: Floats | None, largest: int) -> tuple[Array, _Scale]:
+    """Whole numbers -largest..largest and their scales; channels of zeros only have the scale of the others."""
+    others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
+    size = np.abs(values).max(axis=others, initial=0)
+    whole = float(size.max(initial=0)) or 1.0
+    scale = np.where(size > 0, size, whole).astype(np.float32) / np.float32(largest)
+    scale = _float32(np.maximum(scale, least) if least is not None and axis is not None else scale)
+    shape = [-1 if i == axis else 1 for i in range(values.ndim)] if axis is not None else []
+    quantized = np.clip(np.rint(values / scale.reshape(shape)), -largest, largest).astype(np.int8)
+    return quantized, _Scale(scale, np.zeros(scale.shape, np.int8))
+
+
+class _Writer:
+    """Adds the pairs to a graph; remembers them, so that each tensor has one."""
+
+    def __init__(
+        self, graph: Graph, placement: Placement, scheme: _Scheme, ranges: Mapping[str, tuple[float, float]]
+    ) -> None:
+        self._graph, self._placement, self._scheme, self._ranges = graph, placement, scheme, ranges
+        self._scales: dict[str, _Scale] = {}
+        self._weights: dict[tuple[str, int | None, bytes], str] = {}
+        self.pairs: dict[str, str] = {}  # tensor -> what comes out of its DequantizeLinear
+
+    def write(self) -> None:
+        graph, placement = self._graph, self._placement
+        nodes = {node.name: node for node in graph.nodes}
+        inputs = {edge: nodes[edge[0]].input[edge[1]] for edge in placement.edges}
+        for tensor in dict.fromkeys([*inputs.values(), *placement.stored]):
+            readers = graph.consumers(tensor) if tensor in placement.stored else []
+            pair = self._pair(tensor)
+            for reader in readers:
+                for index in (i for i, name in enumerate(reader.input) if name == tensor):
+                    graph.rewire(reader, index, pair)
+        for (name, index), tensor in inputs.items():
+            graph.rewire(nodes[name], index, self.pairs[tensor])
+        for name, one in placement.weighted.items():
+            if one.weight is not None:
+                self._constants(nodes[name], one, inputs[(name, one.activations[0])])
+
+    def _pair(self, tensor: str) -> str:
+        graph, scheme = self._graph, self._scheme
+        low, high, clamped = self._range(tensor)
+        found = scheme.activation(low, high, clamped)
+        taken = {
+            float(self._scales[name].scale) for name in self._placement.apart.get(tensor, ()) if name in self._scales
+        }
+        while float(found.scale) in taken:
+            found = replace(found, scale=scheme.larger(found.scale))
+        self._scales[tensor] = found
+        shape = graph.shape(tensor)
+        constants = [
+            graph.add_constant(f"{tensor}_scale", found.scale),
+            graph.add_constant(f"{tensor}_zero_point", _copied(found.zero_point)),
+        ]
+        quantized = graph.add_node("QuantizeLinear", [tensor, *constants], f"{tensor}_quantized")
+        graph.set_type(quantized, scheme.element_type, shape)
+        self.pairs[tensor] = graph.add_node("DequantizeLinear", [quantized, *constants], f"{tensor}_dequantized")
+        graph.set_type(self.pairs[tensor], TensorProto.FLOAT, shape)
+        return self.pairs[tensor]
+
+    def _range(self, tensor: str) -> tuple[float, float, bool]:
+        """The range of a tensor, 0 included, and whether it ends where a Relu or Clip does."""
+        low = high = 0.0
+        for name in self._placement.sources[tensor]:
+            if name not in self._ranges:
+                raise BuildError(f"the range of tensor '{name}' is not known: calibrate it (see tensors_to_calibrate)")
+            found = self._ranges[name]
+            if not all(map(math.isfinite, found)) or found[0] > found[1]:
+                raise BuildError(
+                    f"the range of tensor '{name}' is {tuple(found)}: the samples, or the model, are at fault"
+                )
+            low, high = min(low, found[0]), max(high, found[1])
+        maker = self._graph.producer(tensor)
+        if maker is None or maker.op_type not in ("Relu", "Clip"):
+            return low, high, False
+        bounds = [0.0, math.inf] if maker.op_type == "Relu" else [-math.inf, math.inf]
+        for index, name in enumerate(maker.input[1:] if maker.op_type == "Clip" else ()):
+            bound = self._graph.constant(name) if name else None
+            bounds[index] = float(bound.reshape(-1)[0]) if bound is not None else bounds[index]
+        return max(low, min(bounds[0], 0.0)), min(high, max(bounds[1], 0.0)), True
+
+    def _constants(self, node: onnx.NodeProto, one: Weighted, tensor: str) -> None:
+        """Quantise weight and, if the scheme does so, bias of a node that reads `tensor`."""
+        graph, scheme = self._graph, self._scheme
+        assert one.weight is not None
+        name = node.input[one.weight]
+        values = graph.constant(name)
+        assert values is not None
+        bias = (
+            graph.constant(node.input[2]) if scheme.quantizes_bias and len(node.input) > 2 and node.input[2] else None
+        )
+        step = self._scales[tensor].scale
+        # A weight's scale must be so large that the bias, in steps of both scales, is an int32; half of that is left for sums.
+        least = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
+        quantized, found = scheme.weight(values, one, least)
+        key = (name, one.axis, found.scale.tobytes())
+        if key not in self._weights:
+            self._weights[key] = self._dequantized(name, quantized, found, one.axis, scheme.weight_type)
+        graph.rewire(node, one.weight, self._weights[key])
+        if bias is not None:
+            scale = np.asarray(found.scale.astype(np.float64) * step, np.float32)
+            whole = np.clip(np.rint(bias.astype(np.float64) / scale), -_INT32_LARGEST, _INT32_LARGEST).astype(np.int32)
+            zeros = _Scale(scale, np.zeros(scale.shape, np.int32))
+            graph.rewire(node, 2, self._dequantized(node.input[2], whole, zeros, 0, TensorProto.INT32))
+
+    def _dequantized(
+        self, name: str, quantized: Array | TensorProto, scale: _Scale, axis: int | None, element_type: int
+    ) -> str:
+        """What comes out of the DequantizeLinear behind constants; those in FP32 get a QuantizeLinear in front of it."""
+        graph = self._graph
+        shape = graph.shape(name)
+        scales = [
+            graph.add_constant(f"{name}_scale", scale.scale),
+            graph.add_constant(f"{name}_zero_point", _copied(scale.zero_point)),
+        ]
+        by_channel = axis if scale.scale.ndim else None
+        if isinstance(quantized, np.ndarray) and quantized.dtype == np.float32:
+            stored = graph.add_node("QuantizeLinear", [name, *scales], f"{name}_quantized", axis=by_channel)
+        else:
+            stored = graph.add_constant(f"{name}_quantized", quantized)
+        graph.set_type(stored, element_type, shape)
+        output = graph.add_node("DequantizeLinear", [stored, *scales], f"{name}_dequantized", axis=by_channel)
+        graph.set_type(output, TensorProto.FLOAT, shape)
+        return output
+
+
+def _copied(values: Array | TensorProto) -> Array | TensorProto:
+    if isinstance(values, TensorProto):
+        return TensorProto.FromString(values.SerializeToString())
+    return values
+
+
+def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
+    """Write the addition behind an integer MatMul as a Sum.
+
+    ONNX Runtime makes one Gemm of a MatMul and the Add behind it, of matrices or where all sizes are known, before it looks at
+    Q/DQ pairs; then the product would run on dequantised weights. Sum of two is the same, and is left alone.
+    """
+    for node in graph.nodes:
+        one = placement.weighted.get(node.name)
+        if one is None or one.operator != "MatMul" or node.output[0] in placement.stored:
+            continue
+        shape = graph.shape(node.output[0])
+        matrices = shape is not None and (len(shape) == 2 or min(shape, default=0) >= 0)
+        for reader in graph.consumers(node.output[0]) if matrices else ():
+            if reader.op_type == "Add":
+                reader.op_type = "Sum"
+
+
+def _keep_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
+    """Give the name of a stored tensor that is an output, or read by a subgraph, to what comes out of its pair.
+
+    What goes in gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
+    """
+    fixed = dict.fromkeys([*graph.outputs, *sorted({name for node in graph.nodes for name in captured(node)})])
+    renamed = {name: graph.fresh(f"{name}_float") for name in fixed if name in stored}
+    renamed |= {pairs[name]: name for name in list(renamed)}
+    for node in graph.nodes:
+        for field in (node.input, node.output):
+            for index, name in enumerate(field):
+                if name in renamed:
+                    field[index] = renamed[name]

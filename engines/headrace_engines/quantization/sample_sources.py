@@ -1,0 +1,624 @@
+"""Reads samples from the three sources that a configuration can name; each becomes `Samples`.
+
+a folder of pictures    through the model's own `preprocess`
+    calibration/*.jpg                        pictures
+    calibration/<class>/*.jpg                pictures with labels: the class's number, or its name in the label file
+    calibration/labels.csv                   labels as lines of "file,class", for pictures in any folder
+an .npz                 an array for each input, samples along the first dimension, and perhaps their labels. Only the selected
+                        samples are held: the file may be larger than the memory.
+file.py:function        a function of the model's owner, whose code runs in the builder, never in the server:
+
+    def samples():
+        for picture, label in pairs:
+            yield {"image": picture, "label": label}      # or the array alone, for a model with a single input
+
+    Its samples go to a temporary file, because they are read more than once and may not fit into memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import sys
+import tempfile
+import traceback
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, BinaryIO, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from headrace.config.model_files import filename_problem, read_labels, within
+from headrace.core.errors import BadRequest, ConfigError
+from headrace.core.model_config import ModelConfig
+from headrace.pipelines.image import decode, prepare
+from headrace.pipelines.recipe import ImageRecipe
+
+from headrace_engines.errors import BuildError
+from headrace_engines.quantization.samples import (
+    SEED,
+    InputLayout,
+    Sample,
+    Samples,
+    check_labels,
+    class_names,
+    content_digest,
+    layouts_of,
+)
+
+
+def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> Samples:
+    """The samples that a configuration names.
+
+    Args:
+        source: a folder of pictures, an .npz, or "file.py:function"; relative to `folder`, and below it.
+        folder: the model's.
+        config: complete; tells the inputs and how a picture becomes one.
+        limit: how many samples are taken at most. Of pictures and arrays a fixed random choice, in a fixed random order,
+            because files and data sets are often sorted by class; of a reader those that it yields first.
+
+    Raises:
+        BuildError: nothing is there, it does not fit the model, it cannot be read, or it lies outside of the folder.
+    """
+    # Each of them loads what it needs; pictures need Pillow.
+    path_text, _, function = source.rpartition(":") if ".py:" in source else (source, "", "")
+    path = _inside(path_text, folder, config.name)
+    layouts = layouts_of(config)
+    if function:
+        return open_reader(path, function, layouts, config, limit)
+    if path.is_dir():
+        return open_pictures(path, folder, layouts, config, limit)
+    if path.suffix == ".npz":
+        return open_arrays(path, layouts, config, limit)
+    kinds = "a folder of pictures, an .npz, or file.py:function"
+    raise BuildError(f"{config.name}: samples cannot be read from '{source}': write {kinds} in the model's folder")
+
+
+def _inside(text: str, folder: Path, model: str) -> Path:
+    """The path of samples, known to exist and to lie in the folder."""
+    problem = filename_problem(text)
+    if problem is not None:
+        raise BuildError(f"{model}: samples cannot be read: {problem[0]}: {problem[1]}")
+    path = folder / text
+    if not path.exists():
+        cure = "put a folder of pictures, an .npz or file.py:function there, or write where they are"
+        raise BuildError(f"{model}: the samples '{text}' are not in the model's folder {folder}: {cure}")
+    if not within(path, folder):
+        raise BuildError(f"{model}: '{text}' is a link that leads out of the model's folder: copy the samples into it")
+    return path
+
+
+Array = npt.NDArray[Any]
+
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+LABEL_FILE = "labels.csv"
+
+
+# What is prepared once is kept as far as it fits in here: samples are passed over many times.
+_KEPT_BYTES = 256 << 20
+
+
+_LARGEST_FILE_BYTES = 256 << 20
+
+
+_PIXEL_TYPES = ("FP32", "FP16", "FP64", "UINT8")
+
+
+def open_pictures(
+    path: Path, folder: Path, layouts: Mapping[str, InputLayout], config: ModelConfig, limit: int
+) -> Samples:
+    """Samples from the pictures in a folder and the folders below it.
+
+    Args:
+        path: the folder of pictures.
+        folder: the model's, which has the label file.
+        layouts: of the inputs.
+        config: complete, with `preprocess`.
+        limit: how many pictures are taken at most; which, is told by a hash of their names, and so is their order.
+
+    Raises:
+        BuildError: the model takes no pictures, there are none, one cannot be read, or labels name no class.
+    """
+    where = f"{config.name}: {path.relative_to(folder).as_posix()}/"
+    layout, recipe = _recipe(layouts, config, where)
+    names = _pictures(path, where)
+    # Sorted by a hash: mixed in class and origin whatever the names are, and a new picture hardly changes the choice.
+    names = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:limit]
+    labels = _labels(names, path, folder, config, where)
+    reader = _Pictures(path, folder, names, layout, recipe, where)
+    # What one picture becomes tells a change of the code that prepares it.
+    told = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
+    digests = [hashlib.sha256(told + _content(path / name, folder, f"{where}{name}")).digest() for name in names]
+    name = path.relative_to(folder).as_posix() + "/"
+    return Samples(reader.read, digests, name, "pictures", labels=labels, batched=layout.batched)
+
+
+class _Pictures:
+    """Prepares pictures when they are wanted, and keeps the first ones prepared."""
+
+    def __init__(
+        self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, where: str
+    ) -> None:
+        self._path = path
+        self._folder = folder
+        self._names = names
+        self._layout = layout
+        self._recipe = recipe
+        self._where = where
+        self._kept: dict[int, Array] = {}
+        self._kept_bytes = 0
+
+    def read(self, number: int) -> Sample:
+        array = self._kept.get(number)
+        if array is None:
+            array = self._prepared(self._names[number])
+            if self._kept_bytes + array.nbytes <= _KEPT_BYTES:
+                self._kept[number] = array
+                self._kept_bytes += array.nbytes
+        return {self._layout.name: array}
+
+    def _prepared(self, name: str) -> Array:
+        where = f"{self._where}{name}"
+        try:
+            pixels = prepare(decode(_content(self._path / name, self._folder, where)), self._recipe)
+        except BadRequest as error:
+            raise BuildError(f"{where}: {error}") from error
+        if self._layout.datatype.name == "UINT8":
+            pixels = np.clip(np.rint(pixels), 0, 255)
+        array = pixels.astype(self._layout.dtype)
+        return self._layout.sample(array if len(self._layout.dims) == array.ndim else array[0], where)
+
+
+def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, where: str) -> tuple[InputLayout, ImageRecipe]:
+    """The input that takes the picture, and how, known to go together."""
+    if config.preprocess is None:
+        cure = "add a `preprocess` section (`headrace.preprocess.*` parameters in a config.pbtxt), or give an .npz"
+        raise BuildError(
+            f"{where} is a folder, and the configuration does not tell how a picture becomes an input: {cure}"
+        )
+    recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
+    name = recipe.input or next(iter(layouts))
+    others = [other for other, layout in layouts.items() if other != name and not layout.optional]
+    if others:
+        cure = "give an .npz with an array an input"
+        raise BuildError(f"{where}: pictures are no samples for the inputs {', '.join(others)}: {cure}")
+    layout = layouts[name]
+    if layout.datatype.name not in _PIXEL_TYPES:
+        raise BuildError(
+            f"{where}: input '{name}' is {layout.datatype.name}, pictures become {', '.join(_PIXEL_TYPES)}: give an .npz"
+        )
+    shape = recipe.shape[1:] if len(layout.dims) == 3 else recipe.shape
+    layout.check(layout.dtype, shape, f"{where}: preprocess makes another tensor than the model takes")
+    return layout, recipe
+
+
+def _pictures(path: Path, where: str) -> list[str]:
+    """The pictures' paths below `path`, with "/"."""
+    names = []
+    others = 0
+    for folder, below, files in os.walk(path):
+        below[:] = [name for name in below if not name.startswith(".")]
+        for file in files:
+            if file.startswith("."):
+                continue
+            if file.lower().endswith(SUFFIXES):
+                names.append((Path(folder) / file).relative_to(path).as_posix())
+            else:
+                others += 1
+    if not names:
+        found = f"the {others} files there are none" if others else "it is empty"
+        raise BuildError(f"{where} has no pictures ({found}): put {', '.join(SUFFIXES)} files there")
+    return names
+
+
+def _content(file: Path, folder: Path, where: str) -> bytes:
+    if not within(file, folder):
+        raise BuildError(f"{where} is a link that leads out of the model's folder: copy the picture there")
+    try:
+        size_bytes = file.stat().st_size
+        if size_bytes > _LARGEST_FILE_BYTES:
+            raise BuildError(f"{where} has {size_bytes} bytes, at most {_LARGEST_FILE_BYTES} are taken: take it out")
+        return file.read_bytes()
+    except OSError as error:
+        raise BuildError(f"{where}: cannot be read: {error.strerror or error}: check the file") from error
+
+
+def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, where: str) -> Array | None:
+    """The classes of the pictures; None where neither folders nor a file tell them."""
+    if (path / LABEL_FILE).is_file():
+        told = _label_file(path / LABEL_FILE, where)
+        missing = [name for name in names if name not in told]
+        if missing:
+            raise BuildError(f"{where}{LABEL_FILE} has no line for {missing[0]}: write one for every picture")
+        classes = [told[name] for name in names]
+    else:
+        classes = [name.partition("/")[0] if "/" in name else "" for name in names]
+        if not any(classes):
+            return None
+    numbers = _numbers(folder, config)
+    known = {name: numbers(_plain(name)) for name in dict.fromkeys(classes)}
+    if (path / LABEL_FILE).is_file() or any(number is not None for number in known.values()):
+        strange = [name for name, number in known.items() if number is None]
+        if strange:
+            cure = "name every class by its number or its line in the label file"
+            found = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
+            raise BuildError(
+                f"{where}: the pictures' classes are told by folders or {LABEL_FILE}, {found} is no class: {cure}"
+            )
+        return check_labels(np.array([known[name] for name in classes], np.int64), config, where)
+    return None
+
+
+def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
+    """Tells the number of a class by its number as text or by its name, None for what is no class."""
+    file, count = class_names(config)
+    names: tuple[str, ...] = ()
+    if file:
+        try:
+            names = read_labels(folder / file, folder)
+        except ConfigError as error:
+            raise BuildError(str(error)) from error
+    by_name = {_plain(name): number for number, name in reversed(list(enumerate(names)))}
+
+    def number_of(name: str) -> int | None:
+        if name.isdecimal() and len(name) < 10 and int(name) < max(count or 10**9, len(names)):
+            return int(name)
+        return by_name.get(name)
+
+    return number_of
+
+
+def _plain(name: str) -> str:
+    """A class's name as a folder may be called: "Egyptian cat" is "egyptian_cat"."""
+    return name.strip().lower().replace("_", " ").replace("/", " ")
+
+
+def _label_file(file: Path, where: str) -> dict[str, str]:
+    told = {}
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            for line, row in enumerate(csv.reader(stream), 1):
+                if not row or row in (["file", "class"], ["file", "label"]):
+                    continue
+                if len(row) != 2:
+                    raise BuildError(f"{where}{LABEL_FILE}:{line}: {len(row)} fields, expected two: write file,class")
+                told[row[0].strip()] = row[1]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BuildError(f"{where}{LABEL_FILE} cannot be read: {error}: write it as UTF-8, file,class") from error
+    return told
+
+
+LABELS = ("labels", "label")
+
+
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
+_SKIP_BYTES = 1 << 20
+
+
+class _Header(NamedTuple):
+    """What stands before the values of an array."""
+
+    shape: tuple[int, ...]
+    column_major: bool
+    dtype: np.dtype[Any]
+
+
+def open_arrays(path: Path, layouts: Mapping[str, InputLayout], config: ModelConfig, limit: int) -> Samples:
+    """Samples from a file that `numpy.savez` wrote.
+
+    Args:
+        path: the file. It has an array for every input by its name; for a model with a single input that array may have any
+            name. `labels` or `label`, if it is there, has the number of every sample's class.
+        layouts: of the inputs.
+        config: complete.
+        limit: how many samples are taken at most, a random choice that is always the same.
+
+    Raises:
+        BuildError: it cannot be read, an input is missing, or an array does not fit.
+    """
+    where = f"{config.name}: {path.name}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _ArrayFile(archive, layouts, config, where).samples(path.name, limit)
+    # What a broken archive makes of the readers.
+    except (OSError, ValueError, EOFError, KeyError, SyntaxError, zipfile.BadZipFile, zlib.error) as error:
+        cure = "write it with numpy.savez, without object arrays"
+        raise BuildError(f"{where} is no .npz that can be read ({error}): {cure}") from error
+
+
+class _ArrayFile:
+    """One archive that is being read."""
+
+    def __init__(
+        self, archive: zipfile.ZipFile, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+    ) -> None:
+        self._archive = archive
+        self._layouts = layouts
+        self._config = config
+        self._where = where
+        self._headers = {name.removesuffix(".npy"): self._header(name) for name in archive.namelist()}
+
+    def samples(self, name: str, limit: int) -> Samples:
+        arrays = self._assigned()
+        count = self._count(arrays)
+        chosen = [int(number) for number in np.random.default_rng(SEED).permutation(count)[:limit]]
+        labels = self._labels(count)
+        samples: list[Sample] = [{} for _ in chosen]
+        for tensor, array in arrays.items():
+            layout = self._layouts[tensor]
+            keeps_row = layout.keeps_row(len(self._headers[array].shape))
+            rows = self._rows(array, chosen)
+            for number, row, sample in zip(chosen, rows, samples, strict=True):
+                values = row[None] if keeps_row else row
+                sample[tensor] = layout.sample(values, f"{self._where}: sample {number} of '{array}'")
+        return Samples(
+            samples.__getitem__,
+            [content_digest(sample) for sample in samples],
+            name,
+            labels=None if labels is None else labels[chosen],
+            batched=self._config.max_batch_size > 0,
+        )
+
+    def _assigned(self) -> dict[str, str]:
+        """By input the name of its array."""
+        arrays = {tensor: tensor for tensor in self._layouts if tensor in self._headers}
+        missing = [name for name, layout in self._layouts.items() if name not in arrays and not layout.optional]
+        others = [name for name in self._headers if name not in LABELS and name not in arrays]
+        if len(self._layouts) == len(missing) == len(others) == 1:
+            return {missing[0]: others[0]}
+        if missing:
+            found = ", ".join(self._headers) or "nothing"
+            raise BuildError(
+                f"{self._where} has no array for {', '.join(missing)} (it holds {found}): add one of that name"
+            )
+        return arrays
+
+    def _count(self, arrays: Mapping[str, str]) -> int:
+        counts = {}
+        for tensor, array in arrays.items():
+            header = self._headers[array]
+            counts[array] = self._layouts[tensor].count(header.dtype, header.shape, f"{self._where}: array '{array}'")
+        if len(set(counts.values())) != 1:
+            told = ", ".join(f"'{array}' {count}" for array, count in counts.items()) or "none"
+            raise BuildError(
+                f"{self._where}: the arrays differ in their number of samples ({told}): write as many of each"
+            )
+        count = next(iter(counts.values()))
+        if not count:
+            raise BuildError(f"{self._where} holds no samples: its arrays are empty")
+        return count
+
+    def _labels(self, count: int) -> Array | None:
+        name = next((name for name in LABELS if name in self._headers and name not in self._layouts), "")
+        if not name:
+            return None
+        shape = self._headers[name].shape
+        if shape[:1] != (count,) or len(shape) > 2 or shape[1:] not in ((), (1,)):
+            cure = f"write one number a sample, [{count}]"
+            raise BuildError(f"{self._where}: array '{name}' has the shape {list(shape)} for {count} samples: {cure}")
+        labels = np.stack(self._rows(name, range(count)))
+        return check_labels(labels, self._config, f"{self._where}: array '{name}'")
+
+    def _header(self, member: str) -> _Header:
+        with self._archive.open(member) as stream:
+            return self._read_header(stream)
+
+    def _read_header(self, stream: IO[bytes]) -> _Header:
+        version = np.lib.format.read_magic(stream)
+        if version not in _HEADERS:
+            raise ValueError(f"version {version} of the array format")
+        header = _Header(*_HEADERS[version](stream))
+        if header.dtype.hasobject:
+            raise ValueError("an array of Python objects")
+        return header
+
+    def _rows(self, array: str, numbers: Sequence[int]) -> list[Array]:
+        """The rows of these numbers, in their order; the file is read once, from its start to the last of them."""
+        with self._archive.open(f"{array}.npy") as stream:
+            header = self._read_header(stream)
+            if header.column_major:
+                # Rows do not lie together: no way around the whole.
+                values = np.frombuffer(stream.read(), header.dtype).reshape(header.shape, order="F")
+                return [np.ascontiguousarray(values[number]) for number in numbers]
+            shape = header.shape[1:]
+            row_bytes = header.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            rows: dict[int, Array] = {}
+            position = 0
+            for number in sorted(set(numbers)):
+                _read(stream, (number - position) * row_bytes, keep=False)
+                rows[number] = np.frombuffer(_read(stream, row_bytes), header.dtype).reshape(shape)
+                position = number + 1
+            return [rows[number] for number in numbers]
+
+
+def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
+    """So many bytes, or none of them where they are only passed over."""
+    kept = bytearray()
+    while size_bytes:
+        piece = stream.read(min(size_bytes, _SKIP_BYTES))
+        if not piece:
+            raise EOFError("it ends too early")
+        size_bytes -= len(piece)
+        if keep:
+            kept += piece
+    return bytes(kept)
+
+
+def open_reader(
+    path: Path, function: str, layouts: Mapping[str, InputLayout], config: ModelConfig, limit: int
+) -> Samples:
+    """Samples from a Python function without arguments.
+
+    Args:
+        path: the file with the function.
+        function: its name. It gives something to iterate over: dicts of arrays by input name, or bare arrays for a model with a
+            single input; one sample each, or several with a dimension for them in front. `label` (or `labels`) in a dict
+            is the number of the class.
+        layouts: of the inputs.
+        config: complete.
+        limit: after so many samples no more are asked for.
+
+    Raises:
+        BuildError: the code fails (told with file and line), or what it yields does not fit.
+    """
+    where = f"{path.name}:{function}"
+    kept = _Kept()
+    labels: list[int] = []
+    for number, item in enumerate(_call(path, function)):
+        for sample, label in _samples_of(item, layouts, config, f"{where}: item {number}"):
+            if len(kept) < limit:
+                kept.add(sample)
+                labels += [] if label is None else [label]
+        if len(kept) >= limit:
+            break
+    if not len(kept):
+        raise BuildError(f"{where} gave no samples: let it yield at least one")
+    if labels and len(labels) != len(kept):
+        raise BuildError(
+            f"{where} gave labels for {len(labels)} of {len(kept)} samples: give every sample one, or none"
+        )
+    batched = config.max_batch_size > 0
+    found = check_labels(np.array(labels), config, where) if labels else None
+    return Samples(kept.read, kept.digests, where, labels=found, batched=batched)
+
+
+class _Kept:
+    """Samples in a temporary file, which vanishes with the process."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO = tempfile.TemporaryFile(prefix="headrace-samples-")  # noqa: SIM115
+        self._places: list[list[tuple[str, int, np.dtype[Any], tuple[int, ...]]]] = []
+        self._text: dict[tuple[int, str], Array] = {}
+        self.digests: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, sample: Sample) -> None:
+        places = []
+        try:
+            for name, array in sample.items():
+                if array.dtype == object:
+                    self._text[len(self), name] = array
+                else:
+                    places.append((name, self._file.seek(0, 2), array.dtype, array.shape))
+                    self._file.write(np.ascontiguousarray(array).tobytes())
+            self._file.flush()
+        except OSError as error:
+            place = tempfile.gettempdir()
+            raise BuildError(
+                f"the samples cannot be kept in {place}: {error.strerror or error}: make room there"
+            ) from error
+        self.digests.append(content_digest(sample))
+        self._places.append(places)
+
+    def read(self, number: int) -> Sample:
+        sample: Sample = {name: array for (n, name), array in self._text.items() if n == number}
+        for name, place, dtype, shape in self._places[number]:
+            self._file.seek(place)
+            size_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            sample[name] = np.frombuffer(self._file.read(size_bytes), dtype).reshape(shape)
+        return sample
+
+
+def _call(path: Path, function: str) -> Iterator[Any]:
+    """What the function yields; errors of its code are told with file and line."""
+    name = f"headrace_samples_{path.stem}"
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    # Dataclasses and the like look their module up by its name.
+    sys.modules[name] = module
+    try:
+        # Not imported: that would leave a cache in the model's folder.
+        code = _guarded(path, lambda: compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
+        _guarded(path, exec, code, module.__dict__)
+        made = getattr(module, function, None)
+        if not callable(made):
+            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise BuildError(
+                f"{path.name} has no function '{function}' (it has {', '.join(there) or 'none'}): define it"
+            )
+        items = _guarded(path, made)
+        if not hasattr(items, "__iter__") or isinstance(items, dict | np.ndarray):
+            found = type(items).__name__
+            raise BuildError(
+                f"{path.name}:{function} gave one {found} and not several: write it with yield, or return a list"
+            )
+        iterator = _guarded(path, iter, items)
+        ended = object()
+        while (item := _guarded(path, next, iterator, ended)) is not ended:
+            yield item
+    finally:
+        sys.modules.pop(name, None)
+
+
+def _guarded(path: Path, call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except (Exception, SystemExit) as error:  # somebody's code: whatever it raises, it is at fault
+        _tell(path, error)
+
+
+def _tell(path: Path, error: BaseException) -> NoReturn:
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        raise BuildError(f"{path.name}:{error.lineno}: {error.msg}: correct the code that reads samples") from error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = f":{frames[-1].lineno}" if frames else ""
+    what = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
+    raise BuildError(f"{path.name}{line}: {what}: correct the code that reads samples") from error
+
+
+def _samples_of(
+    item: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+) -> Iterator[tuple[Sample, int | None]]:
+    """The samples of one item, one or several, each with its label."""
+    arrays = dict(item) if isinstance(item, Mapping) else {next(iter(layouts)): item}
+    if not isinstance(item, Mapping) and len(layouts) != 1:
+        cure = f"yield a dict with {', '.join(layouts)}"
+        raise BuildError(f"{where}: a bare {type(item).__name__} where the model has {len(layouts)} inputs: {cure}")
+    label = next((arrays.pop(name) for name in LABELS if name in arrays and name not in layouts), None)
+    unknown = sorted(str(name) for name in set(arrays) - set(layouts))
+    missing = [name for name, layout in layouts.items() if name not in arrays and not layout.optional]
+    if unknown or missing or not arrays:
+        found = ", ".join(map(str, arrays)) or "nothing"
+        raise BuildError(
+            f"{where}: the model's inputs are {', '.join(layouts)}, found {found}: yield arrays of those names"
+        )
+    try:
+        values = {name: np.asarray(value) for name, value in arrays.items()}
+    except (ValueError, TypeError) as error:
+        raise BuildError(f"{where}: it is no array ({error}): yield arrays") from error
+    first = next(iter(values))
+    layout = layouts[first]
+    if values[first].ndim == len(layout.dims) + 1 or layout.keeps_row(values[first].ndim):
+        yield from _several(values, label, layouts, config, where)
+        return
+    labels = None if label is None else check_labels(np.asarray(label).reshape(1), config, where)
+    sample = {name: layouts[name].sample(array, where) for name, array in values.items()}
+    yield sample, None if labels is None else int(labels[0])
+
+
+def _several(
+    values: Mapping[str, Array], label: Any, layouts: Mapping[str, InputLayout], config: ModelConfig, where: str
+) -> Iterator[tuple[Sample, int | None]]:
+    counts = {name: layouts[name].count(array.dtype, array.shape, where) for name, array in values.items()}
+    labels = None if label is None else check_labels(np.atleast_1d(np.asarray(label)), config, where)
+    if len(set(counts.values())) != 1 or (labels is not None and len(labels) not in counts.values()):
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        labelled = "" if labels is None else f", labels {len(labels)}"
+        raise BuildError(f"{where}: different numbers of samples ({told}{labelled}): yield as many of each")
+    for row in range(next(iter(counts.values()))):
+        sample = {}
+        for name, array in values.items():
+            one = array[row : row + 1] if layouts[name].keeps_row(array.ndim) else array[row]
+            sample[name] = layouts[name].sample(one, where)
+        yield sample, None if labels is None else int(labels[row])

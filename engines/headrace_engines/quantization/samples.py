@@ -1,0 +1,410 @@
+"""Samples of a model's inputs, read by batch, and the layout that each input's data must have."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import BF16, BY_CONFIG_NAME, Datatype
+
+from headrace_engines.errors import BuildError
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InputLayout:
+    """One input.
+
+    Attributes:
+        name: of the tensor.
+        datatype: of its elements.
+        dims: the shape people know, without the batch dimension; -1 where free.
+        model_dims: the model's own shape of the same elements, without the batch dimension.
+        batched: True if the model has a batch dimension in front.
+        optional: True if it may be left out.
+    """
+
+    name: str
+    datatype: Datatype
+    dims: tuple[int, ...]
+    model_dims: tuple[int, ...]
+    batched: bool
+    optional: bool
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """How NumPy holds it."""
+        return np.dtype(self.datatype.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The model's own shape of one sample, 1 where free."""
+        return tuple(max(size, 1) for size in self.model_dims)
+
+    def sized(self, shape: Sequence[int] | None) -> InputLayout:
+        """With the free dimensions told, if they are."""
+        return self if shape is None else replace(self, model_dims=tuple(shape))
+
+    def keeps_row(self, rank: int) -> bool:
+        """True if an array of this rank has its samples along the model's own first dimension.
+
+        That is so for a model without a batch dimension whose first size is 1 or free: each row is a sample, as [1, ...].
+        """
+        return not self.batched and rank == len(self.dims) and self.dims[:1] in ((1,), (-1,))
+
+    def count(self, dtype: np.dtype[Any], shape: Sequence[int], where: str) -> int:
+        """How many samples an array holds, after its type and shape were held against the input.
+
+        Raises:
+            BuildError: they do not fit.
+        """
+        if self.keeps_row(len(shape)):
+            self.check(dtype, (1, *shape[1:]), where)
+        else:
+            self.check(dtype, shape, where, samples_in_front=True)
+        return shape[0]
+
+    def sample(self, array: Array, where: str) -> Array:
+        """One sample in the type and the shape of the model.
+
+        Args:
+            array: as people have it, without a dimension of samples.
+            where: what a message says of its origin.
+
+        Raises:
+            BuildError: its type or shape is another, or it holds NaN or infinity.
+        """
+        self.check(array.dtype, array.shape, where)
+        array = self._converted(array, where)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise BuildError(f"{where}: '{self.name}' holds NaN or infinity: take such samples out")
+        free = iter([found for told, found in zip(self.dims, array.shape, strict=True) if told < 0])
+        return array.reshape([next(free) if size < 0 else size for size in self.model_dims])
+
+    def check(self, dtype: np.dtype[Any], shape: Sequence[int], where: str, samples_in_front: bool = False) -> None:
+        """Hold a type and a shape against the input.
+
+        Args:
+            dtype: of the data.
+            shape: of the data.
+            where: what a message says of its origin.
+            samples_in_front: the first dimension is that of the samples.
+
+        Raises:
+            BuildError: they do not fit; tells what is expected and found, and the usual mistake where it looks like one.
+        """
+        own = tuple(shape[1:]) if samples_in_front else tuple(shape)
+        if len(own) != len(self.dims) or any(e not in (-1, f) for e, f in zip(self.dims, own, strict=True)):
+            expected = ["N", *self.dims] if samples_in_front else [*self.dims]
+            message = f"{where}: input '{self.name}' takes {_shown(expected)}, found {_shown(shape)}"
+            raise BuildError(f"{message}: {self._cure(tuple(shape), own)}")
+        if not self._takes(dtype):
+            cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
+            raise BuildError(f"{where}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
+
+    def _takes(self, dtype: np.dtype[Any]) -> bool:
+        """True if such data may become the input: the same type, floats among each other, whole numbers likewise."""
+        if self.dtype == object:
+            return dtype.kind in "OSU"
+        if self.datatype is BF16:
+            return dtype in (np.uint16, np.float32)
+        same = "f" if self.dtype.kind == "f" else "iu" if self.dtype.kind in "iu" else self.dtype.kind
+        return dtype.kind in same
+
+    def _converted(self, array: Array, where: str) -> Array:
+        if self.dtype == object:
+            return array.astype(object)
+        if self.datatype is BF16 and array.dtype == np.float32:
+            return _to_bf16(array)
+        if self.dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, self.dtype):
+            limits = np.iinfo(self.dtype)
+            if array.min() < limits.min or array.max() > limits.max:
+                raise BuildError(f"{where}: '{self.name}' has values that {self.datatype.name} cannot hold")
+        with np.errstate(over="ignore"):  # what overflows becomes infinity, which is told
+            return np.asarray(array, self.dtype)
+
+    def _cure(self, whole: tuple[int, ...], own: tuple[int, ...]) -> str:
+        def fits(shape: tuple[int, ...]) -> bool:
+            return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
+
+        if fits(whole):
+            return "a dimension for the samples is missing in front: array[None] for a single one"
+        if len(own) == 3 and fits((own[2], own[0], own[1])):
+            return "this is channels last (NHWC) where channels first (NCHW) is wanted: array.transpose(0, 3, 1, 2)"
+        if len(own) == 3 and fits((own[1], own[2], own[0])):
+            return "this is channels first (NCHW) where channels last (NHWC) is wanted: array.transpose(0, 2, 3, 1)"
+        if fits((1, *own)):
+            return "the dimension of the single channel is missing: array[:, None]"
+        if fits((*own, 1)):
+            return "the dimension of the single channel is missing: array[..., None]"
+        return "bring it into the shape the model takes"
+
+
+def layouts_of(config: ModelConfig) -> dict[str, InputLayout]:
+    """The inputs of a complete configuration, by name."""
+    return {
+        tensor.name: InputLayout(
+            tensor.name,
+            BY_CONFIG_NAME[tensor.data_type],
+            tensor.dims,
+            tensor.dims if tensor.reshape is None else tensor.reshape.shape,
+            config.max_batch_size > 0,
+            tensor.optional,
+        )
+        for tensor in config.input
+    }
+
+
+def class_output(config: ModelConfig) -> str:
+    """The output that classifies by the configuration, the first with a label file; "" where none has one."""
+    return next((output.name for output in config.output if output.label_filename), "")
+
+
+def class_names(config: ModelConfig) -> tuple[str, int]:
+    """The label file ("" if none) and the number of classes (0 if not known) of the output that classifies."""
+    name = class_output(config)
+    found = [output for output in config.output if output.name == name]
+    if not found and len(config.output) > 1:
+        return "", 0
+    output = next(iter(found or config.output), None)
+    if output is None:
+        return "", 0
+    return output.label_filename, max(output.dims[-1], 0) if output.dims else 0
+
+
+def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
+    """Labels as INT64.
+
+    Args:
+        labels: [N] or [N, 1], whole numbers.
+        config: complete.
+        where: what a message says of their origin.
+
+    Raises:
+        BuildError: they are no such numbers, or name a class that the model does not have.
+    """
+    flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if flat.ndim != 1 or flat.dtype.kind not in "iu":
+        found = f"{labels.dtype} {_shown(labels.shape)}"
+        raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {found}: write those")
+    classes = class_names(config)[1]
+    if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
+        told = f"from 0 to {classes - 1}" if classes else "0 or more"
+        raise BuildError(f"{where}: labels go from {flat.min()} to {flat.max()}, the model's classes are {told}")
+    return flat.astype(np.int64)
+
+
+def _to_bf16(array: Array) -> Array:
+    """The upper halves of FP32 values, rounded to nearest even."""
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
+
+
+def _shown(shape: Sequence[object]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+Sample = dict[str, Array]
+
+
+SEED = 5
+
+
+_PIXELS = 255.0
+
+
+class Samples:
+    """Inputs for a model, in an order that does not change, read when they are wanted.
+
+    Args:
+        read: gives the sample of a number: by input name an array in the model's own shape, without the batch dimension.
+        digests: of every sample's content, by number.
+        name: what people know the data by, e.g. "calibration/".
+        noun: what the samples are called when they are counted, e.g. "pictures"; "" leaves the count out.
+        labels: INT64, the class of every sample by number; None where nobody knows.
+        batched: False for a model without a batch dimension: a batch is then one sample, in exactly the shape the model takes.
+        numbers: which samples these are, all of them if None.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Sample],
+        digests: Sequence[bytes],
+        name: str,
+        noun: str = "samples",
+        *,
+        labels: Array | None = None,
+        batched: bool = True,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._read = read
+        self._digests = digests
+        self._name = name
+        self._noun = noun
+        self._labels = labels
+        self.batched = batched
+        self._numbers = range(len(digests)) if numbers is None else numbers
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], labels: Array | None = None, name: str = "arrays") -> Self:
+        """Samples from arrays by input name, all with the samples along their first dimension."""
+        kept = {key: np.asarray(array) for key, array in arrays.items()}
+        count = len(next(iter(kept.values())))
+
+        def read(number: int) -> Sample:
+            return {key: array[number] for key, array in kept.items()}
+
+        return cls(read, [content_digest(read(n)) for n in range(count)], name, labels=labels)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def labels(self) -> Array | None:
+        """INT64 [len], the class of every sample; None where nobody knows."""
+        return None if self._labels is None else np.asarray(self._labels[list(self._numbers)], np.int64)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, in hex, over what the samples hold, labels included."""
+        digest = hashlib.sha256()
+        for number in self._numbers:
+            digest.update(self._digests[number])
+        labels = self.labels
+        if labels is not None:
+            digest.update(labels.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def origin(self) -> str:
+        """For people: what it is and how much, e.g. "calibration/ (96 pictures)"."""
+        noun = self._noun[:-1] if len(self) == 1 else self._noun
+        return f"{self._name} ({len(self)} {noun})" if self._noun else self._name
+
+    def batches(self, rows: int) -> Iterator[Sample]:
+        """The samples in order, as batches by input name.
+
+        Args:
+            rows: of a batch at most. A batch is shorter at the end, and where the next sample has another shape; where the
+                model has no batch dimension it is one sample.
+
+        Raises:
+            BuildError: a sample cannot be read; names it.
+        """
+        if not self.batched:
+            yield from map(self._read, self._numbers)
+            return
+        waiting: list[Sample] = []
+        for number in self._numbers:
+            sample = self._read(number)
+            if waiting and _shapes(sample) != _shapes(waiting[0]):
+                yield _stacked(waiting)
+                waiting = []
+            waiting.append(sample)
+            if len(waiting) == rows:
+                yield _stacked(waiting)
+                waiting = []
+        if waiting:
+            yield _stacked(waiting)
+
+    def head(self, count: int) -> Samples:
+        """The first `count` samples, or all if there are fewer."""
+        return self._part(self._numbers[:count])
+
+    def split(self, share: float) -> tuple[Samples, Samples]:
+        """All but the last `share` (0..1) of the samples, and that last share; each has one sample at least.
+
+        Raises:
+            BuildError: there are fewer than two.
+        """
+        if len(self) < 2:
+            raise BuildError(f"{self.origin}: one sample cannot be divided into two parts: add samples")
+        cut = min(max(len(self) - round(share * len(self)), 1), len(self) - 1)
+        return self._part(self._numbers[:cut]), self._part(self._numbers[cut:])
+
+    def without(self, others: Samples) -> Samples:
+        """Those that are not among others, by content."""
+        known = {others._digests[number] for number in others._numbers}
+        return self._part([number for number in self._numbers if self._digests[number] not in known])
+
+    def _part(self, numbers: Sequence[int]) -> Samples:
+        return Samples(
+            self._read,
+            self._digests,
+            self._name,
+            self._noun,
+            labels=self._labels,
+            batched=self.batched,
+            numbers=numbers,
+        )
+
+
+def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequence[int]] | None = None) -> Samples:
+    """Noise for a model whose owner gave no samples; the same every time.
+
+    Floats are standard normal, or what noise in the pixels becomes where the model takes pictures; UINT8 and INT8 fill their
+    range; other whole numbers are 0 or 1, which are indices into any table and masks as well; text is "0" or "1".
+
+    Args:
+        config: complete.
+        count: how many samples.
+        shapes: by input with free dimensions its shape without the batch dimension; a dimension told by nobody is 1.
+    """
+    layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in layouts_of(config).items()}
+    picture = config.preprocess
+    mean, deviation = 0.0, 1.0
+    if picture is not None:
+        mean = (_PIXELS / 2 - float(np.mean(picture.mean))) / float(np.mean(picture.std))
+        deviation = _PIXELS / np.sqrt(12.0) / abs(float(np.mean(picture.std)))
+
+    def read(number: int) -> Sample:
+        random = np.random.default_rng([SEED, number])
+        sample = {}
+        for name, layout in layouts.items():
+            values = _noise(random, layout)
+            if values.dtype.kind == "f" and picture is not None and picture.input in ("", name):
+                values = (values * deviation + mean).astype(values.dtype)
+            sample[name] = values
+        return sample
+
+    told = repr([(name, layout.shape, str(layout.dtype)) for name, layout in layouts.items()] + [mean, deviation])
+    digests = [hashlib.sha256(f"random {SEED} {number} {told}".encode()).digest() for number in range(count)]
+    batched = all(layout.batched for layout in layouts.values())
+    return Samples(read, digests, "random inputs", "", batched=batched)
+
+
+def content_digest(sample: Sample, *more: object) -> bytes:
+    """SHA-256 over a sample's names, types, shapes and values, and over the text of `more`."""
+    digest = hashlib.sha256()
+    for name, array in sorted(sample.items()):
+        content = repr(array.tolist()).encode() if array.dtype.kind == "O" else np.ascontiguousarray(array).tobytes()
+        digest.update(repr((name, array.dtype.str, array.shape, len(content))).encode())
+        digest.update(content)
+    digest.update(repr(more).encode())
+    return digest.digest()
+
+
+def _noise(random: np.random.Generator, layout: InputLayout) -> Array:
+    dtype, shape = layout.dtype, layout.shape
+    if dtype.kind == "O":
+        return random.integers(0, 2, shape).astype(str).astype(object)
+    if dtype.kind == "f":
+        return random.standard_normal(shape).astype(dtype)
+    if dtype.itemsize == 1 and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    return random.integers(0, 2, shape).astype(dtype)
+
+
+def _shapes(sample: Sample) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in sample.items()}
+
+
+def _stacked(samples: list[Sample]) -> Sample:
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -1,0 +1,180 @@
+"""Output in terminals: numbers as text, tables that fit the width, progress bars.
+
+Where a table is too wide, columns are left out by rank, and the name of a row is the last text that is broken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from headrace.core.console import PIPE_WIDTH, fit_title, is_pipe
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from headrace_engines.progress import Report
+
+
+def milliseconds(time_us: float) -> str:
+    """A time for people: "0.043 ms", "12.3 ms", "1,520 ms"."""
+    if not math.isfinite(time_us):
+        return "-"
+    time_ms = time_us / 1e3
+    return f"{time_ms:,.0f} ms" if time_ms >= 1000 else f"{time_ms:.3g} ms" if time_ms >= 0.1 else f"{time_ms:.3f} ms"
+
+
+def rate(rows_per_s: float) -> str:
+    """A throughput for people: "19.4", "41,200"."""
+    return f"{rows_per_s:,.0f}" if rows_per_s >= 100 else f"{rows_per_s:.3g}"
+
+
+def size(size_bytes: int) -> str:
+    """Decimal megabytes or kilobytes: "102.0 MB", "154 kB", "1.5 kB"."""
+    if size_bytes >= 1e6:
+        return f"{size_bytes / 1e6:,.1f} MB"
+    return f"{size_bytes / 1e3:.0f} kB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:.1f} kB"
+
+
+def plain(text: str) -> str:
+    """Without what a terminal would obey: names in a model may hold anything."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+_GAP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A column.
+
+    Attributes:
+        text: above it.
+        number: to the right.
+        wraps: its text may break between words.
+        rank: columns with the highest go first where there is no room; 0: it stays.
+    """
+
+    text: str
+    number: bool = False
+    wraps: bool = False
+    rank: int = 0
+
+
+def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text]], width: int) -> Table:
+    """A table that is `width` characters wide at most, without columns in which no row tells anything.
+
+    Where it is too wide, the gaps shrink, then columns go by rank. A name in the first column stays whole up to half of the
+    width.
+
+    Args:
+        title: above it.
+        headings: the columns; the first one names the row.
+        rows: as many cells as there are columns; a cell may have several lines.
+        width: of the console; in a pipe's a cell has one line.
+    """
+    if width >= PIPE_WIDTH:
+        rows = [[Text(", ").join(cell.split("\n")) for cell in row] for row in rows]
+    shown = [column for column in range(len(headings)) if any(row[column].plain for row in rows)]
+    least = [_widest(heading, [row[i] for row in rows], heading.wraps) for i, heading in enumerate(headings)]
+    most = [_widest(heading, [row[i] for row in rows], False) for i, heading in enumerate(headings)]
+    least[0] = min(least[0], width // 2)
+    gap = _GAP
+    while (spare := width - sum(least[column] + gap for column in shown) + gap) < 0:
+        expendable = max(shown, key=lambda column: headings[column].rank)
+        if gap > 1:
+            gap -= 1
+        elif headings[expendable].rank:
+            shown.remove(expendable)
+        else:
+            break
+    # The box draws one of the gap's characters.
+    table = Table(title=Text(title, "bold"), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.padding = (0, gap - 1, 0, 0)
+    table.title_justify = table.caption_justify = "left"
+    for column in shown:
+        more = min(max(spare, 0), most[column] - least[column])
+        spare -= more
+        justify = "right" if headings[column].number else "left"
+        table.add_column(headings[column].text, justify=justify, overflow="fold", max_width=least[column] + more)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(row[column] for column in shown))
+    return fit_title(table, width)
+
+
+def _widest(heading: Heading, cells: Sequence[Text], words: bool) -> int:
+    texts = [heading.text, *(cell.plain for cell in cells)]
+    return max(cell_len(piece) for text in texts for piece in (text.split() if words else text.split("\n")) or [""])
+
+
+# Bars at once: fewer than any terminal has lines, for what does not fit is not drawn.
+_SHOWN = 8
+
+
+_BAR_WIDTH = 16
+
+
+class BuildDisplay:
+    """A bar a model with the phase it is in; silent where nobody watches (no terminal).
+
+    Args:
+        console: where to draw.
+        names: of the models, in order.
+    """
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", table_column=Column(overflow="fold")),
+            BarColumn(_BAR_WIDTH),
+            TaskProgressColumn(table_column=Column(no_wrap=True, min_width=4)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+            # Takes the room that the others leave: a phase may be cut short, a model's name and the time may not.
+            TextColumn("[dim]{task.fields[note]}", table_column=Column(no_wrap=True, ratio=1)),
+            console=console,
+            disable=not console.is_terminal or is_pipe(console),
+            expand=True,
+        )
+        self._names = list(names)
+        self._tasks: dict[str, TaskID] = {
+            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=place < _SHOWN)
+            for place, name in enumerate(names)
+        }
+
+    def __enter__(self) -> BuildDisplay:
+        try:
+            self._progress.start()
+        except BaseException:
+            # Ctrl-C while the first picture is drawn: the cursor must come back.
+            self._progress.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def report(self, name: str) -> Report:
+        """Begin with a model; what is returned moves its bar."""
+        task = self._tasks[name]
+        first = max(min(self._names.index(name) - _SHOWN // 2, len(self._names) - _SHOWN), 0)
+        for place, other in enumerate(self._names):
+            self._progress.update(self._tasks[other], visible=first <= place < first + _SHOWN)
+        self._progress.start_task(task)
+        return lambda done, note: self._progress.update(task, completed=done, note=escape(note))
+
+    def finish(self, name: str, note: str) -> None:
+        """Complete the bar of a model.
+
+        Args:
+            name: The model.
+            note: Its last phase, e.g. "built" or "failed".
+        """
+        self._progress.update(self._tasks[name], completed=1.0, note=note)
+        self._progress.stop_task(self._tasks[name])

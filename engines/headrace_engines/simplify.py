@@ -1,0 +1,327 @@
+"""From a model as it was exported to one that every later pass understands: constants folded, batch norms in the convolutions.
+
+The work is ONNX Runtime's (its "basic" graph optimisations, which write ONNX's own operators); what it leaves is done here:
+one operator set for all models, sums of two as additions, affine steps merged, a name for every node.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper, version_converter
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import Array, Graph, copy_model, write_onnx
+
+# LayerNormalization is one operator from 17 on; TensorRT 10 and 11 read it and all that come later.
+OPSET = 17
+# The file format of opset 17; ONNX Runtime has read it since 1.12.
+_IR_VERSION = 8
+# ONNX Runtime's fusions that would lose the name of a node or put reshapes around a matrix product.
+_LEFT_OUT = ["MatMulAddFusion"]
+_STANDARD = ("", "ai.onnx")
+_HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+# What ONNX Runtime keeps in memory beyond this, it writes beside the file.
+_LARGE_BYTES = 1 << 30
+
+
+def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same function in fewer and better known operators.
+
+    Constants are folded, batch norms, scales and shifts are fused into convolutions, identities and dropouts are gone, every
+    node has a name of its own (its old one where it had one), the operator set is 17 or later. Inputs, outputs and their
+    shapes stay. Initializers that are also inputs become constants.
+
+    Args:
+        model: stays as it is.
+
+    Raises:
+        BuildError: an operator is unknown or used wrongly; names it, its node and what to do.
+    """
+    graph = Graph(_prepared(model))
+    _sums_to_additions(graph)
+    simple = _optimized(graph.finish())
+    simple = raise_opset(simple, OPSET)
+    graph = Graph(simple)
+    _fold_casts(graph)
+    _merge_affine(graph)
+    _biased_products_to_gemm(graph)
+    _plain_gemm(graph)
+    simple = graph.finish()
+    for field in ("input", "output"):
+        given = [v for v in getattr(model.graph, field) if v.name not in {t.name for t in model.graph.initializer}]
+        del getattr(simple.graph, field)[:]
+        getattr(simple.graph, field).extend(given)
+    del simple.metadata_props[:]
+    simple.metadata_props.extend(model.metadata_props)
+    simple.doc_string, simple.graph.name = model.doc_string, model.graph.name or "graph"
+    _name_nodes(simple)
+    _drop_unused_domains(simple)
+    return simple
+
+
+def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """The model in ONNX's operator set `version`, or as it is if its own is as late.
+
+    Raises:
+        BuildError: an operator has no counterpart.
+    """
+    own = next((o.version for o in model.opset_import if o.domain in _STANDARD), version)
+    if own >= version:
+        return model
+    try:
+        converted = version_converter.convert_version(model, version)
+    except Exception as error:  # the converter's exceptions share no other base
+        reason = str(error).strip().partition("\n")[0]
+        cure = f"export the model with opset {version} or later"
+        raise BuildError(
+            f"opset {own} cannot be converted to {version}{_where(model, reason)}: {reason}: {cure}"
+        ) from error
+    raised = copy_model(model)
+    raised.graph.CopyFrom(converted.graph)
+    raised.ir_version = max(raised.ir_version, _IR_VERSION if version <= OPSET else _IR_VERSION + 1)
+    for entry in raised.opset_import:
+        if entry.domain in _STANDARD:
+            entry.version = version
+    _constants_to_initializers(raised)
+    return raised
+
+
+def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy with a name for every node and no constant among its inputs."""
+    copied = copy_model(model)
+    constants = {tensor.name for tensor in copied.graph.initializer}
+    inputs = [value for value in copied.graph.input if value.name not in constants]
+    del copied.graph.input[:]
+    copied.graph.input.extend(inputs)
+    copied.ir_version = max(copied.ir_version, _IR_VERSION)
+    _name_nodes(copied)
+    return copied
+
+
+def _name_nodes(model: onnx.ModelProto) -> None:
+    """Give nodes without a name, or with another's, that of their first output."""
+    taken: set[str] = set()
+    for node in model.graph.node:
+        base = node.name if node.name and node.name not in taken else next(filter(None, node.output), node.op_type)
+        name, number = base, 0
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        node.name = name
+        taken.add(name)
+
+
+def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
+    """What ONNX Runtime's basic optimisations make of it."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.intra_op_num_threads = 1
+    domains = {node.domain for node in model.graph.node}
+    with tempfile.TemporaryDirectory(prefix="headrace-") as name:
+        folder = Path(name)
+        try:
+            write_onnx(model, folder / "given.onnx")
+            options.optimized_model_filepath = str(folder / "simple.onnx")
+            if model.ByteSize() > _LARGE_BYTES:
+                external = "session.optimized_model_external_initializers_file_name"
+                options.add_session_config_entry(external, "simple.data")
+            given = str(folder / "given.onnx")
+            ort.InferenceSession(given, options, providers=["CPUExecutionProvider"], disabled_optimizers=_LEFT_OUT)
+            simple = onnx.load_model(folder / "simple.onnx")
+        except OSError as error:
+            raise BuildError(f"the model cannot be written to {folder.parent}: {error}: make room there") from error
+        except Exception as error:  # the binding's exceptions share no other base
+            # Less the binding's code and our temporary file.
+            reason = re.sub(
+                r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from \S+ failed: ?)?", "", str(error).strip()
+            )
+            reason = reason.partition("\n")[0]
+            where = _where(model, reason)
+            raise BuildError(f"ONNX Runtime cannot load the model{where}: {reason}: {_cure(reason)}") from error
+    foreign = {node.domain for node in simple.graph.node} - domains - set(_STANDARD)
+    if foreign:
+        raise BuildError(
+            f"ONNX Runtime has written operators of {', '.join(sorted(foreign))}: install another version of it"
+        )
+    return simple
+
+
+def _where(model: onnx.ModelProto, reason: str) -> str:
+    """ " at node 'x' (Foo)" for the node that a message of ONNX Runtime is about, "" if it cannot be told."""
+
+    def told(word: str) -> bool:
+        return bool(word) and re.search(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", reason) is not None
+
+    nodes = list(model.graph.node)
+    by_name = (node for node in nodes if told(node.name))
+    by_operator = (node for node in nodes if told(node.op_type))
+    found = next(by_name, None) or next(by_operator, None)
+    if found is None:
+        return ""
+    operator = f"{found.domain}:{found.op_type}" if found.domain not in _STANDARD else found.op_type
+    return f" at node '{found.name}' ({operator})"
+
+
+def _cure(reason: str) -> str:
+    if any(sign in reason for sign in ("not a registered", "No Op registered", "Could not find an implementation")):
+        return "export the model without this operator, or write it as an ONNX function of standard operators"
+    return "check it with onnx.checker.check_model(model, full_check=True) and export it anew"
+
+
+def _sums_to_additions(graph: Graph) -> None:
+    """Sum of two tensors is what old exporters call an Add; of one, nothing."""
+    for node in graph.nodes:
+        if node.op_type == "Sum" and node.domain in _STANDARD and len(node.input) < 3:
+            node.op_type = "Add" if len(node.input) == 2 else "Identity"
+
+
+def _constants_to_initializers(model: onnx.ModelProto) -> None:
+    """The Constant nodes that raising the opset leaves."""
+    kept = []
+    for node in model.graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
+        if value is None:
+            kept.append(onnx.NodeProto.FromString(node.SerializeToString()))
+        else:
+            model.graph.initializer.add().CopyFrom(value)
+            model.graph.initializer[-1].name = node.output[0]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def _fold_casts(graph: Graph) -> None:
+    """Constants of 16 bits that are cast become FP32.
+
+    ONNX Runtime has no FP16 kernels for CPUs: it writes such a model in FP32, and casts the weights whenever it runs.
+    """
+    done = set()
+    for node in [node for node in graph.nodes if node.op_type == "Cast" and node.output[0] not in graph.outputs]:
+        values = graph.constant(node.input[0])
+        if values is None or graph.element_type(node.input[0]) not in _HALVES:
+            continue
+        if graph.attribute(node, "to") == TensorProto.FLOAT:
+            tensor = numpy_helper.from_array(values.astype(np.float32), node.output[0])
+            graph.model.graph.initializer.append(tensor)
+            done.add(node.name)
+    _drop(graph, done)
+
+
+def _merge_affine(graph: Graph) -> None:
+    """A scale or shift by channel behind a batch norm becomes the batch norm's own."""
+    merged = set()
+    for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
+        while (step := _only_reader(graph, norm.output[0])) is not None and step.op_type in ("Mul", "Add"):
+            scale, shift = graph.constant(norm.input[1]), graph.constant(norm.input[2])
+            if scale is None or shift is None:
+                break
+            other = step.input[1] if step.input[0] == norm.output[0] else step.input[0]
+            term = _by_channel(graph, graph.constant(other), norm.output[0], len(scale))
+            if term is None:
+                break
+            scale, shift = (scale * term, shift * term) if step.op_type == "Mul" else (scale, shift + term)
+            graph.rewire(norm, 1, graph.add_constant(f"{norm.name}_scale", scale))
+            graph.rewire(norm, 2, graph.add_constant(f"{norm.name}_bias", shift))
+            norm.output[0] = step.output[0]
+            merged.add(step.name)
+    _drop(graph, merged)
+
+
+def _drop(graph: Graph, names: set[str]) -> None:
+    """Take nodes out whose outputs others make now, all at once."""
+    if names:
+        kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
+        del graph.model.graph.node[:]
+        graph.model.graph.node.extend(kept)
+        graph.sort()
+
+
+def _only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
+    readers = graph.consumers(tensor)
+    alone = len(readers) == 1 and tensor not in graph.outputs and list(readers[0].input).count(tensor) == 1
+    return readers[0] if alone else None
+
+
+def _by_channel(graph: Graph, values: Array | None, tensor: str, channels: int) -> Array | None:
+    """A constant that is added to or multiplied with [N, C, ...], as [C]; None if it is not one value a channel."""
+    shape = graph.shape(tensor)
+    if values is None or shape is None:
+        return None
+    full = (1,) * (len(shape) - values.ndim) + values.shape
+    if len(full) != len(shape) or full[0] != 1 or math.prod(full[2:]) != 1 or full[1] not in (1, channels):
+        return None
+    return np.broadcast_to(values.reshape(-1), (channels,)).copy()
+
+
+def _biased_products_to_gemm(graph: Graph) -> None:
+    """A product of matrices and a bias by column is one Gemm, for which there are kernels that add the bias."""
+    done = set()
+    for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
+        step = _only_reader(graph, node.output[0])
+        weight, left = graph.shape(node.input[1]), graph.shape(node.input[0])
+        if (
+            step is None
+            or step.op_type != "Add"
+            or weight is None
+            or left is None
+            or len(left) != 2
+            or len(weight) != 2
+        ):
+            continue
+        bias = step.input[1] if step.input[0] == node.output[0] else step.input[0]
+        constant = graph.is_constant(node.input[1]) and graph.is_constant(bias)
+        if constant and graph.shape(bias) in ((weight[1],), (1, weight[1])):
+            node.op_type = "Gemm"
+            node.input.append(bias)
+            node.output[0] = step.output[0]
+            done.add(step.name)
+    _drop(graph, done)
+
+
+def _plain_gemm(graph: Graph) -> None:
+    """Gemm's factors go into its constants, and its bias becomes one value a column."""
+    for node in graph.nodes:
+        weight = graph.constant(node.input[1]) if node.op_type == "Gemm" else None
+        if weight is None or weight.dtype != np.float32:
+            continue
+        alpha, beta = graph.attribute(node, "alpha", 1.0), graph.attribute(node, "beta", 1.0)
+        columns = weight.shape[0 if graph.attribute(node, "transB", 0) else 1]
+        bias = graph.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(columns, np.float32)
+        if alpha != 1.0:
+            graph.rewire(node, 1, graph.add_constant(f"{node.name}_weight", weight * np.float32(alpha)))
+            _set_float(node, "alpha", 1.0)
+        if bias is None or bias.size not in (1, columns) or bias.shape[:-1] not in ((), (1,)):
+            continue
+        if len(node.input) > 2 and (beta != 1.0 or bias.shape != (columns,)):
+            whole = np.broadcast_to(bias.reshape(-1) * np.float32(beta), (columns,))
+            graph.rewire(node, 2, graph.add_constant(f"{node.name}_bias", whole))
+            _set_float(node, "beta", 1.0)
+
+
+def _set_float(node: onnx.NodeProto, name: str, value: float) -> None:
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute(name, value)])
+
+
+def _drop_unused_domains(model: onnx.ModelProto) -> None:
+    """Forget operator sets that ONNX Runtime lists but no node uses, and functions that it has written out."""
+    used = {domain for graph in _graphs(model.graph) for domain in (node.domain for node in graph.node)}
+    kept = [o for o in model.opset_import if o.domain in _STANDARD or o.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    functions = [f for f in model.functions if f.domain in used]
+    del model.functions[:]
+    model.functions.extend(functions)
+
+
+def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
+    inner = [g for node in graph.node for a in node.attribute for g in (a.g, *a.graphs) if g.node]
+    return [graph, *(deeper for g in inner for deeper in _graphs(g))]

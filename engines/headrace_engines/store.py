@@ -1,0 +1,534 @@
+"""The store of built engines, each under the digest of all that defines it, complete or absent; and publishing from it.
+
+<root>/<key>/model.<key12>.onnx | .plan, stamp.json    an entry; appears by one rename
+<root>/locks/<key>.lock                                held while the entry is built; the lock ends with the process that holds it
+<root>/scratch/<random>/, <random>.lock                work in progress; removed once its builder has ended
+<root>/tables/, <root>/timing/                         calibration tables, TensorRT's timing caches
+
+Two builders of one engine, in threads or processes: the second waits in `building` and then reads the first one's entry.
+
+Publishing puts an artefact beside its model, so that a reader of the folder always sees the old one or the new one, complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.config.durable import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
+from headrace.config.machine import Machine
+from headrace.config.serving_plan import engine_folder
+from headrace.config.stamps import (
+    Stamp,
+    artefact_name,
+    artefact_problem,
+    is_artefact_name,
+    onnx_digest,
+    put_stamp,
+    read_stamps,
+)
+from headrace.core.errors import ConfigError
+
+from headrace_engines.errors import BuildError
+from headrace_engines.project import Project
+from headrace_engines.report.terminal import size
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+# A disk with less than this is full for a builder.
+_LEAST_FREE_BYTES = 1 << 20
+
+
+CURE = "name another place with --cache"
+
+
+def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CURE) -> BuildError:
+    """What to raise for an OSError.
+
+    Args:
+        error: that came of writing.
+        path: what was written, where the error itself does not tell.
+        needed_bytes: that have to be free there, 0 where it is not known.
+        cure: what else could be done.
+    """
+    place = next(reversed(_places(error)), path)
+    if error.errno in _FULL:
+        return BuildError(_full(place, needed_bytes, cure))
+    if error.errno == errno.EFBIG:
+        needed = f", {size(needed_bytes)} are needed" if needed_bytes else ""
+        return BuildError(f"{place} would be larger than a file may be here{needed}: raise `ulimit -f`, or {cure}")
+    if error.errno in _FORBIDDEN:
+        return BuildError(f"{place} cannot be written ({error.strerror}): check its permissions, or {cure}")
+    return BuildError(f"{place} cannot be used ({error.strerror or error}): check the disk, or {cure}")
+
+
+@contextmanager
+def told_if_full(folder: Path) -> Iterator[None]:
+    """Turn whatever is raised in this block into a BuildError if it comes of the folder's file system.
+
+    Libraries tell of a full disk in words of their own, or write short files; that the disk is full then is what counts.
+
+    Raises:
+        BuildError: the disk is full, or something in the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if any(place.is_relative_to(folder) for place in _places(error)) or error.errno in (*_FULL, errno.EFBIG):
+            raise disk_error(error, folder) from error
+        raise
+    except Exception as error:
+        if free_bytes(folder) < _LEAST_FREE_BYTES:
+            raise BuildError(_full(folder, 0, CURE)) from error
+        raise
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on a folder's disk for this user; plenty where nobody can tell."""
+    for place in (folder, *folder.parents):
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            continue
+    return 1 << 62
+
+
+def _places(error: OSError) -> list[Path]:
+    """The files an error names: what was read or renamed, then what was written."""
+    return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
+
+
+def _full(place: Path, needed_bytes: int, cure: str) -> str:
+    needed = f"{size(needed_bytes)} are needed, " if needed_bytes else ""
+    free = size(free_bytes(place))
+    return f"{place}: the disk is full ({needed}{free} are free): make room, e.g. by `headrace engines gc`, or {cure}"
+
+
+DEFAULT_ROOT = Path("~/.cache/headrace/engines")
+
+
+ENTRY_FILE = "stamp.json"
+
+
+FORMAT = 1
+
+
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+_MAX_ENTRY_BYTES = 4 << 20
+
+
+# Not to be changed by anybody: a published artefact may be the same file.
+_ARTEFACT_MODE = 0o444
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An artefact in the store.
+
+    Attributes:
+        key: of the store.
+        path: of the artefact.
+        sha256: of the artefact.
+        size_bytes: of the artefact.
+        facts: what was given to `add`, and artefact_sha256 and size_bytes.
+        used_s: when it was last found or added, seconds since the epoch.
+    """
+
+    key: str
+    path: Path
+    sha256: str
+    size_bytes: int
+    facts: Mapping[str, Any]
+    used_s: float = field(compare=False)
+
+
+class Store:
+    """The store in a folder, which is made when something is written.
+
+    Threads may share one; `self._lock` guards what is remembered of keys and files.
+
+    Args:
+        root: the folder; "~" is the user's.
+
+    Raises:
+        BuildError: there is no such user.
+    """
+
+    def __init__(self, root: Path) -> None:
+        try:
+            self.root = root.expanduser().absolute()
+        except RuntimeError:
+            raise BuildError(f"{root} cannot be found: name the folder of the store with --cache") from None
+        self._lock = threading.Lock()
+        self._builders: dict[str, int] = {}
+        self._checked: set[tuple[str, int, int, int]] = set()
+
+    @staticmethod
+    def key(parts: Mapping[str, object]) -> str:
+        """SHA-256, in hex, of what makes an artefact what it is.
+
+        Args:
+            parts: plain data by name, in any order.
+        """
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+    @property
+    def tables(self) -> Path:
+        """The folder of calibration tables."""
+        return self._folder("tables")
+
+    def timing_cache(self, machine: Machine) -> Path:
+        """Where kernels measured on a machine are remembered; the file may not be there yet."""
+        parts = (machine.target, machine.version, machine.device, machine.capability, str(machine.driver))
+        return self._folder("timing") / (re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts)) + ".cache")
+
+    def keys(self) -> list[str]:
+        """Of everything that has a place in the store, sound or not; sorted."""
+        try:
+            return sorted(name for name in os.listdir(self.root) if _KEY.fullmatch(name))
+        except OSError:
+            return []
+
+    def find(self, key: str) -> Entry | None:
+        """The entry of a key if it is there and as it was built; the first time the whole artefact is read for that."""
+        try:
+            entry = self.read(key)
+        except BuildError:
+            return None
+        state = entry.path.stat(follow_symlinks=False) if entry.path.exists() else None
+        known = None if state is None else (entry.sha256, state.st_ino, state.st_mtime_ns, state.st_size)
+        with self._lock:
+            checked = known in self._checked
+        if artefact_problem(entry.path, entry.size_bytes, "" if checked else entry.sha256):
+            return None
+        if known is not None:
+            with self._lock:
+                self._checked.add(known)
+        with suppress(OSError):  # a store that is only read has nothing to sweep by age either
+            os.utime(entry.path.with_name(ENTRY_FILE))
+        return entry
+
+    def read(self, key: str) -> Entry:
+        """What is noted of an entry; the artefact itself is not looked at.
+
+        Raises:
+            BuildError: nothing is there, or it cannot be read.
+        """
+        path = self._place(key) / ENTRY_FILE
+        try:
+            with path.open("rb") as stream:
+                used_s = os.fstat(stream.fileno()).st_mtime
+                content = stream.read(_MAX_ENTRY_BYTES + 1)
+            told: Any = json.loads(content) if len(content) <= _MAX_ENTRY_BYTES else None
+        except OSError as error:
+            raise BuildError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            told = None
+        match told:
+            case {
+                "format": 1,
+                "artefact": str(name),
+                "artefact_sha256": str(sha256),
+                "size_bytes": int(size_bytes),
+            } if isinstance(told.get("facts"), dict) and name == artefact_name(key, Path(name).suffix):
+                facts = {**told["facts"], "artefact_sha256": sha256, "size_bytes": size_bytes}
+                return Entry(key, path.with_name(name), sha256, size_bytes, facts, used_s)
+        raise BuildError(f"{path} is not what a builder writes: remove {path.parent}")
+
+    @contextmanager
+    def building(self, key: str, waits: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Be the only builder of a key; who had to wait finds the entry now. May be nested in one thread.
+
+        Args:
+            key: of what is built.
+            waits: told, in words, if another builder is at it.
+
+        Raises:
+            BuildError: the store cannot be written or locked.
+        """
+        with self._lock:
+            nested = self._builders.get(key) == threading.get_ident()
+        if nested:
+            yield
+            return
+        path = self._lock_file(key)
+        with ExitStack() as stack:
+            try:
+                descriptor = stack.enter_context(locked(path, lambda: _tell(waits, path)))
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            except OSError as error:
+                raise disk_error(error, path) from error
+            with self._lock:
+                self._builders[key] = threading.get_ident()
+            try:
+                yield
+            finally:
+                with self._lock:
+                    del self._builders[key]
+                with suppress(OSError):  # still held: who waits for it finds that it has gone, and makes a new one
+                    path.unlink()
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty folder on the store's file system, gone afterwards; those of dead builders are swept first.
+
+        Raises:
+            BuildError: the store cannot be written, or the disk got full meanwhile, whoever noticed.
+        """
+        place = self._folder("scratch")
+        self.sweep()
+        folder = place / secrets.token_hex(8)
+        lock = folder.with_suffix(".lock")
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(lock))
+                stack.callback(lock.unlink, missing_ok=True)
+                folder.mkdir()
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            except OSError as error:
+                raise disk_error(error, folder) from error
+            with told_if_full(self.root):
+                yield folder
+
+    def add(self, key: str, artefact: Path, facts: Mapping[str, object]) -> Entry:
+        """Take an artefact in, in place of what may be there.
+
+        Args:
+            key: of the artefact.
+            artefact: its file; moved if it lies in a scratch folder of this store, else copied.
+            facts: plain data, for `Entry.facts`.
+
+        Raises:
+            BuildError: the disk is full, the store cannot be written, or the artefact is spread over several files.
+        """
+        name = artefact_name(key, artefact.suffix)
+        if not name:
+            raise ValueError(f"an artefact is called .onnx or .plan, not {artefact.name}")
+        if artefact.with_name(artefact.name + ".data").exists():
+            raise BuildError(f"{artefact.name} is larger than the 2 GB of one ONNX file: build for TensorRT instead")
+        with self.building(key), self.scratch() as scratch:
+            entry = scratch / "entry"
+            entry.mkdir()
+            self._take(artefact, entry / name)
+            try:
+                sha256 = onnx_digest(entry / name)
+            except ConfigError as error:
+                raise BuildError(f"the artefact is not whole: {error}") from error
+            told = {
+                "format": FORMAT,
+                "key": key,
+                "artefact": name,
+                "artefact_sha256": sha256,
+                "size_bytes": (entry / name).stat().st_size,
+                "facts": dict(facts),
+            }
+            write_durably(entry / ENTRY_FILE, (json.dumps(told, indent=2) + "\n").encode())
+            place = self._place(key)
+            # A folder that holds something cannot be replaced: what is there is damaged, or unwanted.
+            if place.exists():
+                place.rename(scratch / "old")
+            entry.rename(place)
+            sync(self.root)
+        return self.read(key)
+
+    def remove(self, key: str, dry_run: bool = False) -> int | None:
+        """Remove an entry, sound or not, unless somebody builds it.
+
+        Args:
+            key: of the entry.
+            dry_run: only tell.
+
+        Returns:
+            Bytes that this gives back, those of files that a repository publishes too left out; None if it is being built.
+
+        Raises:
+            BuildError: the store cannot be written.
+        """
+        place, lock = self._place(key), self._lock_file(key)
+        try:
+            with locked(lock, block=False):
+                freed_bytes = sum(state.st_size for state in _states(place) if state.st_nlink == 1)
+                if not dry_run:
+                    with self.scratch() as scratch:
+                        place.rename(scratch / "old")
+                lock.unlink(missing_ok=True)
+                return freed_bytes
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise disk_error(error, place) from error
+
+    def sweep(self) -> None:
+        """Remove what builders have left that were killed."""
+        for lock in sorted((self.root / "scratch").glob("*.lock")):
+            # Who lives holds the lock; what cannot be removed, the next one may remove.
+            with suppress(OSError), locked(lock, block=False):
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink()
+
+    def _take(self, artefact: Path, path: Path) -> None:
+        if artefact.resolve().is_relative_to((self.root / "scratch").resolve()):
+            artefact.replace(path)
+        else:
+            shutil.copyfile(artefact, path)
+        path.chmod(_ARTEFACT_MODE)
+        sync(path)
+
+    def _place(self, key: str) -> Path:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r:.80} is no key")
+        return self.root / key
+
+    def _lock_file(self, key: str) -> Path:
+        return self._folder("locks") / (self._place(key).name + ".lock")
+
+    def _folder(self, name: str) -> Path:
+        folder = self.root / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(error, folder) from error
+        return folder
+
+
+def _tell(waits: Callable[[str], None] | None, lock: Path) -> None:
+    if waits is not None:
+        try:
+            builder = f" (process {int(lock.read_bytes()[:20])})"
+        except (OSError, ValueError):
+            builder = ""
+        waits(f"waits for another builder of the same engine{builder}")
+
+
+def _states(folder: Path) -> list[os.stat_result]:
+    try:
+        return [path.lstat() for path in folder.iterdir()]
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return []
+        raise
+
+
+DEFAULT_STATE = Path("~/.cache/headrace/state")
+
+
+_CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
+
+
+# Another file system, or one without hard links, or a file of somebody else's.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
+    """Where a version's engine is published: beside its model, or in the state folder if the model's folder cannot be written.
+
+    The server looks into both.
+
+    Args:
+        project: the version.
+        state: the state folder; "~" is the user's.
+
+    Raises:
+        BuildError: neither can be written.
+    """
+    beside = project.version_folder
+    if os.access(beside, os.W_OK | os.X_OK):
+        return beside
+    folder = engine_folder(state.expanduser(), project.folder.path, project.version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cure = "name another folder with --state-dir (HEADRACE_STATE_DIR), the same for the server"
+        raise BuildError(
+            f"neither {beside} nor the state folder {state} can be written: {error.strerror}: {cure}"
+        ) from error
+    return folder
+
+
+def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
+    """Put the artefact there, then its stamp; then remove the artefacts that no stamp names.
+
+    The folder's lock is held, so that two builders follow one another and what a killed one left can be swept.
+
+    Args:
+        artefact: the file, in the store.
+        version_folder: <model>/<version>.
+        stamp: of the artefact.
+
+    Raises:
+        BuildError: the folder cannot be written, or the artefact is not the one of the stamp.
+    """
+    try:
+        with locked_folder(version_folder):
+            _remove(version_folder, is_temporary)
+            try:
+                _place(artefact, version_folder / stamp.artefact, stamp)
+                put_stamp(version_folder, stamp)
+            finally:
+                # Also where the stamp could not be written: its artefact must not stay behind.
+                with suppress(ConfigError):
+                    named = {one.artefact for one in read_stamps(version_folder)}
+                    _remove(version_folder, lambda name: is_artefact_name(name) and name not in named)
+    except ConfigError as error:
+        raise BuildError(str(error)) from error
+    except FileNotFoundError as error:
+        gone = version_folder if artefact.exists() else "the store"
+        raise BuildError(f"the engine cannot be published, {gone} has changed meanwhile: build again") from error
+    except OSError as error:
+        # The file's passing name, which the error has, tells nobody anything.
+        raise disk_error(OSError(error.errno, error.strerror), version_folder, stamp.size_bytes, _CURE) from error
+
+
+def _place(artefact: Path, path: Path, stamp: Stamp) -> None:
+    """Make `path` the artefact; left alone if it is that already, so that no watcher wakes."""
+    if not artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256):
+        return
+    temporary = temporary_name(path)
+    try:
+        _link_or_copy(artefact, temporary, stamp.size_bytes)
+        wrong = artefact_problem(temporary, stamp.size_bytes, stamp.artefact_sha256)
+        if wrong:
+            raise BuildError(f"the engine in the store is damaged: {artefact}: build it again with --rebuild")
+        temporary.replace(path)
+    finally:
+        # Renaming one name of a file to another of the same file leaves both.
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _link_or_copy(artefact: Path, path: Path, size_bytes: int) -> None:
+    try:
+        os.link(artefact, path)
+        return
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    if free_bytes(path.parent) < size_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    shutil.copyfile(artefact, path)
+    shutil.copymode(artefact, path)
+    sync(path)
+
+
+def _remove(folder: Path, which: Callable[[str], bool]) -> None:
+    for path in folder.iterdir():
+        if which(path.name) and not path.is_dir():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,29 @@
+"""The targets that a model is built for, and the choice among them."""
+
+from __future__ import annotations
+
+from headrace_engines.errors import BuildError
+from headrace_engines.targets.base import Target
+
+NAMES = ("auto", "onnxruntime", "tensorrt")
+
+
+def choose_target(name: str) -> Target:
+    """The target of a name; "auto": TensorRT where it and a GPU are, else ONNX Runtime.
+
+    Raises:
+        BuildError: TensorRT is asked for and not to be had; says what is missing.
+    """
+    from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
+
+    if name == "onnxruntime":
+        return OnnxRuntimeTarget()
+    from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
+
+    missing = available()
+    if not missing:
+        return TensorRtTarget()
+    if name == "tensorrt":
+        cure = "`make gpu-packages` installs TensorRT; --target onnxruntime builds for the CPU"
+        raise BuildError(f"engines for TensorRT cannot be built on this machine: {missing}: {cure}")
+    return OnnxRuntimeTarget()

@@ -1,0 +1,127 @@
+"""The contract between the build pipeline and what it builds for, on one screen.
+
+Target.describe() -> Machine                     what an artefact depends on besides the model and the specification
+Target.refuses(precision) -> str                 why this machine cannot have it, "" if it can
+Target.refuses_fp8_convolutions() -> str         why FP8 is for products alone here, "" if it is not
+Target.build(model, order, path, report)         from an ONNX model, already lowered to its precision, to the artefact's file
+Target.open(path) -> Engine                      ready to run, to be timed and to be looked into
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import onnx
+from headrace.config.machine import Machine
+from headrace.config.stamps import Timing
+
+from headrace_engines.progress import Report
+
+__all__ = ["Array", "Engine", "Layer", "Machine", "Order", "Runner", "ShapeRange", "Target", "Timing"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRange:
+    """One optimisation profile: by input the smallest, tuned and largest shape, batch dimension included."""
+
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a target needs to know besides the model.
+
+    Attributes:
+        precision: "fp32", "fp16", "bf16", "int8" or "fp8"; the model is already written in it.
+        profiles: at least one where an input has free dimensions.
+        workspace_bytes: scratch memory that may be used, None: no bound.
+        timing_cache: a file of measured kernels that may be read and is brought up to date, None: none.
+        calibrate: rows for TensorRT 10's own calibrator: the model is then FP32 and the target makes it INT8; None else.
+        calibration_table: where that calibrator keeps its table.
+    """
+
+    precision: str
+    profiles: tuple[ShapeRange, ...] = ()
+    workspace_bytes: int | None = None
+    timing_cache: Path | None = None
+    calibrate: tuple[dict[str, Array], ...] | None = None
+    calibration_table: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One step of a built engine.
+
+    Attributes:
+        name: as the engine calls it.
+        kind: e.g. "Conv", "CaskConvolution".
+        nodes: names of the ONNX nodes that it does, in order; empty for steps the builder added (reformats).
+        precision: of what it computes with, e.g. "int8", "fp16", "fp32".
+        tactic: the kernel, where the engine tells.
+        time_us: mean of one execution.
+        share: of the whole, 0..1.
+    """
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    precision: str
+    tactic: str
+    time_us: float
+    share: float
+
+
+class Runner(Protocol):
+    """Whatever answers."""
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name; inputs have their batch dimension."""
+
+
+class Engine(Runner, Protocol):
+    """An artefact that is loaded."""
+
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+        """Time executions of this batch for about so long; on a GPU as a CUDA graph, inputs on the device."""
+
+    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+        """What it consists of, in order, timed on this batch."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and scratch memory that it holds while it is loaded."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Target(Protocol):
+    """What can build and run artefacts on this machine."""
+
+    name: str
+    suffix: str
+
+    def describe(self) -> Machine:
+        """This machine."""
+
+    def refuses(self, precision: str) -> str:
+        """Why this machine cannot have artefacts of a precision, "" if it can."""
+
+    def refuses_fp8_convolutions(self) -> str:
+        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; asked where FP8 is not refused."""
+
+    def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
+        """Write the artefact.
+
+        Raises:
+            BuildError: an operator is not supported (named with its node), a profile does not fit, memory ran out.
+        """
+
+    def open(self, path: Path, source: onnx.ModelProto | None = None) -> Engine:
+        """Load an artefact; `source`, the model it was built from, lets `layers` name the ONNX nodes."""

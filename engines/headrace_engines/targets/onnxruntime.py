@@ -1,0 +1,496 @@
+"""ONNX Runtime on a CPU as a target: the artefact is an ONNX file that any CPU can load.
+
+ONNX Runtime fuses for the instructions of the machine when it loads a file. The fused graph is not written: a graph with AVX-512
+kernels in it is wrong on the next machine, while loading the portable one costs milliseconds more. Q/DQ pairs stay as they are
+for the same reason: the session turns them into integer kernels.
+
+Sessions are opened as the server opens them, all cores for one instance: threads that do not spin, everything fused.
+
+The profile is JSON, one event for each kernel and run (documented under "Profile performance" of ONNX Runtime). The names of its
+events are those of the nodes of the optimised graph, which the session writes to a file on request. That graph is traced back
+to the source in steps (see `headrace_engines.targets.lineage`): fully optimised -> fused, but without changes of layout -> artefact ->
+source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from headrace.config.machine import Machine, onnxruntime_machine
+from onnx import TensorProto, helper
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import read_onnx, write_onnx
+from headrace_engines.progress import Report
+from headrace_engines.targets.base import Array, Layer, Order, Timing
+from headrace_engines.targets.lineage import Lineage, compose, name_nodes, trace
+
+_WARM_UP_RUNS = 3
+
+
+_WARM_UP_SHARE = 0.2
+
+
+_FEWEST_RUNS = 3
+
+
+_MEMORY_TIMEOUT_S = 300.0
+
+
+_NODE = re.compile(
+    r"implementation for (?P<op>\S+)\(\d+\) node with name '(?P<node>[^']*)'"
+    r"|operator \((?P<op2>\S+)\) in node \((?P<node2>[^)]*)\)"
+    r'|In Node, \("(?P<node3>[^"]*)", (?P<op3>[^,]+),'
+    r"|Fatal error: (?P<op4>\S+?)\(-?\d+\) is not a registered"
+)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def session_options() -> ort.SessionOptions:
+    """As the server opens a model of one instance."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = cores()
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    options.log_severity_level = 4
+    return options
+
+
+def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session on the CPU.
+
+    Raises:
+        BuildError: ONNX Runtime cannot load the model; names the node where one is to blame, and what to do.
+    """
+    try:
+        return ort.InferenceSession(
+            str(model) if isinstance(model, Path) else model, options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # the binding's exceptions share no other base
+        raise BuildError(_load_failure(str(error))) from error
+
+
+def _load_failure(text: str) -> str:
+    found = _NODE.search(text)
+    reason = text.partition(" : ")[2] or text
+    if "serialization failed" in text:
+        return f"ONNX Runtime cannot write the optimised model: {reason}: is the disk full?"
+    if not found:
+        return f"ONNX Runtime cannot load the model: {reason}: check it with onnx.checker"
+    operator = next(value for name, value in found.groupdict().items() if name.startswith("op") and value)
+    node = next((value for name, value in found.groupdict().items() if name.startswith("node") and value), "")
+    place = f"node '{node}' ({operator})" if node else f"operator {operator}"
+    cure = "keep it in FP32, or write it with operators that ONNX Runtime has on CPUs"
+    return f"{place} cannot run on ONNX Runtime's CPU: {reason}: {cure}"
+
+
+class OnnxRuntimeEngine:
+    """A loaded ONNX file; see `headrace_engines.targets.base.Engine`.
+
+    Args:
+        path: of the file.
+        source: the model it was built from, None: the file itself.
+    """
+
+    def __init__(self, path: Path, source: onnx.ModelProto | None = None) -> None:
+        self._path = path
+        self._source = source
+        self._session = open_session(path, session_options())
+        self._inputs = {node.name: list(node.shape) for node in self._session.get_inputs()}
+        self._outputs = [node.name for node in self._session.get_outputs()]
+        self._largest: dict[str, tuple[int, ...]] = {}
+        self._memory_bytes: dict[str, int] = {}
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name.
+
+        Raises:
+            BuildError: the model refuses the inputs, or memory ran out.
+        """
+        self._note_shapes(inputs)
+        try:
+            return dict(zip(self._outputs, self._session.run(self._outputs, dict(inputs)), strict=True))
+        except Exception as error:
+            raise BuildError(f"{self._path.name} does not run on ONNX Runtime: {_first_line(error)}") from error
+
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+        """Time executions back to back, after a warm-up; a batch's rows are the first dimension of its first input."""
+        fed = dict(inputs)
+        started_ns = time.perf_counter_ns()
+        for _ in range(_WARM_UP_RUNS):
+            self.run(fed)
+            if time.perf_counter_ns() - started_ns > _WARM_UP_SHARE * seconds * 1e9:
+                break
+        taken_ns: list[int] = []
+        started_ns = now_ns = time.perf_counter_ns()
+        while len(taken_ns) < _FEWEST_RUNS or now_ns - started_ns < seconds * 1e9:
+            self._session.run(self._outputs, fed)
+            done_ns = time.perf_counter_ns()
+            taken_ns.append(done_ns - now_ns)
+            now_ns = done_ns
+        median_us, p99_us = np.percentile(np.array(taken_ns) / 1e3, (50, 99))
+        rows = rows_of(fed)
+        return Timing(rows, float(median_us), float(p99_us), rows * len(taken_ns) / ((now_ns - started_ns) / 1e9))
+
+    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+        """The kernels that ONNX Runtime runs, in order, timed on this batch by its own profiler."""
+
+        self._note_shapes(inputs)
+        return profile(self._path, self._source, inputs)
+
+    @property
+    def memory_bytes(self) -> int:
+        """By how much a fresh process grows that loads the file and runs the largest batch that was run here so far.
+
+        Raises:
+            BuildError: that process did not live to tell.
+        """
+        shapes = self._largest or {name: tuple(_fixed(size) for size in sizes) for name, sizes in self._inputs.items()}
+        asked = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
+        if asked not in self._memory_bytes:
+            # As a file, so that the child imports ONNX Runtime and nothing of ours; -P: nor what lies beside the file.
+            command = [sys.executable, "-P", str(Path(__file__).with_name("onnxruntime_memory.py"))]
+            try:
+                done = subprocess.run(
+                    command, input=asked, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S, check=True
+                )
+            except (subprocess.SubprocessError, OSError) as error:
+                told = (getattr(error, "stderr", "") or "").strip().rpartition("\n")[2]
+                raise BuildError(f"the memory of {self._path.name} cannot be measured: {told or error}") from error
+            self._memory_bytes[asked] = int(done.stdout)
+        return self._memory_bytes[asked]
+
+    def close(self) -> None:
+        """Drop the session."""
+        del self._session
+
+    def _note_shapes(self, inputs: Mapping[str, Array]) -> None:
+        if rows_of(inputs) > max((shape[0] for shape in self._largest.values() if shape), default=0):
+            self._largest = {name: tuple(array.shape) for name, array in inputs.items()}
+
+
+def rows_of(inputs: Mapping[str, Array]) -> int:
+    """The first dimension of the first input."""
+    first = next(iter(inputs.values()), None)
+    return int(first.shape[0]) if first is not None and first.ndim else 1
+
+
+def _fixed(size: object) -> int:
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).partition(" : ")[2] or str(error)).strip().partition("\n")[0]
+
+
+_SUFFIX = "_kernel_time"
+
+
+_PROFILE_WARM_UP_RUNS = 2
+
+
+_PROFILE_MIN_RUNS = 4
+
+
+_MOST_RUNS = 300
+
+
+_SECONDS = 0.6
+
+
+_PRECISIONS = {
+    "float": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "double": "fp64",
+    "int8": "int8",
+    "uint8": "int8",
+}
+
+
+_FLOATING = ("bfloat16", "float16", "float", "double")
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """One node of the optimised graph as the profile tells it; times in us."""
+
+    kind: str
+    provider: str
+    precision: str
+    times_us: list[float] = field(default_factory=list)
+
+
+def profile(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Array]) -> list[Layer]:
+    """Run an ONNX file under ONNX Runtime's profiler.
+
+    Args:
+        path: the file.
+        source: the model whose nodes are named; None: the file's own.
+        inputs: one batch.
+
+    Returns:
+        The kernels in the order in which they ran; the shares add up to 1.
+
+    Raises:
+        BuildError: it cannot be loaded or run, or the disk for temporary files is full.
+    """
+    artefact = name_nodes(read_onnx(path))
+    try:
+        with tempfile.TemporaryDirectory(prefix="headrace-profile-") as name:
+            folder = Path(name)
+            named = folder / "model.onnx"
+            write_onnx(artefact, named)
+            events = _events(named, folder, inputs)
+            optimised = onnx.load_model(folder / "all.onnx", load_external_data=False)
+            fused = name_nodes(_fused(named, folder))
+    except OSError as error:
+        raise BuildError(f"the profile of {path.name} cannot be written: {error.strerror or error}") from error
+    lineage = compose(trace(name_nodes(optimised), fused), trace(fused, artefact))
+    if source is not None:
+        lineage = compose(lineage, trace(artefact, name_nodes(source)))
+    return _layers(_kernels(events, optimised), optimised, lineage)
+
+
+def _events(named: Path, folder: Path, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
+    options = session_options()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    options.optimized_model_filepath = str(folder / "all.onnx")
+    session = open_session(named, options)
+    names = [node.name for node in session.get_outputs()]
+    started_s = time.monotonic()
+    runs = 0
+    while runs < _PROFILE_MIN_RUNS + _PROFILE_WARM_UP_RUNS or (
+        time.monotonic() - started_s < _SECONDS and runs < _MOST_RUNS
+    ):
+        try:
+            session.run(names, dict(inputs))
+        except Exception as error:
+            raise BuildError(f"ONNX Runtime cannot run the model: {str(error).partition(' : ')[2] or error}") from error
+        runs += 1
+    events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+    return events
+
+
+def _fused(named: Path, folder: Path) -> onnx.ModelProto:
+    options = session_options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(folder / "fused.onnx")
+    open_session(named, options)
+    return onnx.load_model(folder / "fused.onnx", load_external_data=False)
+
+
+def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[str, _Kernel]:
+    """By name, in the order of the last run; the main graph's alone: the time of an If is that of its branch."""
+    known = {node.name for node in optimised.graph.node}
+    kernels: dict[str, _Kernel] = {}
+    for run in list(_runs(events))[_PROFILE_WARM_UP_RUNS:]:
+        spent_us: dict[str, float] = defaultdict(float)
+        for event in run:
+            name = event["name"].removesuffix(_SUFFIX)
+            if name not in known:
+                continue
+            spent_us[name] += event["dur"]
+            if name not in kernels:
+                told = event.get("args", {})
+                kernels[name] = _Kernel(told.get("op_name", ""), told.get("provider", ""), _precision(told))
+        for name, time_us in spent_us.items():
+            kernels[name].times_us.append(time_us)
+    return kernels
+
+
+def _runs(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The kernels' events, run by run: a run's own event comes behind those of its kernels."""
+    run: list[dict[str, Any]] = []
+    for event in events:
+        if event.get("cat") == "Node" and event.get("name", "").endswith(_SUFFIX):
+            run.append(event)
+        elif event.get("name") == "model_run":
+            yield run
+            run = []
+
+
+def _precision(told: dict[str, Any]) -> str:
+    """Of what a kernel computes with: 8-bit integers where its first input has them, else the first floating type."""
+    types = [kind for kinds in (told.get("input_type_shape"), told.get("output_type_shape")) for kind in _types(kinds)]
+    if not types:
+        return ""
+    if types[0] in ("int8", "uint8") and told.get("op_name") != "Cast":
+        return "int8"
+    chosen = next((kind for kind in types if kind in _FLOATING), types[0])
+    return _PRECISIONS.get(chosen, chosen) if chosen in _FLOATING else chosen
+
+
+def _types(kinds: Any) -> list[str]:
+    return [kind for entry in kinds or () if isinstance(entry, dict) for kind in entry]
+
+
+def _layers(kernels: dict[str, _Kernel], optimised: onnx.ModelProto, lineage: Lineage) -> list[Layer]:
+    nodes = {node.name: node for node in optimised.graph.node}
+    means_us = {name: _middle_mean(kernel.times_us) for name, kernel in kernels.items()}
+    total_us = sum(means_us.values())
+    return [
+        Layer(
+            name=name,
+            kind=kernel.kind,
+            nodes=lineage.get(name, ()),
+            precision=kernel.precision,
+            tactic=_tactic(kernel.provider, nodes[name]),
+            time_us=means_us[name],
+            # The profiler counts whole microseconds: a graph of a few additions may take none.
+            share=means_us[name] / total_us if total_us else 1 / len(kernels),
+        )
+        for name, kernel in kernels.items()
+    ]
+
+
+def _middle_mean(times_us: list[float]) -> float:
+    """The mean without the fastest and the slowest quarter: a neighbour that took the core for a moment is not the kernel's."""
+    cut = len(times_us) // 4
+    return float(np.mean(sorted(times_us)[cut : len(times_us) - cut]))
+
+
+def _tactic(provider: str, node: onnx.NodeProto) -> str:
+    """Whose kernel it is and in which layout it works, e.g. "CPU NCHWc"."""
+    where = provider.removesuffix("ExecutionProvider")
+    if node.domain == "com.microsoft.nchwc":
+        return f"{where} NCHWc"
+    last = node.op_type.startswith("Nhwc") or any(a.name == "channels_last" and a.i for a in node.attribute)
+    return f"{where} NHWC" if last else where
+
+
+# ONNX Runtime writes its optimised graph as one protobuf, which holds 2 GiB; some room for what it adds.
+_MOST_REWRITTEN_BYTES = 2**31 - 2**24
+
+
+# What `Order.precision` "fp16" means for users; shown where precisions are compared.
+FP16_REMARK = "most CPUs compute FP16 by way of FP32: smaller, not faster"
+
+
+class OnnxRuntimeTarget:
+    """Builds for the CPU of this machine; see `headrace_engines.targets.base.Target`."""
+
+    name = "onnxruntime"
+    suffix = ".onnx"
+
+    def describe(self) -> Machine:
+        """This machine."""
+        return onnxruntime_machine()
+
+    def refuses(self, precision: str) -> str:
+        """FP8 always, BF16 where ONNX Runtime has no kernels for it; FP16 works, see `FP16_REMARK`."""
+        if precision == "fp8":
+            return "ONNX Runtime has no FP8 kernels for CPUs: use int8, or build on a GPU that has FP8"
+        if precision == "bf16" and (missing := _missing_bf16()):
+            return f"ONNX Runtime has no BF16 kernels for this CPU ({missing}): use int8 or fp32"
+        return ""
+
+    def refuses_fp8_convolutions(self) -> str:
+        """Always: nothing is FP8 here."""
+        return self.refuses("fp8")
+
+    def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
+        """Write the artefact; nothing is left behind when it fails.
+
+        Raises:
+            BuildError: an operator is not supported (named with its node), or the disk is full.
+        """
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name:
+                folder = Path(name)
+                report(0.0, "optimising for ONNX Runtime")
+                written = _optimised(model, folder) if order.precision == "fp32" else model
+                artefact = folder / path.name
+                write_onnx(written, artefact)
+                report(0.6, "loading the artefact")
+                open_session(artefact, session_options())
+                # The data before the model that names it.
+                for file in sorted(folder.glob(f"{path.name}*"), reverse=True):
+                    with file.open("rb") as stream:
+                        os.fsync(stream.fileno())
+                    file.replace(path.with_name(file.name))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            needs = f"it takes about {model.ByteSize() / 1e6:.0f} MB in {path.parent}"
+            raise BuildError(f"the artefact cannot be written: {reason}: {needs}") from error
+        report(1.0, "built")
+
+    def open(self, path: Path, source: onnx.ModelProto | None = None) -> OnnxRuntimeEngine:
+        """Load an artefact.
+
+        Raises:
+            BuildError: it cannot be loaded; says why.
+        """
+        return OnnxRuntimeEngine(path, source)
+
+
+def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    """What ONNX Runtime makes of a model without a thought of the hardware: constants folded, dead nodes gone."""
+    if model.ByteSize() > _MOST_REWRITTEN_BYTES:
+        return model
+    options = session_options()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    file = folder / "optimised.onnx"
+    options.optimized_model_filepath = str(file)
+    open_session(model.SerializeToString(), options)
+    optimised = read_onnx(file)
+    file.unlink()
+    _drop_unused_opsets(optimised)
+    return optimised
+
+
+def _drop_unused_opsets(model: onnx.ModelProto) -> None:
+    """ONNX Runtime imports all the operator sets that it knows; other readers may not."""
+    used = {
+        "",
+        *_domains(model.graph.node),
+        *(domain for f in model.functions for domain in (f.domain, *_domains(f.node))),
+    }
+    kept = [helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+
+
+def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
+    found: set[str] = set()
+    for node in nodes:
+        found.add(node.domain)
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                found |= _domains(inner.node)
+    return found
+
+
+def _missing_bf16() -> str:
+    """The first operator of common models that has no BF16 kernel on this CPU, "" if all have."""
+    for operator in ("MatMul", "Add", "Relu"):
+        tensor = helper.make_tensor_value_info("x", TensorProto.BFLOAT16, [4, 4])
+        out = helper.make_tensor_value_info("y", TensorProto.BFLOAT16, [4, 4])
+        inputs = ["x"] if operator == "Relu" else ["x", "x"]
+        graph = helper.make_graph([helper.make_node(operator, inputs, ["y"])], "probe", [tensor], [out])
+        probe = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        try:
+            open_session(probe.SerializeToString(), session_options())
+        except BuildError:
+            return operator
+    return ""

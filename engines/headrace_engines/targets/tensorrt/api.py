@@ -1,0 +1,435 @@
+"""TensorRT as it is installed: 10.x or 11.x, all differences between them, its log, progress, interrupts and timing cache.
+
+TensorRT 11 has strongly typed networks alone: precisions are written in the model, the flags that allowed FP16 and INT8 and the
+INT8 calibrators are gone (TensorRT documentation, "Migrating from TensorRT 10.x to 11.x"). No other file reads the version.
+
+The timing cache holds TensorRT's measurements of kernels; it is right for one GPU and one TensorRT, and TensorRT itself refuses
+a foreign one (IBuilderConfig.set_timing_cache).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.core.errors import HeadraceError, Unsupported
+from headrace.cuda import tensorrt
+
+from headrace_engines.errors import BuildError
+from headrace_engines.progress import Report
+
+logger = logging.getLogger("headrace.tensorrt")
+
+
+# The first version that is given convolutions in FP8: with 10.2 they are reported on Hopper, with 10.3 on Ada
+# (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Seen by us with 10.6 on an H200.
+FP8_CONVOLUTIONS = (10, 2)
+
+
+_ERRORS_KEPT = 20
+
+
+# A warning that may be why no kernel is left in the end.
+_SHORTAGE = "memory is insufficient"
+
+
+class Log:
+    """TensorRT's messages, on their way to our log; errors are collected while somebody tells them himself.
+
+    Attributes:
+        raised: an interrupt that struck while a message was taken; no exception can pass through TensorRT.
+    """
+
+    def __init__(self) -> None:
+        self._collecting: deque[str] | None = None
+        self.raised: BaseException | None = None
+
+    def take(self, severity: int, text: str) -> None:
+        """One message; `severity` is 0 (internal error) to 4 (verbose), as in `ILogger.Severity`."""
+        try:
+            self._take(severity, text)
+        except BaseException as error:
+            self.raised = error
+
+    def _take(self, severity: int, text: str) -> None:
+        if severity >= 3:
+            # Hundreds of thousands while an engine is built.
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s", text)
+        elif severity == 2:
+            logger.info("%s", text)
+            if self._collecting is not None and _SHORTAGE in text:
+                self._collecting.append(text)
+        elif self._collecting is None:
+            logger.error("%s", text)
+        else:
+            logger.info("%s", text)
+            self._collecting.append(text)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[deque[str]]:
+        """The errors, and warnings of too little memory, logged from here on, oldest first, the last few if there are many.
+
+        May be nested.
+        """
+        outer, self._collecting = self._collecting, deque(maxlen=_ERRORS_KEPT)
+        try:
+            yield self._collecting
+        finally:
+            self._collecting = outer
+
+
+class TensorRt:
+    """One installed TensorRT.
+
+    Attributes:
+        trt: the module `tensorrt`.
+        version: e.g. "10.6.0".
+        log: its messages.
+        logger: what TensorRT's objects are made with; TensorRT keeps the first one of a process, so there is only this one.
+    """
+
+    def __init__(self, trt: Any) -> None:
+        self.trt = trt
+        self.version = tensorrt.version(trt)
+        self.log = Log()
+        self.logger = tensorrt.make_logger(trt, self.log.take)
+
+    @property
+    def calibrates(self) -> bool:
+        """True if it can make a model INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
+        return hasattr(self.trt, "IInt8EntropyCalibrator2") and hasattr(self.trt.BuilderFlag, "INT8")
+
+    @property
+    def fp8_convolutions(self) -> bool:
+        """True if it is given convolutions in FP8; else only products, and convolutions stay FP16."""
+        major, minor = (int(number) for number in self.version.split(".")[:2])
+        return (major, minor) >= FP8_CONVOLUTIONS
+
+    def builder(self, errors: Collection[str]) -> Any:
+        """An IBuilder; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        return self._made(self.trt.Builder, errors)
+
+    def runtime(self, errors: Collection[str]) -> Any:
+        """An IRuntime; `errors` is what is logged meanwhile. Without a GPU this ends the process: look for one before."""
+        return self._made(self.trt.Runtime, errors)
+
+    def _made(self, kind: Any, errors: Collection[str]) -> Any:
+        try:
+            return kind(self.logger)
+        except TypeError as error:
+            # The binding says no more than that it was given nothing.
+            told = "; ".join(errors) or str(error)
+            raise BuildError(f"TensorRT {self.version} does not start: {told}: check driver and free memory") from error
+
+    def network(self, builder: Any, *, strongly_typed: bool) -> Any:
+        """An empty network; in TensorRT 11 every network is strongly typed and nothing is asked for."""
+        if strongly_typed and self.calibrates:
+            return builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        return builder.create_network(0)
+
+    def allow_int8(self, config: Any, calibrator: Any, profile: Any) -> None:
+        """Let TensorRT choose INT8 and FP16 where they are fast (weak typing).
+
+        Args:
+            config: IBuilderConfig.
+            calibrator: IInt8EntropyCalibrator2.
+            profile: IOptimizationProfile with the shapes of the calibrator's batches, None where all shapes are fixed.
+
+        Raises:
+            BuildError: this TensorRT cannot.
+        """
+        if not self.calibrates:
+            raise BuildError(
+                f"TensorRT {self.version} has no calibrator of its own: write optimization.calibration.method: entropy"
+            )
+        config.set_flag(self.trt.BuilderFlag.INT8)
+        config.set_flag(self.trt.BuilderFlag.FP16)
+        config.int8_calibrator = calibrator
+        if profile is not None and not config.set_calibration_profile(profile):
+            raise BuildError(
+                "TensorRT does not take the shapes of the calibration samples: check optimization.profiles"
+            )
+
+    def scratch_bytes(self, engine: Any) -> int:
+        """GPU memory for activations that an execution context works in."""
+        return int(engine.device_memory_size_v2)
+
+    def context(self, engine: Any, scratch: int, size_bytes: int) -> Any:
+        """An IExecutionContext that works in memory of the caller's, None if there is no room for what else it needs.
+
+        Args:
+            engine: ICudaEngine.
+            scratch: address of the memory; contexts that share it may not run at the same time.
+            size_bytes: of the memory, `scratch_bytes` at least.
+        """
+        context = engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is not None and size_bytes:
+            context.set_device_memory(scratch, size_bytes)
+        return context
+
+    def weights_bytes(self, engine: Any) -> int | None:
+        """GPU memory for weights, None where this TensorRT does not tell."""
+        if not hasattr(engine, "get_engine_stat"):
+            return None
+        return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
+
+    def load_plugins(self) -> None:
+        """Make TensorRT's own plug-ins known."""
+        tensorrt.load_plugins(self.trt, self.logger)
+
+
+def load() -> TensorRt:
+    """The TensorRT of this machine, loaded on first use.
+
+    Raises:
+        BuildError: there is none, or it is too old.
+    """
+    try:
+        return _loaded(tensorrt.found("install it by NVIDIA's instructions, or use NVIDIA's container"))
+    except Unsupported as error:
+        raise BuildError(str(error)) from error
+
+
+@functools.cache
+def _loaded(trt: Any) -> TensorRt:
+    return TensorRt(trt)
+
+
+@contextlib.contextmanager
+def as_build_error(what: str) -> Iterator[None]:
+    """Turn what the server's rooms raise (no GPU, no memory) into the builders' error.
+
+    Args:
+        what: what is being worked on, for the message.
+    """
+    try:
+        yield
+    except BuildError:
+        raise
+    except HeadraceError as error:
+        raise BuildError(f"{what}: {error}") from error
+
+
+@dataclass(slots=True)
+class _Phase:
+    parent: str
+    steps: int
+    done: int = 0
+
+
+class Stop:
+    """What has stopped work in TensorRT, kept until it is back in Python: an exception cannot pass through TensorRT.
+
+    Attributes:
+        raised: what stopped the work, None if nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.raised: BaseException | None = None
+
+    def stop(self, error: BaseException) -> None:
+        """Let the work end as soon as it can; the first to say so is what it ends with."""
+        self.raised = self.raised or error
+
+    def check(self) -> None:
+        """Raise what has stopped the work, if anything has."""
+        if self.raised is not None:
+            raise self.raised
+
+
+class Progress(Stop):
+    """Turns the builder's phases, which nest, into one share that only grows.
+
+    TensorRT calls from threads of its own, hence the lock. What is raised meanwhile (an interrupt, most of all) stops the build.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._report = report
+        self._lock = threading.Lock()
+        self._phases: dict[str, _Phase] = {}
+        self._share = 0.0
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        """A phase begins, within its parent's current step."""
+        with self._catching():
+            self._phases[phase] = _Phase(parent or "", max(steps, 1))
+            self._tell(phase)
+
+    def step(self, phase: str, number: int) -> bool:
+        """Step `number`, from 0, of a phase is done. Returns False if the build is to stop."""
+        with self._catching():
+            if phase in self._phases:
+                self._phases[phase].done = number + 1
+                self._tell(phase)
+        return self.raised is None
+
+    def finish(self, phase: str) -> None:
+        """A phase is over."""
+        with self._catching():
+            self._phases.pop(phase, None)
+
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except BaseException as error:
+            self.stop(error)
+
+    def _tell(self, phase: str) -> None:
+        roots = [name for name, found in self._phases.items() if found.parent not in self._phases]
+        share = max((self._done(name) for name in roots), default=0.0)
+        self._share = max(self._share, min(share, 1.0))
+        if self.raised is None:
+            self._report(self._share, phase)
+
+    def _done(self, name: str) -> float:
+        phase = self._phases[name]
+        inner = max((self._done(child) for child, found in self._phases.items() if found.parent == name), default=0.0)
+        return (phase.done + min(inner, 1.0)) / phase.steps
+
+
+@contextlib.contextmanager
+def signals_stop(stop: Stop) -> Iterator[None]:
+    """Meanwhile a signal's handler raises nothing: what it would have raised goes to `stop`, and is raised at the end.
+
+    Python handles a signal on entering the next function of the main thread. In a call of TensorRT, that is a callback (the
+    logger's, most often), which TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
+    """
+    before: dict[int, Callable[[int, Any], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in map(int, (signal.SIGINT, signal.SIGTERM)):
+            handler = signal.getsignal(number)
+            if callable(handler):  # else it is ignored, or ends the process
+                before[number] = handler
+
+    def keep(number: int, frame: Any) -> None:
+        try:
+            before[number](number, frame)
+        except BaseException as error:
+            stop.stop(error)
+
+    try:
+        try:
+            for number in before:
+                signal.signal(number, keep)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    finally:
+        # Also if something else went wrong: whoever pressed Ctrl-C wants no advice on his model.
+        stop.check()
+
+
+def progress_monitor(trt: Any, progress: Progress) -> Any:
+    """The IProgressMonitor that TensorRT is handed."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress.start(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return progress.step(phase_name, step)
+
+        def phase_finish(self, phase_name: str) -> None:
+            progress.finish(phase_name)
+
+    return Monitor()
+
+
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Write a file by way of a temporary one beside it, so that nobody ever sees a part of it.
+
+    Raises:
+        BuildError: the disk is full, or the folder cannot be written to.
+    """
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        cure = "free some space" if error.errno == errno.ENOSPC else "check the folder's owner and permissions"
+        raise BuildError(f"{path} cannot be written ({error.strerror or error}): {cure}") from error
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+class TimingCache:
+    """A file of measured kernels.
+
+    Args:
+        api: TensorRT.
+        path: the file; None: nothing is kept beyond one build.
+    """
+
+    def __init__(self, api: TensorRt, path: Path | None) -> None:
+        self._api = api
+        self._path = path
+
+    def attach(self, config: Any) -> None:
+        """Let a build use what the file holds; what is not for this GPU and this TensorRT is left aside."""
+        if self._path is None:
+            return
+        with self._api.log.collect():
+            cache = self._read(config)
+            if cache is not None and config.set_timing_cache(cache, False):
+                return
+            if cache is not None:
+                logger.info("%s is of another GPU or another TensorRT and is begun anew", self._path.name)
+            config.set_timing_cache(config.create_timing_cache(b""), False)
+
+    def save(self, config: Any) -> None:
+        """Bring the file up to date after a build; a failure costs the next build's time alone and is only logged."""
+        if self._path is None:
+            return
+        with self._api.log.collect():
+            cache = config.get_timing_cache()
+            if cache is None:
+                return
+            # Another builder may have written in the meantime: what it found is kept.
+            other = self._read(config)
+            if other is not None:
+                cache.combine(other, False)
+            try:
+                write_whole(self._path, memoryview(cache.serialize()))
+            except BuildError as error:
+                logger.warning("the timing cache is not kept: %s", error)
+
+    def _read(self, config: Any) -> Any:
+        assert self._path is not None
+        try:
+            data = self._path.read_bytes()
+        except OSError:
+            return None
+        if not data:
+            return None
+        try:
+            return config.create_timing_cache(data)
+        except Exception as error:  # the binding's exceptions share no other base
+            logger.info("%s cannot be read and is begun anew: %s", self._path.name, error)
+            return None

@@ -1,0 +1,317 @@
+"""Builds a plan from an ONNX model: parse, profiles, timing cache, build, write. Runs with the device current.
+
+Optimisation profiles are the ranges of shapes that a plan serves; they are checked before TensorRT reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from headrace.cuda.device import Gpu
+
+from headrace_engines.errors import BuildError
+from headrace_engines.onnx_graph import write_onnx
+from headrace_engines.progress import Report, part
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.api import (
+    Progress,
+    TensorRt,
+    TimingCache,
+    progress_monitor,
+    signals_stop,
+    write_whole,
+)
+from headrace_engines.targets.tensorrt.calibrator import CalibrationFeed, entropy_calibrator, even_batches
+from headrace_engines.targets.tensorrt.errors import ParserFault, build_failure, explain_parser, node_label
+
+_CURE = "correct optimization.profiles"
+
+
+def check_profiles(
+    inputs: Mapping[str, tuple[tuple[int, ...], int]], profiles: Sequence[ShapeRange], memory_bytes: int
+) -> None:
+    """Hold profiles against a network's inputs.
+
+    Args:
+        inputs: by name the shape, -1 where free, and the bytes of an element.
+        profiles: what is asked for.
+        memory_bytes: all of the GPU's memory.
+
+    Raises:
+        BuildError: a profile is inconsistent, leaves an input out, or is larger than the GPU.
+    """
+    free = [name for name, (shape, _) in inputs.items() if -1 in shape]
+    if free and not profiles:
+        raise BuildError(f"the inputs {', '.join(free)} have free dimensions: write optimization.profiles")
+    for number, profile in enumerate(profiles):
+        where = f"profile {number + 1}" if len(profiles) > 1 else "the profile"
+        unknown = sorted(set(profile.shapes) - set(inputs))
+        if unknown:
+            raise BuildError(f"{where} names {', '.join(unknown)}, the model's inputs are {', '.join(inputs)}: {_CURE}")
+        missing = [name for name in free if name not in profile.shapes]
+        if missing:
+            raise BuildError(f"{where} has no shapes for the inputs {', '.join(missing)}, which are free: {_CURE}")
+        for name, shapes in profile.shapes.items():
+            _check_shapes(f"{where}, input {name}", inputs[name][0], shapes)
+        total = sum(
+            math.prod(profile.shapes[name][2] if name in profile.shapes else shape) * size
+            for name, (shape, size) in inputs.items()
+        )
+        if total > memory_bytes:
+            raise BuildError(
+                f"{where} is too large: its largest inputs alone take {_gib(total)}, the GPU has {_gib(memory_bytes)}: "
+                "lower the largest shapes in optimization.profiles, or max_batch_size"
+            )
+
+
+def _check_shapes(where: str, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
+    least, tuned, most = shapes
+    if not len(least) == len(tuned) == len(most) == len(shape):
+        raise BuildError(
+            f"{where}: the model's shape {_text(shape)} has {len(shape)} dimensions, not those told: {_CURE}"
+        )
+    for own, a, b, c in zip(shape, least, tuned, most, strict=True):
+        if not 0 < a <= b <= c:
+            told = f"{_text(least)}, {_text(tuned)}, {_text(most)}"
+            raise BuildError(f"{where}: {told} do not ascend from the smallest to the largest: {_CURE}")
+        if own != -1 and (a != own or c != own):
+            told = f"{_text(least)} to {_text(most)}"
+            raise BuildError(f"{where}: {told} do not fit the model's shape {_text(shape)}: {_CURE}")
+
+
+def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles: Sequence[ShapeRange]) -> None:
+    """Hand checked profiles to TensorRT; `inputs` are those with free dimensions.
+
+    Raises:
+        BuildError: TensorRT finds an inconsistency of its own.
+    """
+    for number, profile in enumerate(profiles if inputs else ()):
+        made = builder.create_optimization_profile()
+        for name in inputs:
+            set_shape(made, name, profile.shapes[name])
+        if config.add_optimization_profile(made) < 0:
+            raise BuildError(f"TensorRT does not take profile {number + 1}: {_CURE}")
+
+
+def set_shape(profile: Any, name: str, shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
+    """One input's shapes in an IOptimizationProfile."""
+    try:
+        profile.set_shape(name, *shapes)
+    except ValueError as error:
+        raise BuildError(f"TensorRT does not take the shapes of input {name} ({error}): {_CURE}") from error
+
+
+def _text(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"
+
+
+# A serialized protobuf cannot be larger; such models go through files.
+_PROTOBUF_LIMIT_BYTES = 2**31 - 1
+
+
+_PARSED, _CALIBRATED = 0.02, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How hard the builder tries.
+
+    Attributes:
+        optimization_level: 0 (fast to build) to 5; None: TensorRT's default.
+    """
+
+    optimization_level: int | None = None
+
+
+def build_plan(
+    api: TensorRt, model: onnx.ModelProto, order: Order, path: Path, report: Report, options: Options, gpu: Gpu
+) -> None:
+    """Build a plan and write it.
+
+    Raises:
+        BuildError: the model or the order cannot be built, memory ran out, or the disk is full.
+    """
+    if order.calibrate is not None and not api.calibrates:
+        raise BuildError(
+            f"TensorRT {api.version} has no calibrator of its own: write optimization.calibration.method: entropy"
+        )
+    report = _rising(report)
+    report(0.0, "reading the ONNX model")
+    progress = Progress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
+    api.log.raised = None
+    with api.log.collect() as errors:
+        with signals_stop(progress):
+            api.load_plugins()
+            builder = api.builder(errors)
+            network = _parse(api, builder, model, order, path.parent)
+            config = _configure(api, builder, network, order, options, gpu)
+            cache = TimingCache(api, order.timing_cache)
+            cache.attach(config)
+            progress.check()
+            report(_PARSED, "building")
+            plan = _build(api, builder, network, config, order, report, progress)
+            if plan is None:
+                raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
+            cache.save(config)
+        write_whole(path, memoryview(plan))
+    report(1.0, "done")
+
+
+def _parse(api: TensorRt, builder: Any, model: onnx.ModelProto, order: Order, folder: Path) -> Any:
+    with _serialized(model, folder) as (data, file):
+        network = api.network(builder, strongly_typed=order.calibrate is None)
+        parser = api.trt.OnnxParser(network, api.logger)
+        if parser.parse(data) if data is not None else parser.parse_from_file(str(file)):
+            return network
+        faults = _faults(parser, model)
+        if data is not None and any(fault.unsupported for fault in faults):
+            # The parser may have stopped at the first; this one goes over the whole model. Its network must outlive it: the
+            # bindings let a network keep its parser, not a parser its network.
+            empty = api.network(builder, strongly_typed=order.calibrate is None)
+            again = api.trt.OnnxParser(empty, api.logger)
+            again.supports_model_v2(data)
+            faults += _faults(again, model) + _unsupported(again, model, faults)
+    raise BuildError(explain_parser(faults or [ParserFault("", "", "no reason is given", False)], api.version))
+
+
+@contextlib.contextmanager
+def _serialized(model: onnx.ModelProto, folder: Path) -> Iterator[tuple[bytes | None, Path | None]]:
+    """A model as bytes, or as a file where it is too large for that."""
+    if model.ByteSize() <= _PROTOBUF_LIMIT_BYTES:
+        yield model.SerializeToString(), None
+        return
+    with tempfile.TemporaryDirectory(prefix=".parse.", dir=folder) as temporary:
+        file = Path(temporary, "model.onnx")
+        write_onnx(model, file)
+        try:
+            yield None, file
+        finally:
+            # Writing moved the weights out of the model, which is the caller's.
+            onnx.load_external_data_for_model(model, temporary)
+
+
+def _faults(parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
+    faults = []
+    for index in range(parser.num_errors):
+        error = parser.get_error(index)
+        code = str(getattr(error.code(), "name", error.code()))
+        text = " ".join(str(error.desc()).split())
+        node = int(error.node())
+        operator = str(error.node_operator() or "")
+        name = node_label(model, node, str(error.node_name() or "")) if operator or error.node_name() else ""
+        # An assertion that is written as false is how 10.6 says that a node without an importer is no plug-in either.
+        bare = text.lower() == "false"
+        unsupported = code.startswith("UNSUPPORTED") or "No importer registered" in text or "Plugin not found" in text
+        unsupported = unsupported or bare or bool(operator and not parser.supports_operator(operator))
+        faults.append(ParserFault(name, operator, "" if bare else text, unsupported))
+    return faults
+
+
+def _unsupported(parser: Any, model: onnx.ModelProto, known: list[ParserFault]) -> list[ParserFault]:
+    """Nodes of operators or in parts that TensorRT does not support, of which it has given no error."""
+    told = {fault.node for fault in known}
+    found = [
+        ParserFault(label, node.op_type, "", True)
+        for index, node in enumerate(model.graph.node)
+        if not parser.supports_operator(node.op_type) and (label := node_label(model, index)) not in told
+    ]
+    told |= {fault.node for fault in found}
+    for subgraph in range(parser.num_subgraphs):
+        if not parser.is_subgraph_supported(subgraph):
+            for index in parser.get_subgraph_nodes(subgraph):
+                label = node_label(model, index)
+                if label not in told:
+                    found.append(ParserFault(label, model.graph.node[index].op_type, "", True))
+    return found
+
+
+def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options: Options, gpu: Gpu) -> Any:
+    trt = api.trt
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    values = [tensor.name for tensor in tensors if tensor.is_shape_tensor]
+    if values:
+        cure = "make them constants of the ONNX model"
+        raise BuildError(f"the values of the inputs {', '.join(values)} decide on shapes inside of the model: {cure}")
+    shapes = {tensor.name: (tuple(tensor.shape), int(tensor.dtype.itemsize)) for tensor in tensors}
+    check_profiles(shapes, order.profiles, gpu.memory_bytes)
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if order.workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, order.workspace_bytes)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    add_profiles(builder, config, {name: s for name, (s, _) in shapes.items() if -1 in s}, order.profiles)
+    return config
+
+
+def _build(
+    api: TensorRt, builder: Any, network: Any, config: Any, order: Order, report: Report, progress: Progress
+) -> Any:
+    """The plan (IHostMemory), None if the builder gives up; what it was interrupted by is raised."""
+    feed = None
+    # Both must outlive the build: TensorRT does not hold them.
+    monitor = progress_monitor(api.trt, progress)
+    config.progress_monitor = monitor
+    try:
+        if order.calibrate is not None:
+            batches = even_batches(order.calibrate)
+            calibrating = part(report, _PARSED, _CALIBRATED)
+            feed = CalibrationFeed(batches, order.calibration_table, _stoppable(calibrating, progress))
+            calibrator = entropy_calibrator(api.trt, feed)
+            api.allow_int8(config, calibrator, _calibration_profile(builder, network, batches[0]))
+        plan = builder.build_serialized_network(network, config)
+    finally:
+        if feed is not None:
+            feed.close()
+    for raised in (progress.raised, api.log.raised, feed.raised if feed is not None else None):
+        if raised is not None:
+            raise raised
+    return plan
+
+
+def _stoppable(report: Report, progress: Progress) -> Report:
+    """A report that raises what has stopped the build."""
+
+    def told(done: float, note: str) -> None:
+        if progress.raised is not None:
+            raise progress.raised
+        report(done, note)
+
+    return told
+
+
+def _calibration_profile(builder: Any, network: Any, batch: dict[str, Any]) -> Any:
+    tensors = [network.get_input(index) for index in range(network.num_inputs)]
+    missing = [tensor.name for tensor in tensors if tensor.name not in batch]
+    if missing:
+        raise BuildError(f"the calibration samples lack the inputs {', '.join(missing)}")
+    if all(-1 not in tuple(tensor.shape) for tensor in tensors):
+        return None
+    profile = builder.create_optimization_profile()
+    for tensor in tensors:
+        shape = tuple(batch[tensor.name].shape)
+        set_shape(profile, tensor.name, (shape, shape, shape))
+    return profile
+
+
+def _rising(report: Report) -> Report:
+    """A report whose share never falls: the calibrator and the builder report by turns."""
+    best = 0.0
+
+    def rising(done: float, note: str) -> None:
+        nonlocal best
+        best = max(best, done)
+        report(best, note)
+
+    return rising

@@ -1,0 +1,700 @@
+"""A loaded plan: runs, is timed as a CUDA graph by the GPU's own clock, and lists its layers.
+
+One thread opens, uses and closes an engine. Buffers grow to the largest batch so far and stay allocated. Layers come from the
+engine inspector's JSON, their times from TensorRT's profiler.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from headrace.cuda.device import describe
+from headrace.cuda.driver import DeviceError, Event, OutOfDeviceMemory, Stream, current
+from headrace.cuda.graphs import Graph
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
+
+from headrace_engines.errors import BuildError
+from headrace_engines.targets.base import Layer, Timing
+from headrace_engines.targets.tensorrt.api import Stop, TensorRt, as_build_error, signals_stop
+from headrace_engines.targets.tensorrt.errors import explain_open
+
+Array = npt.NDArray[Any]
+
+
+# TensorRT's names; BF16 and FP8 have no NumPy type and travel as their bit patterns.
+_DTYPES = {
+    "FLOAT": "<f4",
+    "HALF": "<f2",
+    "BF16": "<u2",
+    "FP8": "u1",
+    "INT8": "i1",
+    "UINT8": "u1",
+    "INT32": "<i4",
+    "INT64": "<i8",
+    "BOOL": "?",
+}
+
+
+def numpy_type(datatype: Any) -> np.dtype[Any]:
+    """How NumPy holds a `tensorrt.DataType`.
+
+    Raises:
+        BuildError: it holds it in no way.
+    """
+    found = _DTYPES.get(datatype.name)
+    if found is None:
+        raise BuildError(
+            f"the engine has a tensor of type {datatype.name}: inputs and outputs must be of a type of NumPy's"
+        )
+    return np.dtype(found)
+
+
+class Tensor:
+    """One input or output of a plan and the memory it is kept in, which grows once and stays.
+
+    Args:
+        name: of the tensor.
+        dtype: how NumPy holds it.
+        shape: -1 where free.
+        on_host: True for what TensorRT reads or writes in the host's memory (values that decide on shapes).
+    """
+
+    def __init__(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, on_host: bool = False) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.shape = shape
+        self.on_host = on_host
+        self._device = DeviceBuffer()
+        self._pinned = PinnedBuffer()
+        self._staged: Array | None = None
+
+    @property
+    def address(self) -> int:
+        """Where TensorRT finds it."""
+        return self._pinned.address if self.on_host else self._device.address
+
+    def fit(self, values: Array) -> Array:
+        """An input's values as they are sent.
+
+        Raises:
+            BuildError: they are of another type.
+        """
+        if values.dtype == self.dtype:
+            return values
+        if values.dtype.name == "bfloat16" and self.dtype == np.uint16:
+            return values.view(np.uint16)
+        raise BuildError(f"input {self.name} is {values.dtype}: the engine takes {self.dtype}")
+
+    def stage(self, values: Array) -> None:
+        """Copy an input's values to pinned memory and make room for them on the GPU."""
+        values = self.fit(values)
+        self._reserve(values.nbytes)
+        self._staged = self._pinned.view(values.shape, self.dtype)
+        np.copyto(self._staged, values)
+
+    def send(self, stream: Stream) -> None:
+        """Queue the copy of what is staged to the GPU."""
+        if self._staged is not None and not self.on_host:
+            upload(self._device, self._staged, stream)
+
+    def expect(self, shape: tuple[int, ...]) -> None:
+        """Make room for an output of this shape."""
+        self._reserve(math.prod(shape) * self.dtype.itemsize)
+        self._staged = self._pinned.view(shape, self.dtype)
+
+    def allocate(self, size_bytes: int) -> int:
+        """Make room for an output whose shape comes later, and return its address."""
+        self._device.reserve(size_bytes)
+        return self._device.address
+
+    def expect_allocated(self, shape: tuple[int, ...]) -> None:
+        """Say the shape of an output that was given its memory by `allocate`."""
+        self._pinned.reserve(math.prod(shape) * self.dtype.itemsize)
+        self._staged = self._pinned.view(shape, self.dtype)
+
+    def fetch(self, stream: Stream) -> None:
+        """Queue the copy of an output from the GPU."""
+        if self._staged is not None and not self.on_host:
+            download(self._staged, self._device, stream)
+
+    def values(self) -> Array:
+        """A copy of the output, once the stream is there."""
+        assert self._staged is not None
+        return self._staged.copy()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._staged = None
+        self._device.free()
+        self._pinned.free()
+
+    def _reserve(self, size_bytes: int) -> None:
+        # A view of memory that is about to be given back must not be used by accident.
+        self._staged = None
+        self._pinned.reserve(size_bytes)
+        if not self.on_host:
+            self._device.reserve(size_bytes)
+
+
+class OutputMemory:
+    """Memory for an output whose shape is known only when it is computed; TensorRT asks for it while it runs.
+
+    Attributes:
+        shape: what TensorRT told last, None before.
+        raised: what went wrong, None if nothing did; no exception can pass through TensorRT.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.shape: tuple[int, ...] | None = None
+        self.raised: BaseException | None = None
+
+    def begin(self) -> None:
+        """Forget the last execution."""
+        self.shape = None
+        self.raised = None
+
+    def reallocate(self, size_bytes: int) -> int:
+        """Make room for so much; returns its address, 0 if there is none."""
+        try:
+            return self._tensor.allocate(size_bytes)
+        except BaseException as error:
+            self.raised = error
+            return 0
+
+    def take(self) -> None:
+        """Read the shape that TensorRT has told, after the stream is there.
+
+        Raises:
+            BuildError: it has told none.
+        """
+        if self.raised is not None:
+            raise self.raised
+        if self.shape is None:
+            raise BuildError(f"the engine has not told the shape of its output {self._tensor.name}")
+        self._tensor.expect_allocated(self.shape)
+
+
+def output_allocator(trt: Any, memory: OutputMemory) -> Any:
+    """The IOutputAllocator that TensorRT is handed."""
+
+    class Allocator(trt.IOutputAllocator):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.IOutputAllocator.__init__(self)
+
+        def reallocate_output(self, tensor_name: str, memory_: int, size: int, alignment: int) -> int:
+            return memory.reallocate(size)
+
+        def reallocate_output_async(
+            self, tensor_name: str, memory_: int, size: int, alignment: int, stream: int
+        ) -> int:
+            return memory.reallocate(size)
+
+        def notify_shape(self, tensor_name: str, shape: Any) -> None:
+            memory.shape = tuple(int(size) for size in shape)
+
+    return Allocator()
+
+
+# How the inspector names element types, e.g. "Half", "Row major linear FP32", "Channel major INT8 format where
+# channel % 32 == 0"; the first that is found counts.
+_TYPES = (
+    ("int4", r"int4"),
+    ("fp4", r"fp4"),
+    ("fp8", r"fp8|float8"),
+    ("int8", r"\bint8"),
+    ("bf16", r"bf16|bfloat16"),
+    ("fp16", r"fp16|half|float16"),
+    ("fp32", r"fp32|float32|\bfloat\b|tf32"),
+    ("int64", r"int64"),
+    ("int32", r"int32"),
+    ("bool", r"bool"),
+    ("uint8", r"\buint8"),
+)
+
+
+# From the narrowest arithmetic to the widest, then what is not arithmetic.
+_ORDER = {name: place for place, (name, _) in enumerate(_TYPES)}
+
+
+_ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f\[\s]|$)")
+
+
+class LayerTimes:
+    """Times of layers, summed over executions, in the order of the first."""
+
+    def __init__(self) -> None:
+        self._sums_ms: dict[str, float] = {}
+
+    def add(self, layer: str, ms: float) -> None:
+        """One layer took so long."""
+        self._sums_ms[layer] = self._sums_ms.get(layer, 0.0) + ms
+
+    def mean_us(self, executions: int) -> dict[str, float]:
+        """By layer the microseconds of one execution."""
+        return {layer: total * 1000 / executions for layer, total in self._sums_ms.items()}
+
+
+def layer_profiler(trt: Any, times: LayerTimes) -> Any:
+    """The IProfiler that TensorRT is handed."""
+
+    class Profiler(trt.IProfiler):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.IProfiler.__init__(self)
+
+        def report_layer_time(self, layer_name: str, ms: float) -> None:
+            times.add(layer_name, ms)
+
+    return Profiler()
+
+
+def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[Layer]:
+    """Layers in the order of the engine; those that only the profiler knows come last.
+
+    Args:
+        information: the engine inspector's JSON (`{"Layers": [...]}`; a layer is an object, or its name in plans that were built
+            without details).
+        times_us: by layer the microseconds of one execution.
+        nodes: names of the ONNX model's nodes; other names (of constants, say) are left out. None: all are taken.
+
+    Raises:
+        BuildError: the JSON cannot be read.
+    """
+    try:
+        # Metadata holds control characters.
+        entries = json.loads(information, strict=False)["Layers"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"TensorRT's engine inspector tells nothing that can be read ({error})") from error
+    described = [{"Name": entry} if isinstance(entry, str) else entry for entry in entries]
+    total = sum(times_us.values()) or 1.0
+    known = set(nodes) if nodes is not None else None
+    layers = [_layer(entry, times_us, total, known) for entry in described]
+    told = {layer.name for layer in layers}
+    extra = [{"Name": name} for name in times_us if name not in told]
+    return layers + [_layer(entry, times_us, total, known) for entry in extra]
+
+
+def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float, known: set[str] | None) -> Layer:
+    name = str(entry.get("Name", ""))
+    time_us = times_us.get(name, 0.0)
+    return Layer(
+        name=name,
+        kind=str(entry.get("LayerType", "")),
+        nodes=_nodes(entry, name, known),
+        precision=_precision(entry),
+        tactic=str(entry.get("TacticName", "")),
+        time_us=time_us,
+        share=time_us / total,
+    )
+
+
+def _nodes(entry: Mapping[str, Any], name: str, known: set[str] | None) -> tuple[str, ...]:
+    told = entry.get("Metadata")
+    if told is None:
+        # Without details a layer's name is all there is: that of its one node, or several joined by " + ".
+        found: Iterable[str] = name.split(" + ") if known is not None else ()
+    else:
+        found = _ONNX_LAYER.findall(str(told))
+    return tuple(node for node in dict.fromkeys(found) if known is None or node in known)
+
+
+def _precision(entry: Mapping[str, Any]) -> str:
+    """The narrowest type of arithmetic that goes in, which decides on the kernel; of what comes out where nothing goes in."""
+    for side in ("Inputs", "Outputs"):
+        types = [_type(tensor) for tensor in entry.get(side) or () if isinstance(tensor, Mapping)]
+        numbers = [kind for kind in types if kind and _ORDER[kind] <= _ORDER["fp32"]]
+        if numbers or any(types):
+            return min(numbers or [kind for kind in types if kind], key=_ORDER.__getitem__)
+    return ""
+
+
+def _type(tensor: Mapping[str, Any]) -> str:
+    told = str(tensor.get("Format/Datatype", tensor.get("Datatype", "")))
+    return next((name for name, pattern in _TYPES if re.search(pattern, told, re.IGNORECASE)), "")
+
+
+_WARM_UP, _SINGLE, _SUSTAINED = 0.2, 0.4, 0.4
+
+
+_LEAST_WARM_UPS = 3
+
+
+_BURST = 16
+
+
+_BURST_SHARE = 0.05
+
+
+def measure(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> Timing:
+    """Time executions of one batch.
+
+    Single executions are timed between events that are queued ahead in bursts, so that the GPU never waits for Python; the first
+    of a burst, for which it does, is left out. Throughput is taken over one long row of executions between two events.
+
+    Args:
+        stream: where `launch` queues one execution.
+        launch: queues it.
+        rows: of the batch.
+        seconds: about how long to measure in all.
+    """
+    begun = time.monotonic()
+    warm = 0
+    while warm < _LEAST_WARM_UPS or time.monotonic() - begun < _WARM_UP * seconds:
+        launch()
+        warm += 1
+        # Not further ahead than needed: what is queued must be waited for.
+        stream.synchronize()
+    each_s = (time.monotonic() - begun) / warm
+
+    burst = int(min(max(_BURST_SHARE * seconds / each_s, 2), _BURST))
+    events = [Event() for _ in range(burst + 1)]
+    singles: list[float] = []
+    begun = time.monotonic()
+    while not singles or time.monotonic() - begun < _SINGLE * seconds:
+        for event in events:
+            launch()
+            event.record(stream)
+        stream.synchronize()
+        singles += [later.us_since(earlier) for earlier, later in pairwise(events)]
+    median_us = float(np.median(singles))
+
+    count = max(int(_SUSTAINED * seconds * 1e6 / max(median_us, 1.0)), 1)
+    first, last = events[0], events[1]
+    first.record(stream)
+    for _ in range(count):
+        launch()
+    last.record(stream)
+    stream.synchronize()
+    rows_per_s = rows * count / (max(last.us_since(first), 1e-3) / 1e6)
+    return Timing(rows, median_us, float(np.percentile(singles, 99)), rows_per_s)
+
+
+def choose_profile(
+    ranges: Sequence[Mapping[str, tuple[tuple[int, ...], ...]]], shapes: Mapping[str, tuple[int, ...]]
+) -> int | None:
+    """Number of the profile that serves these shapes best: tuned for them, else the one with the least room.
+
+    Args:
+        ranges: by profile and input the smallest, tuned and largest shape.
+        shapes: of the inputs.
+    """
+    fitting = []
+    for number, profile in enumerate(ranges):
+        if all(_within(shapes[name], least, most) for name, (least, _, most) in profile.items()):
+            tuned = all(shapes[name] == tuple(opt) for name, (_, opt, _) in profile.items())
+            room = sum(math.prod(most) for _, _, most in profile.values())
+            fitting.append((not tuned, room, number))
+    return min(fitting)[2] if fitting else None
+
+
+def _within(shape: Sequence[int], least: Sequence[int], most: Sequence[int]) -> bool:
+    return len(shape) == len(least) and all(a <= s <= c for a, s, c in zip(least, shape, most, strict=True))
+
+
+logger = logging.getLogger("headrace.tensorrt")
+
+
+_PROFILED_RUNS = 20
+
+
+_WARM_UP_RUNS = 3
+
+
+class TensorRtEngine:
+    """One plan on one GPU.
+
+    Args:
+        api: TensorRT.
+        path: the plan.
+        source: the model it was built from; `layers` then names its nodes alone.
+        device: number of the GPU.
+
+    Raises:
+        BuildError: there is no such file, it is for another TensorRT or GPU, or memory ran out.
+    """
+
+    def __init__(self, api: TensorRt, path: Path, source: onnx.ModelProto | None, device: int) -> None:
+        self._api = api
+        self._name = path.name
+        self._device = device
+        self._nodes = _node_names(source)
+        self._closed = False
+        self._tensors: dict[str, Tensor] = {}
+        self._allocators: dict[str, tuple[OutputMemory, Any]] = {}
+        try:
+            plan = path.read_bytes()
+        except OSError as error:
+            raise BuildError(f"{path} cannot be read ({error.strerror}): build the engine") from error
+        # Ours, not the contexts': TensorRT gives its own back when the last reference to a context goes, whoever has it.
+        self._scratch = DeviceBuffer()
+        self._runtime: Any = None
+        self._engine: Any = None
+        self._context: Any = None
+        with self._working("loading") as errors:
+            try:
+                with signals_stop(Stop()):
+                    self._load(path, plan, errors)
+            except BaseException:
+                self._scratch.free()
+                raise
+
+    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name; inputs have their batch dimension.
+
+        Raises:
+            BuildError: an input is missing, of the wrong type or in no profile, or the GPU failed.
+        """
+        with self._running("running") as errors:
+            allocated = self._prepare(self._context, inputs)
+            self._send()
+            self._enqueue(self._context, errors)
+            if allocated:
+                self._stream.synchronize()
+            for memory in allocated:
+                memory.take()
+            for tensor in self._outputs:
+                tensor.fetch(self._stream)
+            self._stream.synchronize()
+            return {tensor.name: tensor.values() for tensor in self._outputs}
+
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+        """Time executions of this batch for about so long, as a CUDA graph where it can be captured; inputs on the device.
+
+        Raises:
+            BuildError: as for `run`.
+        """
+        with self._running("timing") as errors:
+            allocated = self._prepare(self._context, inputs)
+            self._send()
+            # The first execution of a shape sets things up that a graph cannot.
+            self._enqueue(self._context, errors)
+            self._stream.synchronize()
+            for memory in allocated:
+                memory.take()
+            first = next(iter(inputs.values()))
+            rows = int(first.shape[0]) if first.ndim else 1
+            graph = self._capture(errors)
+            try:
+                launch = graph.launch if graph is not None else lambda: self._enqueue(self._context, errors)
+                return measure(self._stream, launch, rows, seconds)
+            finally:
+                if graph is not None:
+                    graph.close()
+
+    def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
+        """What the engine consists of, in order, timed on this batch.
+
+        Times are those of TensorRT's profiler, which runs layer after layer: their sum is a little more than one execution.
+
+        Raises:
+            BuildError: as for `run`.
+        """
+        with self._running("profiling") as errors:
+            # A context of its own: a profiler slows down all that its context does.
+            context = self._new_context(errors)
+            times = LayerTimes()
+            allocated = self._prepare(context, inputs)
+            self._send()
+            for _ in range(_WARM_UP_RUNS):
+                self._enqueue(context, errors)
+            self._stream.synchronize()
+            for memory in allocated:
+                memory.take()
+            profiler = layer_profiler(self._api.trt, times)
+            context.profiler = profiler
+            for _ in range(_PROFILED_RUNS):
+                self._enqueue(context, errors)
+                self._stream.synchronize()
+            inspector = self._engine.create_engine_inspector()
+            inspector.execution_context = context
+            told = inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON)
+            del inspector, context
+            return read_layers(told, times.mean_us(_PROFILED_RUNS), self._nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and scratch memory on the GPU; weights are taken for the plan's size where TensorRT does not tell theirs."""
+        weights = self._api.weights_bytes(self._engine)
+        return self._api.scratch_bytes(self._engine) + (self._plan_bytes if weights is None else weights)
+
+    def close(self) -> None:
+        """Give everything back; may be called again."""
+        if self._closed:
+            return
+        with self._working("closing"):
+            self._closed = True
+            self._settle()
+            for tensor in self._tensors.values():
+                tensor.close()
+            # In this order, with the device current: each holds what comes after it.
+            self._context = None
+            self._scratch.free()
+            self._engine = None
+            self._runtime = None
+            del self._stream
+
+    @contextmanager
+    def _working(self, doing: str) -> Iterator[Any]:
+        """The device current, errors collected; what the GPU refuses becomes a BuildError."""
+        if self._closed:
+            raise BuildError(f"{self._name} is closed")
+        with as_build_error(f"{doing} {self._name}"), current(self._device), self._api.log.collect() as errors:
+            yield errors
+
+    @contextmanager
+    def _running(self, doing: str) -> Iterator[Any]:
+        """`_working`, after which nothing is under way any more, whatever happens: the buffers are free for the next batch."""
+        with self._working(doing) as errors:
+            try:
+                yield errors
+            except BaseException:
+                self._settle()
+                raise
+
+    def _load(self, path: Path, plan: bytes, errors: Any) -> None:
+        self._api.load_plugins()
+        self._runtime = self._api.runtime(errors)
+        self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise BuildError(f"{path} {explain_open(errors, self._api.version, describe(self._device).name)}")
+        self._plan_bytes = len(plan)
+        self._context = self._new_context(errors)
+        self._stream = Stream()
+        self._read_tensors()
+
+    def _settle(self) -> None:
+        # What has failed was told by whoever needed it.
+        with suppress(DeviceError):
+            self._stream.synchronize()
+
+    def _new_context(self, errors: Any) -> Any:
+        """An execution context; all of the engine share their scratch memory, for one of them runs at a time."""
+        size_bytes = self._api.scratch_bytes(self._engine)
+        told = ""
+        try:
+            self._scratch.reserve(size_bytes)
+            context = self._api.context(self._engine, self._scratch.address, size_bytes)
+        except OutOfDeviceMemory as error:
+            context, told = None, f" ({error})"
+        if context is None:
+            told = told or (f" ({errors[-1]})" if errors else "")
+            cure = "close what else uses the GPU, or lower the largest shapes in optimization.profiles"
+            raise BuildError(f"{self._name} needs {size_bytes >> 20} MiB of scratch memory on the GPU{told}: {cure}")
+        return context
+
+    def _read_tensors(self) -> None:
+        trt, engine = self._api.trt, self._engine
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+        for index in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(index)
+            on_host = engine.get_tensor_location(name) == trt.TensorLocation.HOST
+            dtype = numpy_type(engine.get_tensor_dtype(name))
+            tensor = Tensor(name, dtype, tuple(engine.get_tensor_shape(name)), on_host=on_host)
+            self._tensors[name] = tensor
+            given = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+            (self._inputs if given else self._outputs).append(tensor)
+        self._ranges = [
+            {tensor.name: self._range(tensor, profile) for tensor in self._inputs}
+            for profile in range(engine.num_optimization_profiles)
+        ]
+
+    def _range(self, tensor: Tensor, profile: int) -> tuple[tuple[int, ...], ...]:
+        if -1 not in tensor.shape:
+            return (tensor.shape,) * 3
+        return tuple(tuple(shape) for shape in self._engine.get_tensor_profile_shape(tensor.name, profile))
+
+    def _prepare(self, context: Any, inputs: Mapping[str, Array]) -> list[OutputMemory]:
+        """Shapes, memory and addresses for this batch; returns the outputs whose shape only execution tells."""
+        arrays = self._checked(inputs)
+        self._choose_profile(context, {name: tuple(values.shape) for name, values in arrays.items()})
+        for tensor in self._inputs:
+            tensor.stage(arrays[tensor.name])
+            if not context.set_input_shape(tensor.name, tuple(arrays[tensor.name].shape)):
+                raise BuildError(f"{self._name} does not take input {tensor.name} of {arrays[tensor.name].shape}")
+            context.set_tensor_address(tensor.name, tensor.address)
+        try:
+            unknown = context.infer_shapes()
+        except RuntimeError as error:
+            raise BuildError(f"{self._name} cannot tell its outputs' shapes for this batch: {error}") from error
+        if unknown:
+            raise BuildError(f"{self._name} has not been given {', '.join(unknown)}")
+        allocated = []
+        for tensor in self._outputs:
+            shape = tuple(context.get_tensor_shape(tensor.name))
+            if -1 in shape:
+                allocated.append(self._allocate_late(context, tensor))
+            else:
+                tensor.expect(shape)
+                context.set_tensor_address(tensor.name, tensor.address)
+        return allocated
+
+    def _allocate_late(self, context: Any, tensor: Tensor) -> OutputMemory:
+        if tensor.name not in self._allocators:
+            memory = OutputMemory(tensor)
+            # Kept with the engine: TensorRT does not hold it.
+            self._allocators[tensor.name] = memory, output_allocator(self._api.trt, memory)
+        memory, allocator = self._allocators[tensor.name]
+        memory.begin()
+        context.set_output_allocator(tensor.name, allocator)
+        return memory
+
+    def _checked(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        names = [tensor.name for tensor in self._inputs]
+        missing = [name for name in names if name not in inputs]
+        unknown = sorted(set(inputs) - set(names))
+        if missing or unknown:
+            what = f"lacks {', '.join(missing)}" if missing else f"takes no {', '.join(unknown)}"
+            raise BuildError(f"{self._name} {what}: its inputs are {', '.join(names)}")
+        return {name: np.asarray(inputs[name]) for name in names}
+
+    def _choose_profile(self, context: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+        number = choose_profile(self._ranges, shapes)
+        if number is None:
+            told = "; ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            served = " or ".join(
+                ", ".join(f"{name} {list(least)} to {list(most)}" for name, (least, _, most) in profile.items())
+                for profile in self._ranges
+            )
+            raise BuildError(f"{self._name} was not built for {told}, it takes {served}: see optimization.profiles")
+        if context.active_optimization_profile != number:
+            if not context.set_optimization_profile_async(number, self._stream.handle):
+                raise BuildError(f"{self._name} cannot switch to profile {number + 1}")
+            self._stream.synchronize()
+
+    def _send(self) -> None:
+        for tensor in self._inputs:
+            tensor.send(self._stream)
+
+    def _enqueue(self, context: Any, errors: Any) -> None:
+        if not context.execute_async_v3(self._stream.handle):
+            for memory, _ in self._allocators.values():
+                if memory.raised is not None:
+                    raise memory.raised
+            raise BuildError(f"{self._name} failed on the GPU: {errors[-1] if errors else 'TensorRT gives no reason'}")
+
+    def _capture(self, errors: Any) -> Graph | None:
+        try:
+            return Graph(self._stream, lambda: self._enqueue(self._context, errors))
+        except (BuildError, DeviceError) as error:
+            logger.warning("%s is timed without a CUDA graph, it cannot be captured: %s", self._name, error)
+            return None
+
+
+def _node_names(source: onnx.ModelProto | None) -> list[str] | None:
+    """Nodes as the parser names them: those without a name get that of their first output."""
+    if source is None:
+        return None
+    return [node.name or f"node_of_{node.output[0]}" for node in source.graph.node if node.name or node.output]

@@ -1,1 +1,0 @@
-"""Bytes to requests and answers to bytes; thin, and all on one data plane."""

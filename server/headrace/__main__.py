@@ -1,0 +1,196 @@
+"""The command line: `headrace serve | health | validate | infer | explain | simulate | tune`; `build | ...` are the builders'."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+from headrace import settings, triton_flags
+from headrace.core.command_line import Parser
+from headrace.core.console import open_console
+from headrace.core.errors import ConfigError
+from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
+
+# Answered by `python -m headrace_engines`.
+ENGINES_COMMANDS = {
+    "build": "build the engine of a model for this machine",
+    "inspect": "what a built engine consists of, layer by layer",
+    "compare": "a model in several precisions side by side",
+    "engines": "engines ls | gc | verify: the store of built engines",
+    "models": "models build: build the demo models",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    settings.tell_nobody()
+    # What builds belongs to engines, which the server never imports: it gets the line as it is.
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and given[0] in ENGINES_COMMANDS:
+        # One process, so that signals and the exit status need no handing on.
+        os.execv(sys.executable, [sys.executable, "-m", "headrace_engines", *settings.with_state(given)])
+    try:
+        if given[:1] and given[0].endswith(".onnx"):
+            raise ValueError(f"{given[0]!r} is no command: did you mean headrace serve {shlex.join(given)}?")
+        if given[:1] == ["health"]:
+            return _health(given[1:])
+        Parser.words = given
+        args = _parser().parse_args(given)
+    except ValueError as error:
+        _print_usage_error(str(error), given)
+        return 2
+    run = args.run
+    status: int = run(args)
+    return status
+
+
+class _Parser(Parser):
+    """A parser whose errors are JSON where the log is to be JSON, and that knows tritonserver's flags."""
+
+    def hint(self, option: str) -> str:
+        """The answer to an option of tritonserver, which only `serve` is asked for."""
+        return triton_flags.answer(option) if list(self.words[:1]) == ["serve"] else ""
+
+    def usage_error(self, message: str) -> NoReturn:
+        """Print usage and message; exit status 2."""
+        if settings.wants_json_log(self.words):
+            _print_usage_error(message, self.words)
+            self.exit(2)
+        super().usage_error(message)
+
+
+def _print_usage_error(message: str, arguments: Sequence[str]) -> None:
+    if settings.wants_json_log(arguments):
+        configure_logging("json")
+        logging.getLogger("headrace").error("%s", message)
+        return
+    open_console(stderr=True, highlight=False).print(f"headrace: {message}", style="red", markup=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="headrace", description="An inference server for folders of models.")
+    parser.add_argument("--version", action="version", version=version("headrace"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model repository")
+    settings.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+
+    commands.add_parser("health", help="exit status 0 while a server is ready")
+
+    validate = commands.add_parser("validate", help="check a model repository without serving it")
+    validate.add_argument(
+        "path", nargs="+", type=Path, help="a model repository, the folder of one model, or an ONNX file"
+    )
+    text = "load the models as the server does, in a process of its own (on); --no-load only reads their files"
+    validate.add_argument("--load", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "fail, as serve --strict does, where the CPU serves a model that asks for a GPU"
+    validate.add_argument("--strict", action="store_true", help=text)
+    settings.add_state(validate)
+    validate.set_defaults(run=_validate)
+
+    from headrace.commands import explain as explain_command
+    from headrace.commands import infer as infer_command
+    from headrace.simulation import options as simulation
+
+    infer = commands.add_parser("infer", help="send pictures or tensors to a running server")
+    infer_command.add_arguments(infer)
+    infer.set_defaults(run=infer_command.main)
+
+    explain = commands.add_parser("explain", help="what limits a model of a running server now")
+    explain_command.add_arguments(explain)
+    explain.set_defaults(run=explain_command.main)
+
+    simulate = commands.add_parser("simulate", help="replay a load against a policy in virtual time")
+    simulation.add_arguments(simulate)
+    simulate.set_defaults(run=_simulate)
+
+    from headrace.commands import tune as tune_command
+
+    tune = commands.add_parser("tune", help="try numbers of instances and batch sizes of a model")
+    tune_command.add_arguments(tune)
+    tune.set_defaults(run=tune_command.main)
+
+    for name, text in ENGINES_COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    chosen = settings.from_arguments(args)
+    configure_logging(chosen.log_format)
+    from headrace.app import HeadraceServer
+    from headrace.banner import announce, log_announcement
+    from headrace.repository.file_repository import open_paths
+
+    try:
+        with open_paths(args.path, chosen.state_dir) as named:
+            chosen = replace(chosen, model_repository=(*chosen.model_repository, *named.repositories))
+            text = partial(announce, first=named.first)
+            return HeadraceServer(chosen, log_announcement if chosen.log_format == "json" else text, named.only).run()
+    except ConfigError as error:
+        logging.getLogger("headrace").error("%s", error)
+        return 1
+
+
+def _health(arguments: Sequence[str]) -> int:
+    """Aside from the other commands, whose libraries would take longer to import than the server to answer."""
+    from headrace.commands import health as health_command
+
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    own = settings.from_arguments(parser.parse_args([]))
+    return health_command.main(arguments, health_command.Listening(own.host, own.http_port, own.tls_cert))
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from headrace.repository import validate
+
+    return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir)
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from headrace.commands import simulate as command
+
+    return command.main(args)
+
+
+def configure_logging(log_format: str) -> None:
+    """Log to standard error, one line an event: JSON, or text, which only a terminal shows coloured and folded.
+
+    Args:
+        log_format: "json" or "text".
+    """
+    formatter: logging.Formatter
+    if log_format == "text" and sys.stderr.isatty():
+        formatter = text_formatter = TextFormatter()
+        handler: logging.Handler = RichHandler(
+            console=Console(stderr=True),
+            show_path=False,
+            markup=False,
+            log_time_format=lambda moment: Text(text_formatter.time_text(moment)),
+        )
+    else:
+        formatter = JsonFormatter() if log_format == "json" else LineFormatter()
+        handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s", force=True)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    log_uncaught()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Wiring of what is told of requests: traces, spans, the request log."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from urllib.parse import urlsplit
+
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.telemetry import Telemetry
+from headrace.observability.accounts import Accounts
+from headrace.observability.redaction import is_secret, redact
+from headrace.observability.request_log import RequestLog, open_stream
+from headrace.observability.traces import Spans, Tracer
+from headrace.settings import Settings
+
+_EXTRA = "pip install 'headrace[otel]'"
+
+
+def open_accounts(settings: Settings) -> tuple[Tracer, Accounts]:
+    """Who decides what is traced, and who the front ends tell.
+
+    Raises:
+        ConfigError: an option of the operator's cannot be followed.
+    """
+    telemetry = settings.telemetry
+    tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
+    return tracer, Accounts(tracer, _request_log(settings), is_secret(settings.client_header))
+
+
+def _request_log(settings: Settings) -> RequestLog:
+    telemetry = settings.telemetry
+    try:
+        stream = open_stream(telemetry.request_log_file)
+    except OSError as error:
+        reason = f"cannot be written: {error.strerror or error}"
+        raise _wrong(f"--request-log-file {telemetry.request_log_file}", reason, "name another file") from error
+    text = not telemetry.request_log_file and settings.log_format == "text" and sys.stderr.isatty()
+    return RequestLog(telemetry.request_log, stream, text=text)
+
+
+def _spans(telemetry: Telemetry) -> Spans | None:
+    endpoint, shown = telemetry.otlp_endpoint, redact(telemetry.otlp_endpoint)
+    if not endpoint:
+        return None
+    option = f"--otlp-endpoint {shown}"
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise _wrong(option, "is no URL of a receiver", "write http://host:4317, or http://host:4318 over HTTP")
+    try:
+        from headrace.observability.spans import SpanWriter, otlp_exporter
+
+        return SpanWriter(otlp_exporter(endpoint, telemetry.otlp_protocol), version("headrace"), shown)
+    except ImportError as error:
+        raise _wrong(option, f"needs a package that is not installed ({error.name})", _EXTRA) from error
+    except (
+        Exception
+    ) as error:  # what the exporter's own variables (OTEL_EXPORTER_OTLP_...) hold may be wrong in many ways
+        raise _wrong(option, f"cannot be used: {redact(str(error))}", "look at the OTEL_ variables") from error
+
+
+def _wrong(what: str, message: str, cure: str) -> ConfigError:
+    return ConfigError([Finding(what, None, message, cure)])

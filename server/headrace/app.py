@@ -1,0 +1,282 @@
+"""Wiring only: settings in, a running server out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from headrace.accounting import open_accounts
+from headrace.banner import Addresses
+from headrace.certificates import certificate_expiry_s
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError
+from headrace.core.limits import Bodies, Door
+from headrace.cuda.nvml import Nvml
+from headrace.cuda.shared_memory import find_client_memory
+from headrace.http.application import HttpApplication
+from headrace.inference.models import Services
+from headrace.inference.request_options import AskedHeaders
+from headrace.listen import (
+    GrpcListener,
+    UvicornServer,
+    bind,
+    grpc_engine,
+    make_room_for,
+    metrics_application,
+    shown,
+    tls_files,
+)
+from headrace.observability.log_settings import LogSettings
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.metrics_server import LoopLag, ServerFacts
+from headrace.repository.explaining import Explainer
+from headrace.repository.loader import Loader
+from headrace.repository.overview import Overview
+from headrace.repository.profile_store import ProfileStore
+from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.registry import Registry
+from headrace.repository.residency import Residency
+from headrace.repository.shared_memory import SharedMemoryRegions
+from headrace.settings import Settings
+from headrace.tls import TlsFiles
+
+logger = logging.getLogger("headrace")
+
+
+class HeadraceServer:
+    """One process: an event loop with the front ends, a control thread, the models' instances.
+
+    Args:
+        settings: how to serve.
+        announce: called on the loop with where it listens and the registry once all models are loaded.
+        only: by repository, the models that it is reduced to.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        announce: Callable[[Addresses, Registry], None],
+        only: Mapping[Path, frozenset[str]] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._announce = announce
+        self._only = only or {}
+        self._registry = Registry(settings.ready_when)
+        self._residency = Residency()
+        self._servers: list[UvicornServer] = []
+        self._grpc: GrpcListener | None = None
+        self._asked_headers = AskedHeaders(settings.client_header)
+        self._lag = LoopLag()
+        bodies = Bodies(settings.limits)
+        self._http_door = Door(settings.limits, "http", bodies)
+        self._grpc_door = Door(settings.limits, "grpc", bodies)
+        self._exit_status = 0
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM; the exit status."""
+        try:
+            tls = tls_files(self._settings)
+            self._tracer, self._accounts = open_accounts(self._settings)
+        except ConfigError as error:
+            logger.error("%s", error)
+            return 1
+        _calm_garbage_collector()
+        make_room_for(self._settings.limits.max_connections)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(self._serve(tls))
+
+    async def _serve(self, tls: TlsFiles | None) -> int:
+        settings, loop = self._settings, asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        reconciler = self._reconciler(loop)
+        services = self._services(reconciler)
+        try:
+            sockets = self._listen(services, tls)
+            port = await self._listen_grpc(services, tls)
+        except OSError as error:
+            cure = "choose another --host, --http-port, --grpc-port or --metrics-port"
+            logger.error("cannot listen: %s (%s)", error.strerror or error, cure)
+            return 1
+        urls = [f"{'https' if tls else 'http'}://{shown(*sock.getsockname()[:2])}" for sock in sockets]
+        # The last one is that of the metrics, which are on a port of their own or on that of HTTP.
+        self._addresses = Addresses(urls[0], shown(settings.host, port) if self._grpc else "", f"{urls[-1]}/metrics")
+        reconciler.start()
+        if settings.metrics:
+            self._lag.start(loop)
+        serving = [server.serve([sock]) for server, sock in zip(self._servers, sockets, strict=True)]
+        if self._grpc is not None:
+            serving.append(self._grpc.serve())
+        try:
+            await asyncio.gather(*serving)
+        finally:
+            self._lag.stop()
+            clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
+            await asyncio.to_thread(self._accounts.close)
+        if not clean:
+            # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
+            logging.shutdown()
+            os._exit(1)
+        return self._exit_status
+
+    def _reconciler(self, loop: asyncio.AbstractEventLoop) -> Reconciler:
+        settings = self._settings
+        names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
+        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, self._only)
+        loader = Loader(
+            Mailbox(loop),
+            settings.metrics,
+            self._instance_died,
+            self._instance_back,
+            residency=self._residency,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+            profile_s=settings.profile_s,
+            profiles=ProfileStore(Path(settings.state_dir, "profiles")) if settings.state_dir else None,
+            state=Path(settings.state_dir) if settings.state_dir else None,
+        )
+        control = ControlPolicy(
+            mode=settings.model_control,
+            allow_override=settings.allow_model_override,
+            poll_interval_s=settings.poll_interval_s,
+        )
+
+        def loaded(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(self._loaded, error)
+
+        return Reconciler(desired, loader, self._registry, loaded, control)
+
+    def _services(self, reconciler: Reconciler) -> Services:
+        settings = self._settings
+        # The driver is started only where clients may register its memory.
+        memory = find_client_memory() if settings.allow_client_shm else None
+        cuda, pin = (None, None) if memory is None else (memory.open_ipc, memory.pin)
+        return Services(
+            models=self._registry,
+            repository=reconciler,
+            regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
+            traces=self._tracer,
+            accounts=self._accounts,
+            logs=LogSettings(logging.getLogger("headrace")),
+            overview=Overview(self._registry, settings.model_repository),
+            version=version("headrace"),
+            extensions=extensions(settings, cuda is not None),
+            explain=Explainer(self._registry),
+            name=settings.id,
+        )
+
+    def _listen(self, services: Services, tls: TlsFiles | None) -> list[socket.socket]:
+        settings = self._settings
+        page = self._metrics(tls).render if settings.metrics else None
+        apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
+        application = HttpApplication(services, self._http_door, None if apart else page, self._asked_headers)
+        context = None if tls is None else tls.ssl_context(("http/1.1",))
+        sockets = [bind(settings.host, settings.http_port)]
+        self._servers.append(UvicornServer(application, settings, self._http_door, context))
+        if apart and page is not None and settings.metrics_port is not None:
+            sockets.append(bind(settings.host, settings.metrics_port))
+            self._servers.append(UvicornServer(metrics_application(page), settings, self._http_door, context))
+        return sockets
+
+    def _metrics(self, tls: TlsFiles | None) -> MetricsPage:
+        facts = ServerFacts(
+            states=self._registry,
+            version=version("headrace"),
+            lag=self._lag,
+            doors=(self._http_door, self._grpc_door),
+            certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
+        )
+        return MetricsPage(self._registry.sources, self._residency, facts, Nvml(), self._settings.metrics_config)
+
+    async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
+        settings = self._settings
+        if not settings.grpc:
+            return 0
+        # Imported where it is wanted: without gRPC its library costs neither time nor memory.
+        from headrace.grpc.service import grpc_methods
+
+        methods = grpc_methods(services, settings.limits.max_body_bytes, self._asked_headers)
+        engine = grpc_engine(settings, methods, self._grpc_door, tls)
+        listener = GrpcListener(engine, settings.drain_timeout_s)
+        port = await listener.start(settings.host, settings.grpc_port)
+        self._grpc = listener
+        return port
+
+    def _loaded(self, error: BaseException | None) -> None:
+        failures = self._registry.failures()
+        if isinstance(error, ConfigError):
+            logger.error("%s", error)
+        elif error is not None:
+            logger.error("loading failed", exc_info=error)
+        substitutes = self._registry.substitutes()
+        if error is not None or ((failures or substitutes) and self._settings.strict):
+            if failures and error is None:
+                logger.error("--strict: %d of the models cannot be served", len(failures))
+            for name, number, reason in substitutes if self._settings.strict else ():
+                cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
+                logger.error("--strict: model %s version %s asks for a GPU: %s (%s)", name, number, reason, cure)
+            self._exit_status = 1
+            self._stop()
+            return
+        self._announce(self._addresses, self._registry)
+
+    def _interrupt(self) -> None:
+        # Only Ctrl-C is impatient when it comes twice: supervisors like to repeat SIGTERM.
+        if self._servers and self._servers[0].should_exit:
+            logger.warning("Ctrl-C again: leaving without waiting for requests in flight")
+            for server in self._servers:
+                server.force_exit = True
+            if self._grpc is not None:
+                self._grpc.stop(now=True)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._registry.set_complete(False)
+        for server in self._servers:
+            server.should_exit = True
+        if self._grpc is not None:
+            self._grpc.stop()
+
+    def _instance_died(self, name: str, number: str, left: int) -> None:
+        logger.error("model %s version %s: an instance died, %d left", name, number, left)
+        if left == 0:
+            self._registry.died(name, number)
+
+    def _instance_back(self, name: str, number: str, living: int) -> None:
+        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, living)
+        self._registry.revived(name, number)
+
+
+def extensions(settings: Settings, cuda: bool) -> list[str]:
+    """The protocol's extensions that are switched on, by the names that Triton gives them."""
+    names = ["binary_tensor_data", "classification", "logging", "model_configuration", "model_repository"]
+    names += ["model_repository(unload_dependents)", "parameters", "schedule_policy", "statistics"]
+    if settings.allow_client_shm:
+        names += ["system_shared_memory"]
+        if cuda:
+            names += ["cuda_shared_memory"]
+    if settings.trace_file or settings.telemetry.otlp_endpoint:
+        names += ["trace"]
+    return sorted(names)
+
+
+def _calm_garbage_collector() -> None:
+    """Requests make no reference cycles worth hunting: look for them rarely, and never among what was there at start."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop
+    import uvloop
+
+    return uvloop.new_event_loop

@@ -1,0 +1,226 @@
+"""ONNX Runtime on the CPU: the embedded default.
+
+Threads: the machine's cores are divided among a model's instances, so that they never fight. One core each means that ONNX
+Runtime computes on the instance's own thread without a pool; then all instances share one session and with it the weights.
+Pool threads do not spin: a spinning thread would take the core from the event loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from headrace.backends.base import InputRefused
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.tensor import BF16, BY_ORT_NAME, BYTES, Array, Datatype
+
+_LEVELS = {
+    "-1": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "1": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "2": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "0": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+
+# How ONNX Runtime's StringNormalizer says that the machine has no such locale.
+_LOCALE = re.compile(r"Failed to construct locale with name:([A-Za-z0-9_.@-]+?):")
+# ... and that a file was written by a newer onnx.
+_IR_VERSION = re.compile(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)")
+
+
+class OnnxRuntimeBackend:
+    """Loads ONNX files; see `headrace.backends.base.Backend`."""
+
+    def load(self, file: Path, instances: int, parameters: dict[str, str]) -> OnnxRuntimeModel:
+        """Open one session, or one an instance where a session needs more than one thread.
+
+        Args:
+            file: an ONNX model.
+            instances: how many executions will be asked for.
+            parameters: those Triton's ONNX Runtime backend knows: `intra_op_thread_count`, `inter_op_thread_count`,
+                `execution_mode`, `enable_mem_arena`, `enable_mem_pattern`, `optimization_level` are heeded.
+        """
+        options = session_options(instances, parameters, file)
+        shared = options.intra_op_num_threads == 1 and options.inter_op_num_threads <= 1
+        try:
+            sessions = [_open(file, options) for _ in range(1 if shared else instances)]
+        except Exception as error:  # ONNX Runtime raises a dozen types of its own
+            raise ConfigError([_load_finding(file, error)]) from error
+        return OnnxRuntimeModel(sessions)
+
+
+class OnnxRuntimeModel:
+    """The sessions of one version; see `headrace.backends.base.LoadedModel`."""
+
+    def __init__(self, sessions: list[ort.InferenceSession]) -> None:
+        self._sessions = sessions
+
+    def execution(self, index: int) -> OnnxRuntimeExecution:
+        """Instance `index` on its own session, or on the shared one."""
+        return OnnxRuntimeExecution(self._sessions[index % len(self._sessions)])
+
+    def close(self) -> None:
+        """Drop the sessions."""
+        self._sessions.clear()
+
+
+class OnnxRuntimeExecution:
+    """Runs a session; see `headrace.backends.base.Execution`."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+        self._inputs = {node.name: BY_ORT_NAME[node.type] for node in session.get_inputs()}
+        # Outputs that are no tensors (ZipMap's sequence of maps) cannot be served; the others can.
+        self._outputs = {
+            node.name: BY_ORT_NAME[node.type] for node in session.get_outputs() if node.type in BY_ORT_NAME
+        }
+        self._names = list(self._outputs)
+        # ONNX Runtime hands no bfloat16 to NumPy, so such models go by OrtValues and bit patterns.
+        self._by_value = BF16 in self._inputs.values() or BF16 in self._outputs.values()
+        self._text_inputs = [name for name, datatype in self._inputs.items() if datatype is BYTES]
+        self._text_outputs = [name for name, datatype in self._outputs.items() if datatype is BYTES]
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """All outputs; see `headrace.backends.base.Execution.run`."""
+        if self._text_inputs:
+            inputs = {name: _to_text(name, a) if name in self._text_inputs else a for name, a in inputs.items()}
+        try:
+            arrays = self._run_values(inputs) if self._by_value else self._session.run(self._names, inputs)
+        except Exception as error:
+            # The binding's exception types share no base class but carry the status in their name.
+            if type(error).__name__ == "InvalidArgument":
+                raise InputRefused(
+                    "the model refused the values of the request (ONNX Runtime: invalid argument)"
+                ) from error
+            raise
+        outputs: dict[str, Array] = dict(zip(self._names, arrays, strict=True))
+        for name in self._text_outputs:
+            outputs[name] = _to_bytes(outputs[name])
+        return outputs
+
+    def close(self) -> None:
+        """Let go of the session."""
+        del self._session
+
+    def _run_values(self, inputs: dict[str, Array]) -> list[Array]:
+        values = {name: _to_value(array, self._inputs[name]) for name, array in inputs.items()}
+        results = self._session.run_with_ort_values(self._names, values)
+        return [_to_array(value, self._outputs[name]) for name, value in zip(self._names, results, strict=True)]
+
+
+def session_options(instances: int, parameters: dict[str, str], file: Path) -> ort.SessionOptions:
+    """Session settings for `instances` that run at the same time on this machine.
+
+    Raises:
+        ConfigError: a parameter is not what ONNX Runtime takes.
+    """
+    options = ort.SessionOptions()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options.intra_op_num_threads = _count(parameters, "intra_op_thread_count", file) or max(1, cores // instances)
+    options.inter_op_num_threads = _count(parameters, "inter_op_thread_count", file) or 1
+    options.enable_cpu_mem_arena = _switch(parameters, "enable_mem_arena", "1", file)
+    options.enable_mem_pattern = _switch(parameters, "enable_mem_pattern", "1", file)
+    if _switch(parameters, "execution_mode", "0", file):
+        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    level = parameters.get("optimization_level", "0")
+    if level not in _LEVELS:
+        raise _bad_parameter(file, "optimization_level", level, "-1, 0, 1 or 2")
+    options.graph_optimization_level = _LEVELS[level]
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    # What fails raises, and is told by us: its own lines are ones that any client can have written, past our formatter.
+    options.log_severity_level = 4
+    return options
+
+
+def _open(file: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    for node in session.get_inputs():
+        if node.type not in BY_ORT_NAME:
+            raise ValueError(f"input '{node.name}' is a {node.type}; only dense tensors can be served")
+    if not any(node.type in BY_ORT_NAME for node in session.get_outputs()):
+        types = ", ".join(f"'{node.name}' is a {node.type}" for node in session.get_outputs())
+        raise ValueError(f"no output is a dense tensor: {types}")
+    return session
+
+
+def _load_finding(file: Path, error: Exception) -> Finding:
+    """Why ONNX Runtime does not load a file, and the cure."""
+    text = str(error).replace(str(file), file.name)  # callers may read it: no paths of this machine
+    locale, version = _LOCALE.search(text), _IR_VERSION.search(text)
+    if version is not None:
+        message = f"the file has ONNX IR version {version[1]}, ONNX Runtime {ort.__version__} reads up to {version[2]}"
+        cure = f"set model.ir_version = {version[2]} before saving it with onnx, or export it with an older onnx"
+        return Finding(file.name, None, message, cure)
+    if locale is None:
+        message = f"ONNX Runtime cannot load the model: {' '.join(text.split())}"
+        return Finding(file.name, None, message, "check it with onnx.checker")
+    name = locale[1]
+    language = name.partition(".")[0]
+    message = f'a StringNormalizer node of the model needs the locale "{name}", which this machine does not have'
+    cure = (
+        f"install it (Debian, Ubuntu: apt-get install locales && localedef -i {language} -f UTF-8 {name}) and start the "
+        'server again, or set the attribute locale of the node to "C.UTF-8"'
+    )
+    return Finding(file.name, None, message, cure)
+
+
+def _count(parameters: dict[str, str], name: str, file: Path) -> int:
+    text = parameters.get(name, "0")
+    if not text.isdecimal() or int(text) > 1024:
+        raise _bad_parameter(file, name, text, "a number of threads from 0 to 1024")
+    return int(text)
+
+
+def _switch(parameters: dict[str, str], name: str, default: str, file: Path) -> bool:
+    text = parameters.get(name, default)
+    if text not in ("0", "1", "false", "true"):
+        raise _bad_parameter(file, name, text, "0 or 1")
+    return text in ("1", "true")
+
+
+def _bad_parameter(file: Path, name: str, value: str, expected: str) -> ConfigError:
+    return ConfigError(
+        [Finding(file.parent.parent.name, None, f"parameter '{name}' is '{value}'", f"write {expected}")]
+    )
+
+
+def _to_text(name: str, array: Array) -> Array:
+    text = np.empty(array.shape, dtype=object)
+    try:
+        text.reshape(-1)[:] = [item.decode("utf-8") for item in array.reshape(-1).tolist()]
+    except UnicodeDecodeError as error:
+        raise InputRefused(
+            f"input '{name}': ONNX text must be UTF-8, byte {error.start} of an element is not"
+        ) from error
+    return text
+
+
+def _to_bytes(array: Array) -> Array:
+    data = np.empty(array.shape, dtype=object)
+    data.reshape(-1)[:] = [str(item).encode("utf-8") for item in array.reshape(-1).tolist()]
+    return data
+
+
+def _to_value(array: Array, datatype: Datatype) -> ort.OrtValue:
+    if datatype is BF16:
+        contiguous = np.ascontiguousarray(array)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous, BF16.onnx_number)
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _to_array(value: ort.OrtValue, datatype: Datatype) -> Array:
+    if datatype is not BF16:
+        array: Array = value.numpy()
+        return array
+    shape = tuple(value.shape())
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * BF16.size_bytes
+    if size_bytes == 0:
+        return np.empty(shape, BF16.dtype)
+    raw = ctypes.string_at(value.data_ptr(), size_bytes)
+    return np.frombuffer(raw, BF16.dtype).reshape(shape)

@@ -1,0 +1,358 @@
+"""A backend in a process of its own: a model that crashes or hangs takes no other one down, nor the server.
+
+Inputs are assembled in memory that both processes share, and the outputs are copied out of it; two short messages a batch.
+Batches overlap if the backend inside can do it. What becomes of batches when the process dies, `isolated_gate` tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.backends.base import ExecutionLost, Flight, InputRefused, Standing
+from headrace.backends.process.supervisor import Generation, ModelProcess
+from headrace.backends.process.wire import Message, Placed, end_of, lay_out, told
+from headrace.core.errors import (
+    BadRequest,
+    ConfigError,
+    Finding,
+    HeadraceError,
+    ModelFailed,
+    TooLarge,
+    Unavailable,
+    Unsupported,
+)
+from headrace.core.ledger import Account, Kind, NoRoom
+from headrace.core.tensor import Array
+
+if TYPE_CHECKING:
+    from headrace.backends.tensorrt.plan import Tensor
+
+logger = logging.getLogger("headrace.isolated")
+
+_SMALLEST_SLOT_BYTES = 64 * 1024
+# What an execution may raise for callers to read.
+_KINDS: dict[str, type[HeadraceError]] = {
+    kind.__name__: kind for kind in (BadRequest, InputRefused, TooLarge, ModelFailed, Unavailable, Unsupported)
+}
+
+
+class FailedInChildError(Exception):
+    """The model raised in its process; the text is the traceback there."""
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedBackend:
+    """Loads models into processes of their own; see `headrace.backends.base.Backend`.
+
+    Attributes:
+        name: of the model, for the log and messages.
+        factory: of the backend that does the work there; see `isolated_child.make_backend`.
+        limit_s: how long a batch may take, in seconds, before the process is taken to hang and is killed.
+        slot_bytes: shared memory for a batch, to begin with; it grows with the batches.
+    """
+
+    name: str
+    factory: str
+    limit_s: float
+    slot_bytes: int = 0
+
+    def load(
+        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+    ) -> IsolatedModel:
+        """Start a process and have it load the file.
+
+        Args:
+            file: the model.
+            instances: how many executions will be asked for.
+            parameters: of the model's configuration.
+            account: in which the GPU memory is booked that the process books; only for a backend that does.
+
+        Raises:
+            NoRoom: the account has no room.
+            ConfigError: it cannot, or the process died of it; or this is not Linux.
+        """
+        if not hasattr(os, "memfd_create"):
+            message, cure = "isolation: process needs memory that two processes share", "use Linux, or remove isolation"
+            raise ConfigError([Finding(self.name, None, message, cure)])
+        order: Message = {
+            "factory": self.factory,
+            "file": str(file),
+            "parameters": parameters,
+            "memory": None if account is None else _terms(account),
+            "level": logging.getLogger("headrace").getEffectiveLevel(),
+        }
+        slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)
+        process = ModelProcess(self.name, order, instances, self.limit_s, slot_bytes)
+        process.start()
+        if account is not None:
+            try:
+                for holding in process.held:
+                    account.reservation(holding.gpu, Kind(holding.kind), holding.size_bytes)
+            except NoRoom:
+                process.close()
+                raise
+        return IsolatedModel(process, self.limit_s)
+
+
+def _terms(account: Account) -> Message:
+    """All that the process has to know to refuse what does not fit, with the reason that we would give."""
+    return {
+        "model": account.model,
+        "version": account.version,
+        "budget": account.budget_bytes,
+        "limits": list(account.limits.items()),
+        "others": account.others(),
+    }
+
+
+class IsolatedModel:
+    """One version in its process; see `headrace.backends.base.LoadedModel`.
+
+    Args:
+        process: it; owned by the model.
+        limit_s: how long a batch may take.
+    """
+
+    def __init__(self, process: ModelProcess, limit_s: float) -> None:
+        self._process = process
+        self._limit_s = limit_s
+
+    def execution(self, index: int) -> IsolatedExecution:
+        """Instance `index`; the process has opened it already."""
+        return IsolatedExecution(self._process, index, self._limit_s)
+
+    @property
+    def standing(self) -> Standing:
+        """How the process fares."""
+        gate = self._process.gate
+        return Standing(gate.is_open, gate.refusal, self._process.restarts)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What the file says that it takes; nothing if the backend does not know."""
+        return self._tensors("inputs")
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What it says that it gives; nothing if the backend does not know."""
+        return self._tensors("outputs")
+
+    def _tensors(self, side: str) -> list[Tensor]:
+        from headrace.backends.tensorrt.plan import Tensor
+
+        found = self._process.tensors.get(side) or []
+        return [Tensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in found]
+
+    def close(self) -> None:
+        """End the process; its memory is free when this returns."""
+        self._process.close()
+
+
+class _Passage:
+    """A batch on its way through the process.
+
+    Attributes:
+        order: what the process is told to do.
+        slot: number of the memory that it lies in.
+        placed: its inputs.
+        generation: the process that has been told; None if none has.
+        number: that its answer will bear.
+    """
+
+    __slots__ = ("generation", "number", "order", "placed", "slot")
+
+    def __init__(self, order: str, slot: int, placed: list[Placed]) -> None:
+        self.order = order
+        self.slot = slot
+        self.placed = placed
+        self.generation: Generation | None = None
+        self.number = 0
+
+
+class IsolatedExecution:
+    """One instance; see `headrace.backends.base.PipelinedExecution`, whose rules for threads hold.
+
+    A launch that may not enter the process now (it is being replaced, or a batch has to run alone) does not wait: the finisher
+    sends it when its turn has come. So what is inside is always the front of what is open, and who waits holds nobody up.
+
+    Ownership: `_lock` guards `_unsent` and the order of what is sent; `_open` and `_free` change by single steps of the
+    interpreter.
+
+    Args:
+        process: of the model.
+        index: of the instance.
+        limit_s: how long a batch may take.
+
+    Attributes:
+        depth: that of the execution in the process; 1 if that takes one batch after the other.
+    """
+
+    def __init__(self, process: ModelProcess, index: int, limit_s: float) -> None:
+        self._process = process
+        self._index = index
+        self._limit_s = limit_s
+        self._slots = process.slots[index]
+        self._free = deque(range(len(self._slots)))
+        self._open: dict[_Passage, None] = {}  # launched and not finished
+        self._lock = threading.Lock()
+        self._unsent: deque[_Passage] = deque()  # of them, in the order of launch
+        self._number = 0
+        self.depth = len(self._slots)
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """All outputs; see `headrace.backends.base.Execution.run`."""
+        slot = self._free[0]
+        return self._outcome(_Passage("run", slot, self._slots[slot].put(inputs)))
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A flight in shared memory."""
+        slot = self._free[0]
+        placed = lay_out(like, rows)
+        memory = self._slots[slot]
+        memory.grow(end_of(placed))
+        inputs = memory.arrays(placed)
+        return Flight(inputs, rows, _Passage("launch", self._free.popleft(), placed))
+
+    def launch(self, flight: Flight) -> None:
+        """Tell the process, if it may be told now."""
+        passage = _passage(flight)
+        try:
+            with self._lock:
+                if self._unsent or not self._let_in(passage):
+                    self._unsent.append(passage)
+        except BaseException:
+            self._free.append(passage.slot)
+            raise
+        self._open[passage] = None
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """Wait for the process to be done with it."""
+        passage = _passage(flight)
+        try:
+            return self._outcome(passage)
+        finally:
+            del self._open[passage]
+            self._free.append(passage.slot)
+
+    def discard(self, flight: Flight) -> None:
+        """Its memory is free again."""
+        self._free.append(_passage(flight).slot)
+
+    def close(self) -> None:
+        """Wait for what a thread that died has left open, so that it does not stand in the way of other instances."""
+        for passage in list(self._open):
+            generation = passage.generation
+            try:
+                if generation is not None:
+                    self._answer(passage, generation)
+            except (EOFError, OSError):
+                # It leaves behind the count of those inside: it may be what killed the process.
+                if generation is not None:
+                    generation.kill("")
+                    generation.ended.wait()
+            finally:
+                self._process.gate.leave(passage)
+
+    def _outcome(self, passage: _Passage) -> dict[str, Array]:
+        """The outputs, out of this process or the next one."""
+        try:
+            while True:
+                generation = passage.generation or self._sent(passage)
+                try:
+                    answer = self._answer(passage, generation)
+                    if "lost" not in answer:
+                        return self._outputs(passage, answer)
+                    # What ails its device, a new process may be free of.
+                    logger.error("the process of %s can run nothing any more: %s", self._process.name, answer["lost"])
+                    generation.kill("its device failed")
+                except TimeoutError:
+                    generation.kill(f"it gave no answer within {self._limit_s:g} s")
+                except (EOFError, OSError):
+                    generation.kill("")
+                passage.generation = None
+                generation.ended.wait()
+                # One that the process did not live to begin is not to blame, wherever it was.
+                begun = self._slots[passage.slot].marked() == passage.number
+                if begun and not self._process.gate.suspected(passage):
+                    cause = generation.cause
+                    raise ModelFailed(f"the process of {self._process.name} died while it ran the request: {cause}")
+        finally:
+            self._process.gate.leave(passage)
+
+    def _sent(self, passage: _Passage) -> Generation:
+        """Wait until it may enter, and send it and what may follow it."""
+        try:
+            generation = self._process.gate.enter(passage, wait=True)
+        except BaseException:
+            with self._lock:
+                self._dequeue(passage)
+            raise
+        assert generation is not None, "who waits gets in, or an exception"
+        with self._lock:
+            self._dequeue(passage)
+            self._send(passage, generation)
+            while self._unsent and self._let_in(self._unsent[0], quietly=True):
+                self._unsent.popleft()
+        return generation
+
+    # With the lock held
+
+    def _dequeue(self, passage: _Passage) -> None:
+        if self._unsent and self._unsent[0] is passage:
+            self._unsent.popleft()
+
+    def _let_in(self, passage: _Passage, quietly: bool = False) -> bool:
+        """Send it if it may enter now; `quietly`: what speaks against it, it will be told in its own turn."""
+        try:
+            generation = self._process.gate.enter(passage, wait=False)
+        except (Unavailable, ExecutionLost):
+            if quietly:
+                return False
+            raise
+        if generation is not None:
+            self._send(passage, generation)
+        return generation is not None
+
+    def _send(self, passage: _Passage, generation: Generation) -> None:
+        """To a process that it is inside of; that the process is gone shows when the answer is waited for."""
+        self._number += 1
+        passage.generation, passage.number = generation, self._number
+        message = {"do": passage.order, "number": passage.number, "slot": passage.slot, "inputs": passage.placed}
+        try:
+            generation.channels[self._index].send(message)
+        except TimeoutError:
+            generation.kill(f"it took no batch within {self._limit_s:g} s")
+        except OSError:
+            generation.kill("")
+
+    # On the finisher's thread, or the instance's in a run
+
+    def _answer(self, passage: _Passage, generation: Generation) -> Message:
+        channel = generation.channels[self._index]
+        while True:
+            answer, _fds = channel.receive()
+            if answer["number"] == passage.number:
+                return answer
+
+    def _outputs(self, passage: _Passage, answer: Message) -> dict[str, Array]:
+        if "error" in answer:
+            kind, text = answer["error"]
+            raise _KINDS.get(kind, ModelFailed)(text)
+        if "failed" in answer:
+            raise FailedInChildError(answer["failed"])
+        arrays = self._slots[passage.slot].arrays(told(answer, "outputs"))
+        return {name: array.copy() for name, array in arrays.items()}
+
+
+def _passage(flight: Flight) -> _Passage:
+    assert isinstance(flight.handle, _Passage), "a flight of ours"
+    return flight.handle

@@ -1,0 +1,379 @@
+"""The process that runs a model, and the one that takes its place when it dies.
+
+A thread, the keeper, owns the process: it starts it, forwards its log, waits for its end, and starts the next one, after a pause
+that grows while they die young.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from headrace.backends.process.gate import Gate
+from headrace.backends.process.wire import Channel, Message, Slot
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.ledger import Holding, NoRoom
+
+CHILD: tuple[str, ...] = (sys.executable, "-m", "headrace.backends.process.child")
+
+# Before the next process is started, by how many have died in a row; and how long one must have lived not to count.
+_PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 0.8, 2.0, 4.0, 8.0, 16.0, 30.0)
+_SETTLED_S = 10.0
+# Batches wait for the next process if its pause is no longer than that, and are refused otherwise.
+_PATIENCE_S = 1.0
+_LOAD_LIMIT_S = 900.0
+_CLOSE_GRACE_S = 15.0
+_TAIL_LINES = 100  # a dump of all threads, of which the one that matters comes first
+
+logger = logging.getLogger("headrace.isolated")
+
+
+class Generation:
+    """One process.
+
+    Attributes:
+        process: it.
+        control: the socket that the keeper listens to.
+        channels: one an instance.
+        ended: set once it is dead and what was inside is dealt with.
+        cause: why it ended, for people; "" while it lives.
+        blame: why we ended it, "" if we did not.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], control: Channel, channels: list[Channel]) -> None:
+        self.process = process
+        self.control = control
+        self.channels = channels
+        self.ended = threading.Event()
+        self.cause = ""
+        self.blame = ""
+        self.born_ns = monotonic_ns()
+        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    def kill(self, why: str) -> None:
+        """End it; from any thread."""
+        self.blame = self.blame or why
+        self.process.kill()
+
+    def shut(self) -> None:
+        """Let it end by itself."""
+        for channel in (*self.channels, self.control):
+            channel.shut()
+
+
+class ModelProcess:
+    """Runs one version of a model in a process of its own, and in another one when that dies.
+
+    Ownership: `_lock` guards `_generation` against `close`; everything else is the keeper's, who alone changes what others read.
+
+    Args:
+        name: of the model, for the log and messages.
+        order: what the child is to load.
+        instances: how many run at the same time.
+        limit_s: how long a batch may take, in seconds, before the process is taken to hang.
+        slot_bytes: shared memory for a batch, to begin with.
+        command: of the child.
+
+    Attributes:
+        gate: to the process.
+        restarts: how many processes have died while they served.
+        tensors: by "inputs" and "outputs", name, dtype and shape of those that the file tells of; None where it tells of none.
+        slots: by instance the memory for its batches, which the process has too.
+        held: memory of GPUs that the process has booked.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        order: Message,
+        instances: int,
+        limit_s: float,
+        slot_bytes: int,
+        command: Sequence[str] = CHILD,
+    ) -> None:
+        self.name = name
+        self.gate: Gate[Generation] = Gate()
+        self.restarts = 0
+        self.tensors: dict[str, list[tuple[str, str, list[int]]] | None] = {}
+        self.slots: list[list[Slot]] = []
+        self.held: list[Holding] = []
+        self._order = order
+        self._instances = instances
+        self._limit_s = limit_s
+        self._slot_bytes = slot_bytes
+        self._command = tuple(command)
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._generation: Generation | None = None  # that is loading or serves
+        self._dead_in_row = 0
+        self._loaded: Future[None] = Future()
+        self._keeper = threading.Thread(target=self._keep, name=f"{name} keeper", daemon=True)
+
+    def start(self) -> None:
+        """Start the process and wait until it has loaded the model.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        self._keeper.start()
+        try:
+            self._loaded.result()
+        except BaseException:
+            self._keeper.join()
+            self._free_slots()
+            raise
+
+    def close(self) -> None:
+        """End the process; returns when it is gone. All batches have left."""
+        with self._lock:
+            self._closing.set()
+            generation = self._generation
+        if generation is not None:
+            generation.shut()
+        self._keeper.join(_CLOSE_GRACE_S)
+        if self._keeper.is_alive() and generation is not None:
+            logger.warning("the process of %s does not end by itself and is killed", self.name)
+            generation.kill("it did not end by itself")
+        self._keeper.join()
+        self._free_slots()
+
+    def _free_slots(self) -> None:
+        for slots in self.slots:
+            for slot in slots:
+                slot.close()
+        self.slots = []
+
+    # On the keeper's thread
+
+    def _keep(self) -> None:
+        try:
+            pause_s = 0.0
+            while not self._closing.wait(pause_s):
+                pause_s = self._live()
+                if not self._loaded.done():
+                    self._loaded.set_exception(_broken(self.name, "its process could not be kept alive"))
+                if self._loaded.exception() is not None:
+                    return
+        except BaseException as error:  # a dying thread says so, whatever it dies of
+            logger.exception("the process of %s is not looked after any more", self.name)
+            self._give_up(error)
+
+    def _live(self) -> float:
+        """One process from its start to its end; the pause before the next one in seconds."""
+        try:
+            generation = self._begin()
+        except OSError as error:
+            return self._count(None, _broken(self.name, f"a process for it cannot be started: {error.strerror}"))
+        if generation is None:
+            return 0.0
+        with _Ears(generation) as ears:
+            failure = self._open(generation, ears)
+            if failure is None:
+                self._serve(generation)
+                ears.listen()
+            generation.cause = _ending(generation)
+            ears.drain()
+        return self._count(generation, failure)
+
+    def _begin(self) -> Generation | None:
+        """Start a process; None if none is wanted any more."""
+        pairs = [socket.socketpair() for _ in range(self._instances + 1)]
+        theirs = [pair[1] for pair in pairs]
+        channels = [Channel(pair[0], self._limit_s) for pair in pairs[1:]]
+        control = Channel(pairs[0][0])
+        try:
+            with self._lock:
+                if self._closing.is_set():
+                    return None
+                words = [*self._command, str(os.getpid()), *(str(end.fileno()) for end in theirs)]
+                # By this thread, which lives as long as the server: the child asks to be killed when it ends.
+                process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    pass_fds=[end.fileno() for end in theirs],
+                    process_group=0,  # Ctrl-C reaches us alone
+                )
+                self._generation = Generation(process, control, channels)
+                return self._generation
+        finally:
+            for end in theirs:
+                end.close()
+
+    def _open(self, generation: Generation, ears: _Ears) -> ConfigError | None:
+        """Have the model loaded; why it cannot be."""
+        try:
+            generation.control.send(self._order)
+            answer = ears.listen(_LOAD_LIMIT_S)
+        except TimeoutError:
+            generation.kill(f"it did not load the model within {_LOAD_LIMIT_S:g} s")
+            answer = None
+        except OSError:
+            answer = None
+        if answer is None:
+            cause = _ending(generation)
+            return _broken(self.name, f"its process died while it loaded the model: {cause}")
+        if "no_room" in answer:
+            return NoRoom(*answer["no_room"])
+        if "refused" in answer:
+            return ConfigError([Finding(*finding) for finding in answer["refused"]])
+        if "loaded" not in answer:
+            return _broken(self.name, f"could not be loaded ({answer.get('broken')})")
+        depths = answer["loaded"]
+        if not self.slots:
+            self.tensors = answer["tensors"]
+            self.held = [Holding(*holding) for holding in answer["held"]]
+            name = f"headrace {self.name}"
+            for depth in depths:
+                self.slots.append([])
+                self.slots[-1].extend(Slot.create(name, self._slot_bytes) for _ in range(depth))
+        if depths != [len(slots) for slots in self.slots]:
+            return _broken(self.name, "its file runs otherwise than before")
+        try:
+            for channel, slots in zip(generation.channels, self.slots, strict=True):
+                channel.send({"do": "share"}, [slot.fd for slot in slots])
+        except OSError:
+            return _broken(self.name, f"its process died at its start: {_ending(generation)}")
+        return None
+
+    def _serve(self, generation: Generation) -> None:
+        generation.born_ns = monotonic_ns()
+        self.gate.open(generation)
+        if self._loaded.done():
+            logger.warning("%s has a new process, %d", self.name, generation.process.pid)
+        else:
+            self._loaded.set_result(None)
+
+    def _count(self, generation: Generation | None, failure: ConfigError | None) -> float:
+        """A process is gone, or none could be had; the pause before the next one in seconds.
+
+        Args:
+            generation: that is gone.
+            failure: why it never served.
+        """
+        with self._lock:
+            closing, self._generation = self._closing.is_set(), None
+        settled = generation is not None and monotonic_ns() - generation.born_ns >= _SETTLED_S * NS_PER_S
+        self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
+        pause_s = _PAUSES_S[min(self._dead_in_row, len(_PAUSES_S)) - 1]
+        waits = failure is None and pause_s <= _PATIENCE_S
+        inside = self.gate.shut("" if waits else f"the process of {self.name} has died and is being started again")
+        if failure is not None and not self._loaded.done():
+            self._loaded.set_exception(failure)
+        elif not closing:
+            self.restarts += failure is None
+            cause = f"{failure}" if generation is None or failure is not None else generation.cause
+            left = f", with {inside} batches inside" if inside else ""
+            said = "".join(f"\n  {line}" for line in generation.tail) if generation is not None else ""
+            logger.error("the process of %s has died: %s%s; the next in %g s%s", self.name, cause, left, pause_s, said)
+        if generation is not None:
+            generation.ended.set()
+        return pause_s
+
+    def _give_up(self, error: BaseException) -> None:
+        with self._lock:
+            generation, self._generation = self._generation, None
+        if generation is not None:
+            generation.process.kill()
+            generation.process.wait()
+            generation.cause = "nobody looks after it any more"
+        self.gate.lose(f"the process of {self.name} is not looked after any more")
+        self.gate.shut("")
+        if generation is not None:
+            generation.ended.set()
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+
+
+class _Ears:
+    """What a process says: messages on its control socket, and lines on its standard output and error."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._control = generation.control
+        assert generation.process.stdout is not None, "the process was started with a pipe"
+        self._output = generation.process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        self._rest = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._output, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Ears:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._selector.close()
+        self._output.close()
+
+    def listen(self, limit_s: float | None = None) -> Message | None:
+        """The next message that is no log record; None if the process is gone.
+
+        Raises:
+            TimeoutError: nothing came for `limit_s`.
+        """
+        while True:
+            ready = [key.fileobj for key, _events in self._selector.select(limit_s)]
+            if not ready:
+                raise TimeoutError
+            if self._output in ready and not self._read():
+                self._selector.unregister(self._output)
+            if self._control not in ready:
+                continue
+            try:
+                message, _fds = self._control.receive()
+            except EOFError:
+                return None
+            if "log" not in message:
+                return message
+            name, level, text = message["log"]
+            logging.getLogger(name).log(level, "%s", text)
+
+    def drain(self) -> None:
+        """What is still in the pipe."""
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Take what is there; False if there is no more."""
+        try:
+            data = self._output.read(1 << 16)
+        except OSError:
+            return False
+        if not data:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            text = line.decode("utf-8", "replace").rstrip()
+            self._generation.tail.append(text)
+            logger.debug("%d: %s", self._generation.process.pid, text)
+        return True
+
+
+def _ending(generation: Generation) -> str:
+    """Wait for the end of a process whose control socket is closed, or that is of no use, and say what it died of."""
+    process = generation.process
+    process.kill()
+    status = process.wait()
+    if generation.blame:
+        return generation.blame
+    if status >= 0:
+        return f"it ended with status {status}"
+    name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
+    return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+
+
+def _broken(name: str, message: str) -> ConfigError:
+    return ConfigError([Finding(name, None, message, "the server's log has more")])

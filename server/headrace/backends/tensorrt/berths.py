@@ -1,0 +1,179 @@
+"""Memory for the batches of an instance: a berth has all that one batch needs on its way, and no two batches at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from headrace.backends.base import Resident
+from headrace.backends.tensorrt.plan import Shape
+from headrace.backends.tensorrt.rows import RowTable
+from headrace.backends.tensorrt.stages import Port, Ports
+from headrace.core.tensor import Array
+from headrace.cuda.driver import Stream
+from headrace.cuda.memory import Allocator, download, upload
+from headrace.cuda.signals import Signal
+
+
+class Memory:
+    """One tensor's memory on both sides, of one size for ever.
+
+    Args:
+        dtype: of the tensor.
+        size_bytes: of the largest that is served.
+        allocator: of the GPU.
+
+    Attributes:
+        size_bytes: likewise.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], size_bytes: int, allocator: Allocator) -> None:
+        self._dtype = dtype
+        self._device = allocator.device()
+        self._pinned = allocator.pinned()
+        try:
+            self._device.reserve(size_bytes)
+            self._pinned.reserve(size_bytes)
+        except Exception:
+            self.close()
+            raise
+        self.size_bytes = size_bytes
+        # What a batch is padded with is what was there: never anything but zeros, or rows that were valid once.
+        self._pinned.view((self._pinned.size_bytes,), np.dtype(np.uint8)).fill(0)
+
+    @property
+    def address(self) -> int:
+        """On the GPU."""
+        return self._device.address
+
+    @property
+    def pinned_address(self) -> int:
+        """On the host, where the GPU reads it too."""
+        return self._pinned.address
+
+    def view(self, shape: Shape) -> Array:
+        """The pinned side; it must fit."""
+        return self._pinned.view(shape, self._dtype)
+
+    def size_of(self, shape: Shape) -> int:
+        """Bytes of a tensor of this shape."""
+        return math.prod(shape) * self._dtype.itemsize
+
+    def fits(self, shape: Shape) -> bool:
+        """True if a tensor of this shape has room."""
+        return self.size_of(shape) <= self.size_bytes
+
+    def clear(self, stream: Stream) -> None:
+        """Queue that the GPU's side becomes what the pinned side is."""
+        upload(self._device, self._pinned.view((self._pinned.size_bytes,), np.dtype(np.uint8)), stream)
+
+    def send(self, values: Array, stream: Stream) -> None:
+        """Queue the copy of a `view` to the GPU."""
+        upload(self._device, values, stream)
+
+    def fetch(self, values: Array, stream: Stream) -> None:
+        """Queue the copy from the GPU into a `view`."""
+        download(values, self._device, stream)
+
+    def close(self) -> None:
+        """Give it back."""
+        self._device.free()
+        self._pinned.free()
+
+
+class Berth:
+    """Room for one batch at a time: memory for what callers send and get, and the events of its stages.
+
+    Args:
+        index: among the berths of an instance.
+        ports: tensors as callers see them.
+        sizes: of the tensors at their largest.
+        within: by the plan's name the addresses of the tensors that never leave the GPU, which the berths share.
+        allocator: of the GPU.
+
+    Attributes:
+        inputs: by callers' name.
+        outputs: likewise.
+        addresses: of the plan's tensors, on the GPU.
+        copied_in: the inputs are on the GPU.
+        computed: the outputs are.
+        copied_out: they are in pinned memory; by whether the host spins or sleeps until then.
+        landing: which of these two is waited for.
+        rows: where the rows of the batch are, if some of them are not in the berth.
+        residents: what keeps those alive from launch to landing.
+    """
+
+    def __init__(self, index: int, ports: Ports, sizes: Sizes, within: Mapping[str, int], allocator: Allocator) -> None:
+        self.index = index
+        self.inputs: dict[str, Memory] = {}
+        self.outputs: dict[str, Memory] = {}
+        self.addresses = dict(within)
+        self.rows: RowTable | None = None
+        self.residents: list[Resident] = []
+        try:
+            for port in ports.inputs:
+                self._add(self.inputs, port, sizes.inputs, allocator)
+            for port in ports.outputs:
+                self._add(self.outputs, port, sizes.outputs, allocator)
+            self.copied_in, self.computed = Signal(), Signal()
+            self.copied_out = {spins: Signal(spins) for spins in (False, True)}
+            self.landing = self.copied_out[False]
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give everything back; nothing runs any more."""
+        for memory in (*self.inputs.values(), *self.outputs.values()):
+            memory.close()
+        self.residents = []
+        if self.rows is not None:
+            self.rows.close()
+        # Events free themselves once nothing refers to them; they must do so while the device is current.
+        for name in ("copied_in", "computed", "copied_out", "landing"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _add(self, memories: dict[str, Memory], port: Port, sizes: Mapping[str, int], allocator: Allocator) -> None:
+        for name, dtype in port.outside.items():
+            memories[name] = Memory(dtype, sizes[name], allocator)
+        if port.joined is None:
+            self.addresses[port.tensor] = memories[port.tensor].address
+
+
+class Sizes:
+    """Bytes of tensors at their largest.
+
+    Attributes:
+        inputs: by callers' name.
+        outputs: likewise.
+        within: by the plan's name, of those that never leave the GPU.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
+        self.within: dict[str, int] = {}
+
+    def add(self, ports: Ports, given: Mapping[str, Shape], made: Mapping[str, Shape]) -> None:
+        """Let the tensors have room for a batch.
+
+        Args:
+            ports: tensors as callers see them.
+            given: shapes of the plan's inputs.
+            made: of its outputs.
+        """
+        for side, found, shapes in ((ports.inputs, self.inputs, given), (ports.outputs, self.outputs, made)):
+            outside = ports.outward(side, shapes)
+            for port in side:
+                for name, dtype in port.outside.items():
+                    _raise_to(found, name, outside[name], dtype)
+                if port.joined is not None:
+                    _raise_to(self.within, port.tensor, shapes[port.tensor], port.dtype)
+
+
+def _raise_to(sizes: dict[str, int], name: str, shape: Shape, dtype: np.dtype[Any]) -> None:
+    sizes[name] = max(sizes.get(name, 0), math.prod(shape) * dtype.itemsize)

@@ -1,0 +1,169 @@
+"""Start-up message of `headrace serve`: addresses, models, a command to try; as text or as JSON log lines."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+from rich.table import Table
+from rich.text import Text
+
+from headrace.core.console import open_console
+from headrace.observability.logs import FIELDS
+
+logger = logging.getLogger("headrace")
+
+
+class Index(Protocol):
+    """The registry, as far as the banner goes."""
+
+    def index(self) -> Sequence[Mapping[str, object]]:
+        """Every version found, its state and reason."""
+
+    def placements(self) -> Mapping[tuple[str, str], Mapping[str, object]]:
+        """Runtime, device, precision and more of each version that serves, by name and version."""
+
+    def config(self, name: str, version: str) -> Mapping[str, Any]:
+        """The configuration of a model that serves, as Triton's JSON."""
+
+
+class Addresses(NamedTuple):
+    """Where a server listens.
+
+    Attributes:
+        url: of HTTP.
+        grpc: host and port of gRPC, "" without.
+        metrics: URL of the page of metrics.
+    """
+
+    url: str
+    grpc: str
+    metrics: str
+
+
+def startup_rows(registry: Index) -> list[dict[str, str]]:
+    """The start-up table: one row a version, by column title, in the order of the columns."""
+    placements = registry.placements()
+    rows = []
+    for row in registry.index():
+        name, number = str(row["name"]), str(row["version"])
+        place = placements.get((name, number), {})
+        told = {title: str(place.get(title, "")) for title in ("runtime", "device", "precision")}
+        note = str(row["reason"] or place.get("not_on_gpu", ""))
+        rows.append({"model": name, "version": number, "state": str(row["state"]), **told, "note": note})
+    return rows
+
+
+def announce(addresses: Addresses, registry: Index, first: str = "") -> None:
+    """Print the models, the addresses and a line to try; folded on terminals only.
+
+    Args:
+        addresses: where the server listens.
+        registry: the models.
+        first: name of the model whose file was named, for the line to try; "" for none.
+    """
+    url = addresses.url
+    console = open_console(highlight=False)
+    rows = startup_rows(registry)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in rows[0] if rows else ("model", "version", "state"):
+        table.add_column(title)
+    for row in rows:
+        cells = {title: Text(cell) for title, cell in row.items()}
+        cells["state"].stylize("green" if row["state"] == "READY" else "red")
+        table.add_row(*cells.values())
+    console.print(table)
+    console.print()
+    console.print(_listens(addresses), soft_wrap=True, markup=False)
+    if addresses.grpc:
+        console.print(f"gRPC: {addresses.grpc}", soft_wrap=True, markup=False)
+    ready: set[object] = {row["model"] for row in rows if row["state"] == "READY"}
+    line = model_example(url, first, registry.config(first, "")) if first in ready else example(url, ready)
+    console.print("Try:  " + line, soft_wrap=True, markup=False)
+    if "efficientnet_lite0" in ready:
+        command = sys.argv[0] if sys.argv[0].endswith("headrace") else "headrace"
+        console.print(f"or:   {command} infer efficientnet_lite0 photo.jpg", soft_wrap=True, markup=False)
+    console.print("Ctrl-C stops it.")
+
+
+def log_announcement(addresses: Addresses, registry: Index) -> None:
+    """Log what `announce` prints: a line for each version with its row of the table, then one with the addresses."""
+    for row in startup_rows(registry):
+        message = f"model {row['model']} version {row['version']} is {row['state']} after start-up"
+        logger.info("%s", message, extra={FIELDS: {"event": "startup_model", **row}})
+    fields = {"event": "listening", "http": addresses.url, "grpc": addresses.grpc, "metrics": addresses.metrics}
+    logger.info("%s", _listens(addresses), extra={FIELDS: fields})
+
+
+def _listens(addresses: Addresses) -> str:
+    return f"Headrace listens on {addresses.url}   metrics: {addresses.metrics}   API: {addresses.url}/docs"
+
+
+def example(url: str, ready: set[object]) -> str:
+    """A curl line: for the simplest demo model, or for readiness where that is not served."""
+    if "add_sub" not in ready:
+        return f"curl {url}/v2/health/ready"
+    numbers = list(range(16))
+    body = {
+        "inputs": [
+            {"name": "INPUT0", "datatype": "INT32", "shape": [1, 16], "data": numbers},
+            {"name": "INPUT1", "datatype": "INT32", "shape": [1, 16], "data": [1] * 16},
+        ]
+    }
+    return f"curl -s {url}/v2/models/add_sub/infer -d {shlex.quote(orjson.dumps(body).decode())}"
+
+
+# Inputs with more elements are sent as bytes, by a pipe of zeros, instead of as numbers in JSON.
+_MAX_JSON_ELEMENTS = 64
+# Bytes an element has, by the protocol's datatype; text has no size.
+_BYTES = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "INT8": 1,
+    "UINT16": 2,
+    "INT16": 2,
+    "FP16": 2,
+    "BF16": 2,
+    "UINT32": 4,
+    "INT32": 4,
+    "FP32": 4,
+}
+
+
+def model_example(url: str, name: str, config: Mapping[str, Any]) -> str:
+    """A curl line for a model, with zeros for its inputs and 1 for each free dimension.
+
+    Args:
+        url: of the server.
+        name: of the model.
+        config: of the model, as Triton's JSON.
+    """
+    batch = [1] if config["max_batch_size"] else []
+    inputs: list[dict[str, Any]] = []
+    total_bytes = 0
+    for tensor in config["input"]:
+        datatype = "BYTES" if tensor["data_type"] == "TYPE_STRING" else tensor["data_type"].removeprefix("TYPE_")
+        shape = [*batch, *(max(size, 1) for size in tensor["dims"])]
+        elements = math.prod(shape)
+        entry: dict[str, Any] = {"name": tensor["name"], "datatype": datatype, "shape": shape}
+        if datatype == "BYTES":
+            entry["data"] = ["text"] * elements
+        elif elements <= _MAX_JSON_ELEMENTS and datatype not in ("FP16", "BF16"):
+            entry["data"] = [False if datatype == "BOOL" else 0] * elements
+        else:
+            size_bytes = elements * _BYTES.get(datatype, 8)
+            entry["parameters"] = {"binary_data_size": size_bytes}
+            total_bytes += size_bytes
+        inputs.append(entry)
+    body = orjson.dumps({"inputs": inputs}).decode()
+    target = f"{url}/v2/models/{name}/infer"
+    if not total_bytes:
+        return f"curl -s {target} -d {shlex.quote(body)}"
+    header = f"-H 'Inference-Header-Content-Length: {len(body.encode())}'"
+    zeros = f"(printf %s {shlex.quote(body)}; head -c {total_bytes} /dev/zero)"
+    return f"{zeros} | curl -s {target} {header} --data-binary @-"

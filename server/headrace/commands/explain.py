@@ -1,0 +1,145 @@
+"""`headrace explain MODEL`: what limits a model of a running server now, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from headrace.commands.http_get import get
+from headrace.commands.show import printable
+from headrace.core.console import open_console
+from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+_TIMEOUT_S = 60.0
+
+# What is shown of the numbers, as people read them: name -> unit, and what it is divided by.
+_SHOWN = {
+    "requests_per_s": ("requests/s", 1),
+    "rows_per_batch": ("rows a batch", 1),
+    "busy": ("% busy", 0.01),
+    "queue_us": ("ms in the queue", 1000),
+    "compute_us": ("ms computing", 1000),
+    "total_us": ("ms in all", 1000),
+    "p99_us": ("ms p99", 1000),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("model", help="name of the model")
+    add("--url", default=DEFAULT_URL, help="the server's address (%(default)s)")
+    add("--model-version", default="", metavar="N", help="version of the model (the one the server chooses)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command with what `add_arguments` declared; the exit status."""
+    return run(args.model, args.url, args.model_version, args.json, open_console(highlight=False))
+
+
+def run(model: str, url: str, version: str, as_json: bool, console: Console, errors: Console | None = None) -> int:
+    """Ask the server and print what it says.
+
+    Args:
+        model: its name.
+        url: of the server.
+        version: of the model, empty for the one that the server chooses.
+        as_json: print JSON as it came.
+        console: where the answer goes.
+        errors: where an error goes; standard error by default.
+
+    Returns:
+        0, or 1 if the server refused or is not there.
+    """
+    try:
+        told = fetch(url, model, version)
+    except HeadraceError as error:
+        errors = errors or open_console(stderr=True, highlight=False)
+        errors.print(Text.assemble(("headrace explain: ", "bold red"), printable(str(error))), soft_wrap=True)
+        return 1
+    if as_json:
+        console.print(orjson.dumps(told).decode(), markup=False, soft_wrap=True)
+        return 0
+    console.print(Text(printable(f"{told.get('name', model)}, version {told.get('version', '')}"), style="bold"))
+    _findings(console, told.get("findings", ()))
+    _numbers(console, told.get("numbers", {}))
+    return 0
+
+
+def fetch(url: str, model: str, version: str = "", timeout_s: float = _TIMEOUT_S) -> dict[str, Any]:
+    """The server's explanation of a model.
+
+    Args:
+        url: of the server's HTTP, e.g. "http://127.0.0.1:8000".
+        model: its name.
+        version: of the model, empty for the one that the server chooses.
+        timeout_s: for connecting, and for every wait for bytes.
+
+    Raises:
+        BadRequest: the URL is wrong.
+        Unavailable: no server answers.
+        HeadraceError: the server returns an error.
+        ModelFailed: the answer is not a JSON object.
+    """
+    path = f"/v2/models/{quote(model, safe='')}" + (f"/versions/{quote(version, safe='')}" if version else "")
+    try:
+        status, body = get(url, path + "/explain", timeout_s)
+    except ValueError as error:
+        raise BadRequest(f"the URL {url!r} is wrong ({error}): write it like {DEFAULT_URL}") from None
+    except ConnectionRefusedError:
+        cure = "start one with `headrace serve` (or `make serve`), or name its address with --url"
+        raise Unavailable(f"no server answers at {url}: {cure}") from None
+    except TimeoutError:
+        cure = "the server may be busy or stopped; look at its log"
+        raise Unavailable(f"no answer from {url} within {timeout_s:g} s: {cure}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise Unavailable(f"talking to {url} failed ({reason}): check the address, and the server's log") from None
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        document = None
+    if isinstance(document, dict) and status == 200:
+        return document
+    if isinstance(document, dict) and isinstance(document.get("error"), str):
+        raise HeadraceError(f"the server says {status}: {document['error']}")
+    start = body[:200].decode("utf-8", "replace").strip() or "no text"
+    raise ModelFailed(f"the answer is {status} {start}: is the URL that of a V2 inference server?")
+
+
+def _findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> None:
+    for finding in findings:
+        console.print(
+            Text.assemble((printable(str(finding["kind"])), "bold yellow"), ": ", printable(finding["explanation"]))
+        )
+        setting = f" [{finding['setting']}]" if finding.get("setting") else ""
+        for label, text in (("cure", f"{finding.get('cure', '')}{setting}"), ("expected", finding.get("expected", ""))):
+            if text:
+                console.print(
+                    Padding(Text.assemble((f"{label}: ", "green"), printable(text)), (0, 0, 0, 2), expand=False)
+                )
+
+
+def _numbers(console: Console, numbers: Mapping[str, Any]) -> None:
+    shown = [
+        f"{numbers[name] / over:,.4g} {unit}"
+        for name, (unit, over) in _SHOWN.items()
+        if isinstance(numbers.get(name), int | float)
+    ]
+    closed = numbers.get("closed")
+    if isinstance(closed, Mapping) and closed:
+        total = sum(closed.values())
+        shown.append("closed: " + ", ".join(f"{reason} {count / total:.0%}" for reason, count in closed.items()))
+    if shown:
+        console.print(Text(printable(f"last {numbers.get('seconds', 0):g} s: " + ", ".join(shown)), style="dim"))

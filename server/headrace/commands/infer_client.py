@@ -1,0 +1,184 @@
+"""The client of `headrace infer`: models of a V2 server over gRPC, by tritonclient.
+
+tritonclient and its libraries take 0.3 s to import, so only the command that uses this module imports it.
+"""
+
+from __future__ import annotations
+
+import ssl
+import struct
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import numpy as np
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from headrace.commands.tensor_files import AnyArray
+from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
+
+DEFAULT_PORT = 8001
+
+_CHANNEL_ARGUMENTS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),  # the address is meant as it stands, whatever `http_proxy` says
+]
+
+
+class InferClient:
+    """A connection to one server, made on entering the `with` block.
+
+    Args:
+        address: HOST:PORT of the server's gRPC, grpcs://HOST:PORT with TLS; the port may be missing.
+        timeout_s: for every call.
+
+    Raises:
+        BadRequest: the address is not one of gRPC.
+        Unavailable: no server listens, or there is no answer in time; from every method.
+        HeadraceError: the server returns an error; from every method.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 60.0) -> None:
+        target, tls = parse_address(address)
+        self._address, self._timeout_s = address, timeout_s
+        self._is_connected = False
+        authorities = ssl.get_default_verify_paths().cafile if tls else None
+        self._triton = triton.InferenceServerClient(
+            target, ssl=tls, root_certificates=authorities, channel_args=_CHANNEL_ARGUMENTS
+        )
+
+    def __enter__(self) -> Self:
+        self._call(self._triton.is_server_live)
+        self._is_connected = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._triton.close()
+
+    def metadata(self, model: str, version: str = "") -> dict[str, Any]:
+        """Name, versions, platform, inputs and outputs (name, datatype, shape) of a model, as protobuf's JSON."""
+        metadata: dict[str, Any] = self._call(self._triton.get_model_metadata, model, version, as_json=True)
+        return metadata
+
+    def config(self, model: str, version: str = "") -> dict[str, Any]:
+        """The model's configuration in Triton's JSON."""
+        response = self._call(self._triton.get_model_config, model, version, as_json=True)
+        config: dict[str, Any] = response.get("config", {})
+        return config
+
+    def successes(self, model: str, version: str = "") -> tuple[int, int] | None:
+        """Number of successful requests since the model was loaded and their time in ns; None without statistics."""
+        try:
+            (statistics,) = self._call(self._triton.get_inference_statistics, model, version).model_stats
+        except (HeadraceError, ValueError):
+            return None
+        success = statistics.inference_stats.success
+        return success.count, success.ns
+
+    def infer(
+        self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
+    ) -> dict[str, AnyArray]:
+        """Run a model.
+
+        Args:
+            model: its name.
+            inputs: arrays by input name; text and bytes are sent as BYTES, `ml_dtypes.bfloat16` as BF16.
+            version: the model's, empty for the one that the server chooses.
+            outputs: names of the outputs to return, each with the number of classes of the classification extension,
+                0 for the tensor itself; None returns all tensors.
+
+        Returns:
+            Arrays by output name; BYTES is an object array of `bytes`, BF16 an array of `ml_dtypes.bfloat16`.
+
+        Raises:
+            BadRequest: the protocol has no datatype for an array.
+            ModelFailed: the server's response breaks the protocol.
+        """
+        tensors = [_tensor(name, array) for name, array in inputs.items()]
+        requested = None if outputs is None else [triton.InferRequestedOutput(*each) for each in outputs.items()]
+        result = self._call(self._triton.infer, model, tensors, version, requested)
+        names = [output.name for output in result.get_response().outputs]
+        try:
+            return {name: result.as_numpy(name) for name in names}
+        except (ValueError, TypeError, struct.error) as error:
+            raise ModelFailed(f"the server's response is wrong: datatype, shape and bytes disagree ({error})") from None
+
+    def _call(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return method(*arguments, client_timeout=self._timeout_s, **named)
+        except InferenceServerException as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: InferenceServerException) -> HeadraceError:
+        status, message = (error.status() or "").removeprefix("StatusCode."), error.message()
+        if not status:  # from tritonclient itself, e.g. a request over gRPC's 2 GiB
+            return BadRequest(f"the request cannot be sent: {message}")
+        if (
+            status == "DEADLINE_EXCEEDED" and message == "Deadline Exceeded"
+        ):  # gRPC's own text: the server has not answered
+            return Unavailable(
+                f"no answer from {self._address} within {self._timeout_s:g} s: the server may be busy or stopped; "
+                f"look at its log, or wait longer with --timeout"
+            )
+        if self._is_connected or status != "UNAVAILABLE":
+            return HeadraceError(f"the server says {status}: {message}")
+        if "Connection refused" in message:
+            cure = "start one with `headrace serve` (or `make serve`), or name its gRPC address with --url"
+            return Unavailable(f"no server answers at {self._address}: {cure}")
+        return Unavailable(
+            f"talking to {self._address} failed ({message}): check that it is the server's gRPC address, and its log"
+        )
+
+
+def parse_address(address: str) -> tuple[str, bool]:
+    """Target of the channel ("host:port") and whether it uses TLS.
+
+    Raises:
+        BadRequest: not an address of gRPC; an HTTP URL is answered with the gRPC address to try.
+    """
+    cure = f"write HOST:PORT of its gRPC, e.g. 127.0.0.1:{DEFAULT_PORT}, or grpcs://HOST:PORT for TLS"
+    try:
+        parts = urlsplit(address if "://" in address else "grpc://" + address)
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+    except ValueError as error:
+        raise BadRequest(f"the server's address {address!r} is wrong ({error}): {cure}") from None
+    if host and ":" in host:
+        host = f"[{host}]"
+    if parts.scheme in ("http", "https") and host:
+        tls = "grpcs://" if parts.scheme == "https" else ""
+        raise BadRequest(
+            f"the server's address {address!r} is one of HTTP, `headrace infer` speaks gRPC: "
+            f"give its gRPC address, e.g. --url {tls}{host}:{DEFAULT_PORT}"
+        )
+    if parts.scheme not in ("grpc", "grpcs") or not host or parts.path.strip("/"):
+        raise BadRequest(f"the server's address {address!r} is not one of gRPC: {cure}")
+    return f"{host}:{port}", parts.scheme == "grpcs"
+
+
+def datatype_of(array: AnyArray, name: str = "") -> str:
+    """The protocol's datatype of an array, e.g. "FP32"; text and bytes of any kind are BYTES.
+
+    Args:
+        array: of native byte order.
+        name: of the tensor, for the error.
+
+    Raises:
+        BadRequest: the protocol has no such type, e.g. complex numbers.
+    """
+    datatype = "BYTES" if array.dtype.kind in "OSUT" else np_to_triton_dtype(array.dtype)
+    if datatype is None:
+        raise BadRequest(f"tensor '{name}' is {array.dtype}, which the protocol has no datatype for: convert it")
+    return str(datatype)
+
+
+def _tensor(name: str, array: AnyArray) -> triton.InferInput:
+    if array.dtype.kind in "SUT":
+        array = array.astype(object)
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return triton.InferInput(name, array.shape, datatype_of(array, name)).set_data_from_numpy(np.asarray(array))

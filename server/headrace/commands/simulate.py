@@ -1,0 +1,202 @@
+"""`headrace simulate`: what a policy would do with a load, on models and devices that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.text import Text
+
+from headrace.config.config_reader import read_model_folder
+from headrace.config.model_files import find_model_folder
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
+from headrace.core.console import open_console
+from headrace.core.errors import ConfigError, NotFound
+from headrace.core.svg_plot import curve_picture
+from headrace.repository.loader import handle_policy
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import HandlePolicy, Quota, RateLimits, Sharing
+from headrace.simulation.options import KINDS, SettingParser, add_setting
+from headrace.simulation.plot import panels
+from headrace.simulation.profiles import Profile, parse_profile
+from headrace.simulation.replay import SimulatedModel, replay
+from headrace.simulation.report import report
+from headrace.simulation.show import print_reports
+from headrace.simulation.traces import Load, Shape, Trace, make_trace, read_trace
+
+_PROFILE = "1000+100n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What answers: a first one, or one to compare.
+
+    Attributes:
+        label: the options in which it differs.
+        models: by number.
+        slos_ms: latency promised, by model.
+        overhead_ns: of each request.
+    """
+
+    label: str
+    models: tuple[SimulatedModel, ...]
+    slos_ms: tuple[float | None, ...]
+    overhead_ns: int
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command with what `options.add_arguments` declared; the exit status."""
+    console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
+    try:
+        configured = _configured(args.folders, args.model_repository)
+        names = tuple(configured) or tuple(f"model{number}" for number in range(args.models))
+        policies = list(configured.values()) or [(HandlePolicy(BatchPolicy(max_rows=8)), None)] * args.models
+        settings = _settings(args, names, policies)
+        trace = _trace(args, names)
+        warm_up_ns = round(args.warm_up * NS_PER_S)
+        if warm_up_ns >= trace.duration_ns:
+            raise ValueError(f"--warm-up {args.warm_up:g} leaves nothing of {trace.duration_ns / NS_PER_S:g} seconds")
+        begun_ns = monotonic_ns()
+        done = [(setting.label, replay(trace, setting.models, args.seed)) for setting in settings]
+        reports = [
+            (label, report(replayed, setting.slos_ms, warm_up_ns, setting.overhead_ns))
+            for (label, replayed), setting in zip(done, settings, strict=True)
+        ]
+        took_ns = monotonic_ns() - begun_ns
+        if args.plot:
+            shown = panels(done, [setting.slos_ms for setting in settings], settings[0].overhead_ns)
+            args.plot.write_text(
+                curve_picture(shown, f"{len(trace):,} requests to {len(names)} models"), encoding="utf-8"
+            )
+    except (ValueError, OSError, ConfigError, NotFound) as error:
+        errors.print(Text(f"headrace simulate: {error}", style="red"))
+        return 2
+    if args.json:
+        told = [{"setting": label, **each.as_json()} for label, each in reports]
+        seconds = trace.duration_ns / NS_PER_S
+        console.print_json(
+            json.dumps({"requests": len(trace), "seconds": seconds, "seed": args.seed, "settings": told})
+        )
+        return 0
+    print_reports(reports, console)
+    count = len(trace) * len(reports)
+    console.print(
+        f"{count:,} requests simulated in {took_ns / NS_PER_S:.1f} s, {count * NS_PER_S / took_ns:,.0f} a second"
+    )
+    return 0
+
+
+def _configured(models: Sequence[str], repository: Path) -> dict[str, tuple[HandlePolicy, float | None]]:
+    """Policies and SLOs of configured models, by name."""
+    found = {}
+    for model in models:
+        path = find_model_folder(model, repository)
+        config = read_model_folder(path, path.parent).config
+        found[config.name] = (handle_policy(config), config.slo.p99_ms)
+    return found
+
+
+def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
+    timeout_ns = round(args.timeout_ms * NS_PER_MS)
+    if args.arrivals not in KINDS:
+        if not args.arrivals.endswith(".csv"):
+            raise ValueError(f"--arrivals {args.arrivals}: write {', '.join(KINDS)}, or the name of a .csv file")
+        return read_trace(Path(args.arrivals), names, timeout_ns)
+    shape = Shape(args.arrivals, args.burst_factor, args.burst_seconds, args.calm_seconds, args.period, args.swing)
+    load = Load(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns, args.clients)
+    trace = make_trace(load, names, np.random.default_rng(args.seed))
+    if not len(trace):
+        raise ValueError(f"no request comes in {args.seconds:g} seconds at a rate of {args.rate:g}")
+    return trace
+
+
+def _settings(
+    args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
+) -> list[_Setting]:
+    parser = SettingParser(prog="--compare", add_help=False)
+    add_setting(parser)
+    settings = [_setting("as given", args, names, policies)]
+    for text in args.compare:
+        try:
+            other = parser.parse_args([f"--{word}" for word in text.split()], copy.copy(args))
+        except ValueError as error:
+            raise ValueError(f'--compare "{text}": {error}') from None
+        settings.append(_setting(text, other, names, policies))
+    return settings
+
+
+def _setting(
+    label: str, args: argparse.Namespace, names: Sequence[str], policies: Sequence[tuple[HandlePolicy, float | None]]
+) -> _Setting:
+    given = vars(args)
+    profiles = _profiles(given.get("profile", _PROFILE), names)
+    if "variation" in given:
+        profiles = [replace(profile, variation=args.variation) for profile in profiles]
+    depth, devices = given.get("depth", 1), given.get("devices", 0)
+    models, placed = [], 0
+    slos_ms = _slos_ms(given.get("slo_ms", {}), names, [slo_ms for _, slo_ms in policies])
+    for (configured, _), profile, slo_ms in zip(policies, profiles, slos_ms, strict=True):
+        policy = _policy(configured, args, slo_ms)
+        numbers = range(placed, placed + policy.instances) if devices else ()
+        placed += policy.instances
+        models.append(SimulatedModel(policy, profile, depth, tuple(number % devices for number in numbers)))
+    return _Setting(label, tuple(models), slos_ms, round(given.get("overhead_us", 0.0) * NS_PER_US))
+
+
+def _slos_ms(
+    told: Mapping[str, float], names: Sequence[str], configured: Sequence[float | None]
+) -> tuple[float | None, ...]:
+    for name in told:
+        if name and name not in names:
+            raise ValueError(f"--slo-ms {name}=...: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
+    return tuple(told.get(name, told.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True))
+
+
+def _profiles(text: str, names: Sequence[str]) -> list[Profile]:
+    """Of each model: `450+20n`, `some.json`, or both kinds after the names of models, e.g. `tiny=20+1n,resnet50=r.json`."""
+    default, named = _PROFILE, {}
+    for part in text.split(","):
+        name, equals, told = part.rpartition("=")
+        if not equals:
+            default = told
+        elif name in names:
+            named[name] = told
+        else:
+            raise ValueError(f"--profile {part}: no model '{name}' is simulated, only {', '.join(list(names)[:5])}")
+    profiles = {told: parse_profile(told) for told in {default, *named.values()}}
+    return [profiles[named.get(name, default)] for name in names]
+
+
+def _policy(policy: HandlePolicy, args: argparse.Namespace, slo_ms: float | None) -> HandlePolicy:
+    """A configured policy with what the options say instead."""
+    given, batch = vars(args), policy.batch
+    if "max_batch_size" in given:
+        batch = replace(batch, max_rows=args.max_batch_size)
+    if "preferred" in given:
+        batch = replace(batch, preferred_rows=args.preferred)
+    if "delay_us" in given:
+        batch = replace(batch, max_delay_ns=round(args.delay_us * NS_PER_US))
+    if batch != policy.batch:
+        batch = replace(batch, merge=True)
+    promised = given.get("scheduler", "promise") == "promise"
+    batch = replace(batch, objective_ns=round((slo_ms or 0) * NS_PER_MS) if promised else 0)
+    policy = replace(policy, batch=batch, instances=given.get("instances", policy.instances))
+    if "max_queue_size" in given:
+        policy = replace(policy, limits=replace(policy.limits, max_count=args.max_queue_size))
+    if "queue_timeout_us" in given:
+        policy = replace(policy, queue_timeout_ns=round(args.queue_timeout_us * NS_PER_US))
+    if "levels" in given:
+        policy = replace(policy, levels=args.levels, default_level=args.levels)
+    if "aging_us" in given:
+        policy = replace(policy, aging_ns=round(args.aging_us * NS_PER_US))
+    if "share" in given:
+        policy = replace(policy, sharing=Sharing(dict(args.share)))
+    if "quota" in given:
+        quotas = {name: Quota(*quota) for name, quota in args.quota.items()}
+        policy = replace(policy, rate_limits=RateLimits(quotas, quotas.pop("", None)))
+    return policy

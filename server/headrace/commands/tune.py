@@ -1,0 +1,229 @@
+"""`headrace tune MODEL`: measures numbers of instances and batch sizes, and writes the best into the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from headrace.core.clock import NS_PER_MS
+from headrace.core.console import fit_title, is_pipe, open_console, pickup_text
+from headrace.core.errors import ConfigError, Finding, HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.config.config_edit import Changes
+    from headrace.config.config_reader import ModelFolder
+    from headrace.repository.tuning import Options, Point, Sweep
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a model's name in the repository, or its folder")
+    add(
+        "--model-repository",
+        type=Path,
+        default=Path("model_repository"),
+        metavar="DIR",
+        help="where names are looked up",
+    )
+    add("--instances", type=_counts, default=(), metavar="N,N", help="numbers to try (1, 2, 4 ... up to the cores)")
+    add(
+        "--max-batch-size",
+        type=_count,
+        metavar="N",
+        help="largest batch to try (the configuration's, else by measurement)",
+    )
+    add("--input", type=Path, metavar="FILE.npz", help="an array for each input (model_warmup's, else random values)")
+    add("--seconds", type=_positive, default=0.2, metavar="S", help="for each run (%(default)s)")
+    add("--repeats", type=_count, default=5, metavar="N", help="runs of each pair of settings (%(default)s)")
+    add("--slo-ms", type=_positive, default=0.0, metavar="MS", help="what answers may take (the configuration's slo)")
+    add("--apply", action="store_true", help="write the recommended change into the model's configuration")
+    add("--json", action="store_true", help="print JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command with what `add_arguments` declared; the exit status."""
+    from headrace.config.config_reader import read_model_folder  # here, since every command declares its options
+    from headrace.config.model_files import find_model_folder
+    from headrace.repository.profile_store import cores
+    from headrace.repository.tuning import Options, default_counts
+
+    console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
+    try:
+        path = find_model_folder(args.model, args.model_repository)
+        folder = read_model_folder(path, path.parent)
+        slo_ms = args.slo_ms or folder.config.slo.p99_ms or 0.0
+        options = Options(
+            counts=args.instances or default_counts(folder.config, cores()),
+            seconds=args.seconds,
+            repeats=args.repeats,
+            slo_ns=int(slo_ms * NS_PER_MS),
+            max_rows=args.max_batch_size,
+            input_file=args.input,
+        )
+        result = _swept(folder, options, errors)
+        if args.json:
+            console.print(json.dumps(_document(result)), markup=False, soft_wrap=True)
+        else:
+            _print(console, folder.name, result, slo_ms)
+        _change(console, errors, folder, result, args)
+    except ConfigError as error:
+        for finding in error.findings:
+            errors.print(Text(str(finding)), soft_wrap=True)
+        return 1
+    except HeadraceError as error:
+        errors.print(Text(f"headrace tune: {error}"), soft_wrap=True)
+        return 1
+    return 0
+
+
+def _swept(folder: ModelFolder, options: Options, errors: Console) -> Sweep:
+    """Sweep with a progress bar, on terminals only."""
+    from headrace.repository.tuning import sweep
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(24),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[last]}"),
+        console=errors,
+        transient=True,
+        disable=not errors.is_terminal or is_pipe(errors),
+    )
+    with progress:
+        task = progress.add_task(folder.name, total=None, last="")
+        return sweep(
+            folder, options, lambda done, total, text: progress.update(task, completed=done, total=total, last=text)
+        )
+
+
+def _document(result: Sweep) -> dict[str, Any]:
+    """The sweep for JSON."""
+    return {
+        "points": [_point(point) for point in result.points],
+        "now": result.now and _point(result.now),
+        "best": result.best and _point(result.best),
+        "advice": asdict(result.advice),
+        "inputs": result.inputs,
+        "runtime": result.runtime,
+        "limit": result.limit,
+    }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    spread = {"rows_hz": point.rows_hz, "low_hz": point.low_hz, "high_hz": point.high_hz}
+    return {**asdict(point), **spread}
+
+
+def _print(console: Console, name: str, result: Sweep, slo_ms: float) -> None:
+    counts = sorted({point.instances for point in result.points})
+    table = Table("rows", *(f"{count} instance{'s' if count > 1 else ''}" for count in counts), title=name)
+    by_setting = {(point.instances, point.rows): point for point in result.points}
+    for rows in sorted({point.rows for point in result.points}):
+        cells = []
+        for count in counts:
+            point = by_setting[count, rows]
+            style = "bold green" if point == result.best else "bold" if point == result.now else ""
+            spread = f"({point.low_hz:,.0f}-{point.high_hz:,.0f})"
+            cells.append(Text(f"{point.rows_hz:,.0f}/s {spread}  {point.p95_ns / NS_PER_MS:.3g} ms", style))
+        table.add_row(str(rows), *cells)
+    console.print(fit_title(table, console.width))
+    runs = len(result.points[0].runs_hz)
+    legend = (
+        f"Rows a second of all instances together: median of {runs} runs (slowest-fastest); the time is what 95 of 100 "
+        f"batches keep to. Inputs: {result.inputs}. Measured: {result.runtime}. No larger batch: {result.limit}."
+    )
+    console.print(Text(legend, "dim"))
+    best = result.best
+    if best is None:
+        console.print(f"Nothing keeps to {slo_ms:g} ms: {result.advice.reason}.")
+        return
+    within = f" within {slo_ms:g} ms" if slo_ms else ""
+    setting = f"{best.instances} x {best.rows} rows, {best.rows_hz:,.0f} rows/s"
+    console.print(f"Best{within}: {setting}; {result.advice.reason}.")
+
+
+def _change(console: Console, errors: Console, folder: ModelFolder, result: Sweep, args: argparse.Namespace) -> None:
+    """Show the recommended change as a diff, and write it where that is asked for.
+
+    Raises:
+        ConfigError: The change cannot be written, or the model could not be served with it.
+    """
+    from headrace.config.config_edit import read_config_file
+    from headrace.config.config_reader import read_model_folder
+
+    say = errors if args.json else console
+    if not result.advice.change or result.best is None:
+        if args.apply:
+            say.print(f"{folder.name}: the configuration stays as it is.", markup=False)
+        return
+    try:
+        file = read_config_file(folder.path)
+        text = file.edited(_changes(folder, result))
+    except OSError as error:
+        raise ConfigError([Finding(folder.name, None, f"cannot be read: {error}", "check the permissions")]) from None
+    if text == file.text:
+        return
+    # What is written must be served: the changed text takes the place of the file's for one reading.
+    read_model_folder(folder.path, folder.path.parent, file.with_text(text).document)
+    say.print(Text(file.diff(text)), soft_wrap=True)
+    if not args.apply:
+        say.print("--apply writes it.", markup=False)
+        return
+    file.write(text)
+    say.print(f"Written to {file.path}.", markup=False, soft_wrap=True)
+    if folder.config.optimization.profiles or result.runtime.startswith("tensorrt"):
+        say.print(
+            f"Then: headrace build {folder.name} (an engine is for one max_batch_size).", markup=False, soft_wrap=True
+        )
+    say.print(pickup_text(folder.name, str(folder.path.parent)), markup=False, soft_wrap=True)
+
+
+def _changes(folder: ModelFolder, result: Sweep) -> Changes:
+    """The best setting as changes of the configuration: those that the present one does not have already."""
+    from headrace.config.config_edit import Changes
+
+    best, now, config = result.best, result.now, folder.config
+    assert best is not None
+    rows = best.rows if config.max_batch_size and (now is None or best.rows != now.rows) else None
+    # A GPU may want larger batches than this CPU: its bound stays where the CPU has one of its own.
+    own = rows is not None and config.cpu_max_batch_size is not None and result.runtime.startswith("onnxruntime")
+    return Changes(
+        instances=best.instances if now is None or best.instances != now.instances else None,
+        max_batch_size=rows if not own or (rows or 0) > config.max_batch_size else None,
+        # A max_batch_size that is written does not turn batching on by itself, as one that is completed does.
+        dynamic_batching=rows is not None and rows > 1,
+        cpu_max_batch_size=rows if own else None,
+    )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= 64 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers from 1 to 64, such as 1,2,4")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 65536")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number over 0")
+    return value

@@ -1,0 +1,326 @@
+"""Changes the batch size and the number of instances in a configuration file. All else of the file stays as it is.
+
+The file is edited as text, at the places that its parser names: comments, order, quotes and blank lines survive. The new text is
+parsed again and compared with what it should say before anything is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.config.config_reader import CONFIG_FILES
+from headrace.config.document import Document, refuse
+from headrace.config.durable import write_durably
+from headrace.config.pbtxt_reader import TOKEN
+
+NEW_FILE = "config.yaml"
+_BY_HAND = "write it by hand"
+_CPU_PARAMETER = "headrace.cpu_max_batch_size"
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What to write.
+
+    Attributes:
+        instances: `count` of the only instance group; None: unchanged.
+        max_batch_size: None: unchanged.
+        dynamic_batching: Add an empty block where there is none.
+        cpu_max_batch_size: None: unchanged.
+    """
+
+    instances: int | None = None
+    max_batch_size: int | None = None
+    dynamic_batching: bool = False
+    cpu_max_batch_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A model's configuration file.
+
+    Attributes:
+        path: `config.pbtxt` or `config.yaml` in the model's folder; `config.yaml` where the model has none.
+        text: Its content, "" if it is missing.
+        exists: Whether it is there.
+    """
+
+    path: Path
+    text: str
+    exists: bool
+
+    @property
+    def document(self) -> Document:
+        """The parsed file."""
+        return CONFIG_FILES[self.path.name](self.text, self.path.name)
+
+    def edited(self, changes: Changes) -> str:
+        """Return the text with the changes.
+
+        Raises:
+            ConfigError: The change has no single place in this file, e.g. several instance groups.
+        """
+        expected = _changed(self.document, changes)
+        edit = _edit_pbtxt if self.path.suffix == ".pbtxt" else _edit_yaml
+        text = edit(self.text, changes)
+        if CONFIG_FILES[self.path.name](text, self.path.name).data != expected:
+            raise refuse(self.path.name, None, "cannot be changed without touching other fields", _BY_HAND)
+        return text
+
+    def with_text(self, text: str) -> ConfigFile:
+        """Return the same file with another content; nothing is written."""
+        return replace(self, text=text)
+
+    def diff(self, text: str) -> str:
+        """Return a unified diff from the file to `text`."""
+        old = self.path.name if self.exists else "/dev/null"
+        lines = difflib.unified_diff(self.text.splitlines(), text.splitlines(), old, self.path.name, lineterm="")
+        return "\n".join(lines)
+
+    def write(self, text: str) -> None:
+        """Replace the file atomically; its permissions stay.
+
+        Raises:
+            ConfigError: The file has changed since it was read, or cannot be written.
+        """
+        path = self.path.resolve()
+        try:
+            if read_config_file(self.path.parent) != self:
+                raise refuse(self.path.name, None, "has changed meanwhile", "run the command again")
+            mode = path.stat().st_mode if self.exists else None
+            write_durably(path, text.encode())
+            if mode is not None:
+                path.chmod(mode)
+        except OSError as error:
+            cure = "check the permissions of the folder, or copy the lines"
+            raise refuse(str(self.path), None, f"cannot be written: {error.strerror or error}", cure) from None
+
+
+def read_config_file(folder: Path) -> ConfigFile:
+    """Read a model's configuration file as text.
+
+    Raises:
+        ConfigError: It is not UTF-8.
+        OSError: It cannot be read.
+    """
+    path = next((folder / name for name in CONFIG_FILES if (folder / name).is_file()), None)
+    if path is None:
+        return ConfigFile(folder / NEW_FILE, "", False)
+    content = path.read_bytes()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise refuse(path.name, None, "is not UTF-8", "save the file as UTF-8") from None
+    if text.startswith("\ufeff"):
+        raise refuse(path.name, 1, "begins with a byte order mark", "save the file as UTF-8 without one")
+    return ConfigFile(path, text, True)
+
+
+def _changed(document: Document, changes: Changes) -> dict[str, object]:
+    """What the file should say afterwards."""
+    data: dict[str, Any] = copy.deepcopy(document.data)
+    if changes.max_batch_size is not None:
+        data["max_batch_size"] = changes.max_batch_size
+    if changes.dynamic_batching:
+        data.setdefault("dynamic_batching", {})
+    if changes.cpu_max_batch_size is not None:
+        if document.own_prefix:
+            data.setdefault("parameters", {})[_CPU_PARAMETER] = str(changes.cpu_max_batch_size)
+        else:
+            data["cpu_max_batch_size"] = changes.cpu_max_batch_size
+    if changes.instances is not None:
+        groups = data.setdefault("instance_group", [])
+        if not groups:
+            groups.append({})
+        if len(groups) > 1:
+            cure = f"{_BY_HAND}: the counts of all groups make the number of instances"
+            raise refuse(
+                document.path, document.line_of(("instance_group",)), f"has {len(groups)} instance groups", cure
+            )
+        groups[0]["count"] = changes.instances
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Replacement:
+    start: int
+    end: int
+    text: str
+
+
+def _replaced(text: str, replacements: list[_Replacement]) -> str:
+    for one in sorted(replacements, key=lambda each: each.start, reverse=True):
+        text = text[: one.start] + one.text + text[one.end :]
+    return text
+
+
+# YAML
+
+
+def _edit_yaml(text: str, changes: Changes) -> str:
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is None:
+        return _appended(text, [f"{line}\n" for line in _yaml_lines(changes)])
+    fields = {key.value: value for key, value in root.value}
+    replacements, missing = [], []
+    for name in ("max_batch_size", "cpu_max_batch_size"):
+        number = getattr(changes, name)
+        if number is None:
+            continue
+        if node := fields.get(name):
+            replacements.append(_of_node(node, str(number)))
+        else:
+            missing.append(f"{name}: {number}")
+    if changes.dynamic_batching and "dynamic_batching" not in fields:
+        missing.append("dynamic_batching: {}")
+    if changes.instances is not None:
+        if node := fields.get("instance_group"):
+            replacements.append(_yaml_count(node, changes.instances))
+        else:
+            missing.append(f"instance_group: [{{count: {changes.instances}}}]")
+    if not missing:
+        return _replaced(text, replacements)
+    if root.flow_style:
+        comma = ", " if root.value else ""
+        replacements.append(
+            _Replacement(root.start_mark.index + 1, root.start_mark.index + 1, ", ".join(missing) + comma)
+        )
+        return _replaced(text, replacements)
+    # Behind the last field: what follows may be comments, or the end of the document.
+    end = root.end_mark.index
+    indent = " " * root.start_mark.column
+    before = "" if not text[:end] or text[:end].endswith("\n") else "\n"
+    lines = "".join(f"{indent}{line}\n" for line in missing)
+    replacements.append(_Replacement(end, end, before + lines))
+    return _replaced(text, replacements)
+
+
+def _yaml_lines(changes: Changes) -> list[str]:
+    lines = []
+    if changes.max_batch_size is not None:
+        lines.append(f"max_batch_size: {changes.max_batch_size}")
+    if changes.cpu_max_batch_size is not None:
+        lines.append(f"cpu_max_batch_size: {changes.cpu_max_batch_size}")
+    if changes.dynamic_batching:
+        lines.append("dynamic_batching: {}")
+    if changes.instances is not None:
+        lines.append(f"instance_group: [{{count: {changes.instances}}}]")
+    return lines
+
+
+def _yaml_count(groups: Any, instances: int) -> _Replacement:
+    """`count` of the only group of a sequence."""
+    if not groups.value:
+        return _of_node(groups, f"[{{count: {instances}}}]")
+    group = groups.value[0]
+    for key, value in group.value:
+        if key.value == "count":
+            return _of_node(value, str(instances))
+    start = group.start_mark.index
+    if group.flow_style:
+        return _Replacement(start + 1, start + 1, f"count: {instances}" + (", " if group.value else ""))
+    return _Replacement(start, start, f"count: {instances}\n{' ' * group.start_mark.column}")
+
+
+def _of_node(node: Any, text: str) -> _Replacement:
+    return _Replacement(node.start_mark.index, node.end_mark.index, text)
+
+
+# Protobuf text format
+
+
+def _edit_pbtxt(text: str, changes: Changes) -> str:
+    fields = _pbtxt_fields(text)
+    replacements, missing = [], []
+    if changes.max_batch_size is not None:
+        places = [value for field, value in fields if field == "max_batch_size"]
+        replacements += [_Replacement(place.start, place.end, str(changes.max_batch_size)) for place in places]
+        if not places:
+            missing.append(f"max_batch_size: {changes.max_batch_size}\n")
+    if changes.cpu_max_batch_size is not None:
+        place = _pbtxt_parameter(text, fields, _CPU_PARAMETER)
+        if place is not None:
+            replacements.append(_Replacement(place.start, place.end, f'"{changes.cpu_max_batch_size}"'))
+        else:
+            value = f'{{ string_value: "{changes.cpu_max_batch_size}" }}'
+            missing.append(f'parameters {{ key: "{_CPU_PARAMETER}" value: {value} }}\n')
+    if changes.dynamic_batching and all(field != "dynamic_batching" for field, _ in fields):
+        missing.append("dynamic_batching { }\n")
+    if changes.instances is not None:
+        groups = [value for field, value in fields if field == "instance_group"]
+        if groups:
+            replacements.append(_pbtxt_count(text, groups[0], changes.instances))
+        else:
+            missing.append(f"instance_group [ {{ count: {changes.instances} }} ]\n")
+    return _appended(_replaced(text, replacements), missing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a value stands, brackets included."""
+
+    start: int
+    end: int
+
+
+def _pbtxt_fields(text: str, start: int = 0, end: int | None = None) -> list[tuple[str, _Span]]:
+    """Names and values of the fields of a message between two places of text that protobuf's parser has accepted."""
+    found: list[tuple[str, _Span]] = []
+    name, depth, opened = "", 0, 0
+    for match in TOKEN.finditer(text, start, len(text) if end is None else end):
+        token = match.group()
+        if token == "\n" or token.startswith("#") or (not depth and token in ":,;"):
+            continue
+        if token in "{<[":
+            opened = opened if depth else match.start()
+            depth += 1
+        elif token in "}>]":
+            depth -= 1
+            if not depth:
+                found.append((name, _Span(opened, match.end())))
+                name = ""
+        elif not depth:
+            if name:
+                found.append((name, _Span(match.start(), match.end())))
+                name = ""
+            elif token[0] not in "\"'":  # a text may go on in a second pair of quotes
+                name = token
+    return found
+
+
+def _pbtxt_parameter(text: str, fields: list[tuple[str, _Span]], key: str) -> _Span | None:
+    """Where the text of an entry of `parameters` stands, quotes included; None if there is no such entry."""
+    for name, block in fields:
+        if name != "parameters" or text[block.start] == "[":
+            continue
+        entry = dict(_pbtxt_fields(text, block.start + 1, block.end - 1))
+        if text[entry["key"].start : entry["key"].end].strip("\"'") == key:
+            value = entry["value"]
+            return dict(_pbtxt_fields(text, value.start + 1, value.end - 1)).get("string_value")
+    return None
+
+
+def _pbtxt_count(text: str, group: _Span, instances: int) -> _Replacement:
+    """`count` of the only group: `{ ... }`, or `[ { ... } ]`."""
+    start, end = group.start, group.end
+    if text[start] == "[":
+        inner = [match for match in TOKEN.finditer(text, start + 1, end - 1) if match.group() in "{<}>"]
+        if not inner:
+            return _Replacement(start, end, f"[ {{ count: {instances} }} ]")
+        start, end = inner[0].start(), inner[-1].end()
+    for field, place in _pbtxt_fields(text, start + 1, end - 1):
+        if field == "count":
+            return _Replacement(place.start, place.end, str(instances))
+    return _Replacement(start + 1, start + 1, f" count: {instances}")
+
+
+def _appended(text: str, lines: list[str]) -> str:
+    if not lines:
+        return text
+    return text + ("" if not text or text.endswith("\n") else "\n") + "".join(lines)

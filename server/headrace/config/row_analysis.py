@@ -1,0 +1,427 @@
+"""Shows, from an ONNX graph alone, that each row of a batch is computed from itself only, or names the node that mixes rows.
+
+Requests may share a batch, and a large one may be split, only where this holds. A softmax over axis 0 or a dynamic quantisation
+gives each caller values that depend on other callers, and no shape gives it away. The analysis runs the graph on shapes: the
+number of rows is a large prime, `row_rules` follows the axis that holds it, and whole numbers computed from shapes are folded.
+What the analysis does not know is not shown to be independent.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from headrace.config.row_rules import ROWS, RULES, Call, NotShown, Rows, RowsMixed, Shape, Tensor, Values, filled
+
+if TYPE_CHECKING:
+    import onnx
+
+logger = logging.getLogger("headrace.config")
+
+# Values of tensors up to this size are followed: shapes, axes, pads.
+_MAX_VALUES = 64
+# Before it, inputs were aligned by other rules.
+_MIN_OPSET = 7
+# A larger graph is not analysed.
+_MAX_NODES = 30_000
+# Free dimensions other than the rows get these sizes, in turn; multiples of 32 pass through strides.
+_FREE_SIZES = tuple(32 * odd for odd in range(3, 203, 2))
+
+_RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+# These may take a shape that depends on the number of rows; everything else would compute with it.
+_TAKES_SHAPE = frozenset({"ConstantOfShape", "Expand", "Reshape", "Resize", "Tile"})
+
+
+@dataclass(frozen=True, slots=True)
+class RowVerdict:
+    """Whether rows are independent of one another.
+
+    Attributes:
+        independent: it is shown that each row of every output is computed from the same row of the inputs only.
+        mixed: it is shown that they are not.
+        reason: the node that mixes rows, or of which it is not known; empty if they are independent.
+    """
+
+    independent: bool
+    mixed: bool = False
+    reason: str = ""
+
+
+def analyse_rows(model: onnx.ModelProto, rows_inputs: Sequence[str]) -> RowVerdict:
+    """Follow the rows of a batch through a graph.
+
+    Args:
+        model: weights may be stored elsewhere and need not be loaded.
+        rows_inputs: names of the inputs whose first dimension is the batch: all that requests bring.
+    """
+    try:
+        return _Walk(model, rows_inputs).verdict()
+    except Exception as error:  # a strange graph must not keep a model from being served
+        logger.debug("the rows of a graph could not be followed", exc_info=error)
+        return RowVerdict(False, reason=f"the graph could not be analysed ({type(error).__name__})")
+
+
+class _Walk:
+    """One analysis of one graph."""
+
+    def __init__(self, model: onnx.ModelProto, rows_inputs: Sequence[str]) -> None:
+        from onnx import inliner
+
+        if model.functions:
+            model = inliner.inline_local_functions(model)
+        self._model = model
+        self._opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
+        self._tensors: dict[str, Tensor | None] = {"": None}
+        self._types: dict[str, onnx.TypeProto] = {}
+        self._constants: dict[str, onnx.TensorProto] = {}
+        self._sizes: dict[str, int] = {}
+        self._rows_inputs = frozenset(rows_inputs)
+
+    def verdict(self) -> RowVerdict:
+        graph = self._model.graph
+        if len(graph.node) > _MAX_NODES:
+            return RowVerdict(False, reason=f"the graph has more than {_MAX_NODES} nodes")
+        if self._opset < _MIN_OPSET:
+            return RowVerdict(False, reason=f"the graph is written for opset {self._opset}, before {_MIN_OPSET}")
+        for tensor in graph.initializer:
+            self._add_constant(tensor.name, tensor)
+        for info in graph.input:
+            self._add_input(info)
+        for node in graph.node:
+            self._visit(node)
+        for output in graph.output:
+            verdict = self._output(output.name)
+            if not verdict.independent:
+                return verdict
+        return RowVerdict(True)
+
+    def _output(self, name: str) -> RowVerdict:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return RowVerdict(False, reason=f'output "{name}" is not computed by a node')
+        if tensor.problem is not None:
+            return RowVerdict(False, isinstance(tensor.problem, RowsMixed), str(tensor.problem))
+        if tensor.rows is None:
+            return RowVerdict(False, True, f'output "{name}" does not depend on the rows')
+        if tensor.rows != Rows(0):
+            return RowVerdict(False, True, f'the first dimension of output "{name}" is not the batch dimension')
+        return RowVerdict(True)
+
+    def _add_constant(self, name: str, tensor: onnx.TensorProto) -> Tensor:
+        from onnx import helper, numpy_helper
+
+        shape = tuple(tensor.dims)
+        self._types[name] = helper.make_tensor_type_proto(tensor.data_type, shape)
+        value = None
+        if math.prod(shape) <= _MAX_VALUES and not tensor.external_data:
+            value = numpy_helper.to_array(tensor)
+            self._constants[name] = tensor
+        self._tensors[name] = constant = Tensor(shape, value=value)
+        return constant
+
+    def _add_input(self, info: onnx.ValueInfoProto) -> None:
+        from onnx import helper
+
+        if info.name in self._tensors and info.name not in self._rows_inputs:
+            return  # an input with a default that requests do not bring
+        tensor = info.type.tensor_type
+        if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
+            self._tensors[info.name] = Tensor(None, problem=NotShown(f'input "{info.name}" has no batch dimension'))
+            return
+        shape = (ROWS, *(self._size(dim) for dim in tensor.shape.dim[1:]))
+        self._constants.pop(info.name, None)
+        self._types[info.name] = helper.make_tensor_type_proto(tensor.elem_type, shape)
+        self._tensors[info.name] = Tensor(shape, Rows(0))
+
+    def _size(self, dim: onnx.TensorShapeProto.Dimension) -> int:
+        if dim.dim_value > 0:
+            return int(dim.dim_value)
+        symbol = dim.dim_param or f"#{len(self._sizes)}"
+        return self._sizes.setdefault(symbol, _FREE_SIZES[len(self._sizes) % len(_FREE_SIZES)])
+
+    def _visit(self, node: onnx.NodeProto) -> None:
+        inputs = [self._tensors.get(name) for name in node.input]
+        problem = next((tensor.problem for tensor in inputs if tensor is not None and tensor.problem), None)
+        outputs = [Tensor(None, problem=problem)] * len(node.output)
+        if problem is None:
+            try:
+                if any(name and name not in self._tensors for name in node.input):
+                    raise NotShown("takes a tensor that is not known")
+                outputs = self._outputs(node, inputs)
+            except (RowsMixed, NotShown) as error:
+                outputs = [Tensor(None, problem=_at(node, error))] * len(node.output)
+        for name, output in zip(node.output, outputs, strict=True):
+            if name:
+                self._tensors[name] = output
+
+    def _outputs(self, node: onnx.NodeProto, inputs: list[Tensor | None]) -> list[Tensor]:
+        from onnx import helper
+
+        if node.domain not in ("", "ai.onnx"):
+            raise NotShown(f"is of the domain {node.domain}")
+        attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        if node.op_type == "Constant":
+            return [self._constant(node, attributes)]
+        if any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute):
+            raise NotShown("has a graph inside")
+        if node.op_type in _RANDOM:
+            raise NotShown("gives random values")
+        shapes = self._infer(node)
+        call = Call(node.op_type, self._opset, inputs, attributes, shapes)
+        counted = any(tensor is not None and tensor.counted is not None for tensor in inputs)
+        with_rows = any(tensor is not None and tensor.rows is not None for tensor in inputs)
+        folded = fold(call)
+        if folded is not None:
+            self._remember(node, folded)
+            return [folded]
+        if node.op_type in ("Shape", "Size"):
+            raise NotShown("takes a tensor of unknown shape")
+        if not with_rows and not counted:
+            return [Tensor(shape) for shape in shapes]
+        if counted and not (node.op_type in _TAKES_SHAPE and all(map(_multiple, inputs))):
+            raise (RowsMixed if with_rows else NotShown)("computes with the number of rows")
+        found = self._rows(call, with_rows)
+        for name, shape, rows in zip(node.output, shapes, found, strict=True):
+            if name:
+                _check_rows(shape, rows)
+        return [Tensor(shape, rows) for shape, rows in zip(shapes, found, strict=True)]
+
+    def _constant(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> Tensor:
+        from onnx import numpy_helper
+
+        (name,) = node.output
+        ((kind, value),) = attributes.items()
+        dtypes = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
+        if kind in dtypes:
+            value = numpy_helper.from_array(np.array(value, dtypes[kind]), name)
+        elif kind != "value":
+            raise NotShown(f"has a {kind}")
+        return self._add_constant(name, value)
+
+    def _rows(self, call: Call, with_rows: bool) -> list[Rows | None]:
+        if call.op == "ConstantOfShape" or (call.op in ("Expand", "Tile") and not with_rows):
+            target = call.shapes[0]
+            if target is None:
+                raise NotShown("makes a tensor of unknown shape")
+            return [filled(target)] if call.op == "ConstantOfShape" else RULES[call.op](call)
+        rule = RULES.get(call.op)
+        if rule is None or not with_rows:
+            raise NotShown("is not known to keep rows apart")
+        return rule(call)
+
+    def _infer(self, node: onnx.NodeProto) -> list[Shape | None]:
+        """Shapes of the outputs; their types are kept for the nodes behind."""
+        from onnx import defs, shape_inference
+
+        types = {name: self._types[name] for name in node.input if name in self._types}
+        data = {name: self._constants[name] for name in node.input if name in self._constants}
+        inferred: Mapping[str, Any] = {}
+        if len(types) == len({name for name in node.input if name}):
+            try:
+                schema = defs.get_schema(node.op_type, self._opset, "")
+                inferred = shape_inference.infer_node_outputs(
+                    schema,
+                    node,
+                    types,
+                    data,
+                    opset_imports=list(self._model.opset_import),
+                    ir_version=self._model.ir_version,
+                )
+            except Exception as error:  # its types have no common base; what cannot be inferred is not known
+                logger.debug("no shape of %s: %s", node.op_type, error)
+        for name, kind in inferred.items():
+            self._types[name] = kind
+        return [_known_shape(inferred.get(name)) for name in node.output]
+
+    def _remember(self, node: onnx.NodeProto, tensor: Tensor) -> None:
+        from onnx import helper, numpy_helper
+
+        (name,) = node.output
+        if tensor.value is not None:
+            self._constants[name] = proto = numpy_helper.from_array(np.ascontiguousarray(tensor.value), name)
+            self._types[name] = helper.make_tensor_type_proto(proto.data_type, tensor.value.shape)
+
+
+def _at(node: onnx.NodeProto, error: RowsMixed | NotShown) -> RowsMixed | NotShown:
+    name = node.name or next(iter(node.output), "")
+    return type(error)(f'{node.op_type} node "{name}" {error}')
+
+
+def _known_shape(kind: onnx.TypeProto | None) -> Shape | None:
+    if kind is None or kind.WhichOneof("value") != "tensor_type" or not kind.tensor_type.HasField("shape"):
+        return None
+    dims = kind.tensor_type.shape.dim
+    return tuple(int(dim.dim_value) for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+
+
+def _multiple(tensor: Tensor | None) -> bool:
+    """True if every element that depends on the number of rows is a multiple of it."""
+    if tensor is None or tensor.counted is None:
+        return True
+    return tensor.value is not None and not (tensor.value[tensor.counted] % ROWS).any()
+
+
+def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
+    """Hold what a rule found against the shape.
+
+    Raises:
+        NotShown: the number of rows is not on this axis, or on others, too.
+    """
+    if shape is None:
+        raise NotShown("gives a tensor of unknown shape")
+    held = [axis for axis, size in enumerate(shape) if size % ROWS == 0]
+    if rows is None or held != [rows.axis] or shape[rows.axis] != rows.outer * ROWS * rows.inner:
+        raise NotShown("gives the batch dimension another meaning")
+    if rows.outer * rows.inner % ROWS == 0:
+        raise NotShown("gives a tensor whose size is not in proportion to the number of rows")
+
+
+# Folding: the few operators that shapes are computed with, on the values and on the marks of what depends on the rows.
+
+
+def fold(call: Call) -> Tensor | None:
+    """The value of a node that computes with shapes; None if it does not, or its inputs are not known."""
+    if call.op in ("Shape", "Size"):
+        return _shape_value(call)
+    if call.op not in _FOLDS and call.op not in _ARITHMETIC:
+        return None
+    tensors = [tensor for tensor in call.inputs if tensor is not None]
+    if not tensors or any(tensor.value is None or tensor.rows is not None for tensor in tensors):
+        return None
+    values: list[Values] = [tensor.value for tensor in tensors if tensor.value is not None]
+    marks: list[Values] = [
+        np.zeros(value.shape, np.bool_) if tensor.counted is None else tensor.counted
+        for tensor, value in zip(tensors, values, strict=True)
+    ]
+    counted = any(bool(mark.any()) for mark in marks)
+    if counted and not _foldable(call, values, marks):
+        return None
+    with np.errstate(all="ignore"):
+        value = (_FOLDS.get(call.op) or _ARITHMETIC[call.op])(call, values)
+    if value.size > _MAX_VALUES:
+        return None
+    mark = None
+    if counted and call.op != "Equal":
+        if call.op in _ARITHMETIC:
+            mark = np.logical_or.reduce(np.broadcast_arrays(*marks))
+        elif call.op == "Concat":
+            mark = _FOLDS[call.op](call, marks)
+        else:
+            mark = marks[0] if call.op == "Cast" else _FOLDS[call.op](call, [marks[0], *values[1:]])
+    return Tensor(value.shape, value=value, counted=mark if mark is not None and mark.any() else None)
+
+
+def _foldable(call: Call, values: list[Values], marks: list[Values]) -> bool:
+    """True if a result that depends on the number of rows means the same for any number of them."""
+    if call.op == "Equal":  # asks whether a size is given: none that is a number of rows is 0 or less
+        return all(
+            bool((value[~mark] <= 0).all()) and bool(((value[mark] > 0) & (value[mark] % ROWS == 0)).all())
+            for value, mark in zip(values, marks, strict=True)
+        ) and not bool(np.logical_and.reduce(np.broadcast_arrays(*marks)).any())
+    if call.op == "Where":
+        return not marks[0].any()
+    if call.op == "Cast":
+        return int(call.attributes["to"]) in (6, 7)  # INT32, INT64
+    if call.op in _ARITHMETIC:
+        return all(value.dtype.kind == "i" for value in values)
+    if call.op in ("ConstantOfShape", "Range"):
+        return False
+    return call.op == "Concat" or not any(bool(mark.any()) for mark in marks[1:])
+
+
+def _shape_value(call: Call) -> Tensor | None:
+    tensor = call.inputs[0]
+    if tensor is None or tensor.shape is None:
+        return None
+    shape, rows = tensor.shape, tensor.rows
+    sizes = np.array(shape, np.int64)
+    marks = np.array([rows is not None and axis == rows.axis for axis in range(len(shape))], np.bool_)
+    if call.op == "Size":
+        sizes, marks = np.asarray(np.prod(sizes), np.int64), np.asarray(marks.any())
+    else:
+        start, end = int(call.attributes.get("start", 0)), call.attributes.get("end")
+        sizes, marks = sizes[start:end], marks[start:end]
+    return Tensor(sizes.shape, value=sizes, counted=marks if marks.any() else None)
+
+
+def _axes(call: Call, values: list[Values]) -> list[int] | None:
+    if len(values) > 1:
+        return [int(axis) for axis in values[1].reshape(-1)]
+    return [int(axis) for axis in call.attributes["axes"]] if "axes" in call.attributes else None
+
+
+def _slice(call: Call, values: list[Values]) -> Values:
+    data, *rest = values
+    if not rest:
+        rest = [np.array(call.attributes["starts"]), np.array(call.attributes["ends"])]
+        rest += [np.array(call.attributes["axes"])] if "axes" in call.attributes else []
+    starts, ends = rest[0], rest[1]
+    axes = rest[2] if len(rest) > 2 else range(len(starts))
+    steps = rest[3] if len(rest) > 3 else [1] * len(starts)
+    index = [slice(None)] * data.ndim
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        if step < 1:
+            raise NotShown("reads a shape backwards")
+        index[int(axis)] = slice(int(start), int(end), int(step))
+    result: Values = data[tuple(index)]
+    return result
+
+
+def _unsqueeze(call: Call, values: list[Values]) -> Values:
+    axes = _axes(call, values) or []
+    return np.expand_dims(values[0], tuple(axes))
+
+
+def _squeeze(call: Call, values: list[Values]) -> Values:
+    axes = _axes(call, values)
+    return np.squeeze(values[0], None if axes is None else tuple(axes))
+
+
+def _cast(call: Call, values: list[Values]) -> Values:
+    from onnx import helper
+
+    return values[0].astype(helper.tensor_dtype_to_np_dtype(int(call.attributes["to"])))
+
+
+def _filled_value(call: Call, values: list[Values]) -> Values:
+    from onnx import numpy_helper
+
+    if math.prod(int(size) for size in values[0]) > _MAX_VALUES:
+        return np.zeros(_MAX_VALUES + 1)
+    filling = numpy_helper.to_array(call.attributes["value"]) if "value" in call.attributes else np.zeros(1, np.float32)
+    return np.full(tuple(int(size) for size in values[0]), filling.reshape(-1)[0], filling.dtype)
+
+
+def _range(_call: Call, values: list[Values]) -> Values:
+    start, limit, step = (value.item() for value in values)
+    count = min(max(math.ceil((limit - start) / step), 0), _MAX_VALUES + 1)
+    steps: Values = (start + np.arange(count) * step).astype(values[0].dtype)
+    return steps
+
+
+_FOLDS: dict[str, Callable[[Call, list[Values]], Values]] = {
+    "Cast": _cast,
+    "Concat": lambda call, values: np.concatenate(values, axis=int(call.attributes.get("axis", 0))),
+    "ConstantOfShape": _filled_value,
+    "Gather": lambda call, values: np.take(values[0], values[1], axis=int(call.attributes.get("axis", 0))),
+    "Identity": lambda _call, values: values[0],
+    "Range": _range,
+    "Slice": _slice,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+}
+_ARITHMETIC: dict[str, Callable[[Call, list[Values]], Values]] = {
+    "Add": lambda _call, values: np.add(*values),
+    "Div": lambda _call, values: (np.floor_divide if values[0].dtype.kind in "iu" else np.divide)(*values),
+    "Equal": lambda _call, values: np.equal(*values),
+    "Mul": lambda _call, values: np.multiply(*values),
+    "Sub": lambda _call, values: np.subtract(*values),
+    "Where": lambda _call, values: np.where(*values),
+}

@@ -1,0 +1,433 @@
+"""Which file of a version serves on this machine, with which runtime, and why not on the GPU.
+
+docs/gpu.md has the rule as a table. Nothing here loads a model: `GpuRuntime` says whether TensorRT can run, and is looked for
+only where a version could use it. The server, `headrace build` and `headrace validate` call the same function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from headrace.config.config_reader import ModelFolder
+from headrace.config.digests import config_digest, onnx_digest
+from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.model_files import sample_paths
+from headrace.config.stamps import Choice, Stamp, choose_in, read_stamps
+from headrace.core.errors import ConfigError, Finding, Unsupported
+from headrace.core.model_config import ModelConfig
+from headrace.core.optimization_config import asked_precision, tensorrt_accelerator
+
+ENGINES_FOLDER = "engines"
+"""Below the state folder: engines of models whose own folder cannot be written."""
+
+# Precisions that only a GPU computes faster: on a CPU nothing is missed where they are asked for.
+_GPU_PRECISIONS = ("fp16", "bf16", "fp8")
+_RUNTIME_NAMES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+
+Device = Literal["auto", "cpu", "gpu"]
+
+
+class GpuRuntime:
+    """TensorRT on this machine's GPUs. Every answer is looked for when it is first read, and kept.
+
+    Args:
+        describe: the machine as TensorRT sees it; raises `Unsupported` or `ConfigError` where there is no GPU or no TensorRT.
+            Starts the CUDA driver.
+        is_visible: True if a GPU is there, whether or not TensorRT can use it; starts nothing.
+    """
+
+    def __init__(self, describe: Callable[[], Machine], is_visible: Callable[[], bool] = lambda: True) -> None:
+        self._describe = describe
+        self._is_visible = is_visible
+
+    @cached_property
+    def visible(self) -> bool:
+        """True if a GPU is there."""
+        return self._is_visible()
+
+    @cached_property
+    def problem(self) -> str:
+        """Why TensorRT cannot run here, "" if it can."""
+        return self._found[1]
+
+    @property
+    def machine(self) -> Machine:
+        """This machine as TensorRT sees it; only where there is no `problem`."""
+        machine = self._found[0]
+        assert machine is not None
+        return machine
+
+    @cached_property
+    def _found(self) -> tuple[Machine | None, str]:
+        try:
+            return self._describe(), ""
+        except ConfigError as error:
+            return None, error.findings[0].message
+        except Unsupported as error:
+            return None, str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to load of a version.
+
+    Attributes:
+        runtime: name of the backend that loads it.
+        source: the model's own file.
+        artefact: the engine that is loaded in its place, or None.
+        stamp: of the artefact.
+        remark: what is to be told of it beside READY: why an engine that is asked for does not serve, or that it is below its
+            bar; "" if there is nothing to tell.
+        cure: what a person can do about the remark, or "".
+        build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
+        target: the runtime that it would be built for.
+        precision: that would be built.
+        spare: what is loaded should this not load; None: nothing is.
+        waits: nothing is loaded until the engine is built: the configuration asks for a GPU, and allows nothing else.
+        not_on_gpu: why a version is on the CPU though a GPU is there or was asked for; "" on a GPU and where neither holds.
+        substitutes: the CPU serves though the configuration asks for a GPU and names no `fallback`; `--strict` refuses it.
+    """
+
+    runtime: str
+    source: Path
+    artefact: Path | None = None
+    stamp: Stamp | None = None
+    remark: str = ""
+    cure: str = ""
+    build: str = ""
+    target: str = ""
+    precision: str = ""
+    spare: Plan | None = None
+    waits: bool = False
+    not_on_gpu: str = ""
+    substitutes: bool = False
+
+    @property
+    def file(self) -> Path:
+        """What is loaded."""
+        return self.artefact or self.source
+
+    @property
+    def engine(self) -> str:
+        """The engine to be built, e.g. "TensorRT FP16"; "" where none is."""
+        return f"{_RUNTIME_NAMES[self.target]} {self.precision.upper()}" if self.build else ""
+
+    @property
+    def served_precision(self) -> str:
+        """Of what is loaded, e.g. "fp16"; of a model's own file only the file itself tells."""
+        return self.stamp.precision if self.stamp is not None else f"as in {self.file.name}"
+
+    def serves_as(self, other: Plan) -> bool:
+        """True if both load the same."""
+        stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
+        return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
+
+    def replaced(self, error: ConfigError) -> Plan | None:
+        """The spare and why it serves; None if there is none.
+
+        Args:
+            error: why this could not be loaded.
+        """
+        if self.spare is None:
+            return None
+        # What would mend a model's own file, which the rest of the error tells, mends no engine.
+        why = "; ".join(f"{finding.path} {finding.message}" for finding in error.findings)
+        what = self.file.name if self.artefact is None else engine_words(self.stamp)
+        remark = f"{self.spare.file.name} serves in place of {what}, which cannot be loaded: {why}"
+        rebuild = "" if self.artefact is None else " --rebuild"
+        not_on_gpu = f"{what} cannot be loaded: {why}" if self.runtime == "tensorrt" else self.spare.not_on_gpu
+        if self.spare.runtime == "tensorrt":
+            not_on_gpu = ""
+        return replace(self.spare, remark=remark, cure=f"{self.cure}{rebuild}", not_on_gpu=not_on_gpu)
+
+    def refused(self, error: ConfigError) -> ConfigError:
+        """The error for a version that is not served, with what else would help.
+
+        Args:
+            error: why this could not be loaded.
+        """
+        if self.spare is not None or self.remark or not self.cure:
+            return error
+        return ConfigError(
+            [replace(finding, cure=", or ".join(filter(None, (finding.cure, self.cure)))) for finding in error.findings]
+        )
+
+
+def requested_device(config: ModelConfig) -> Device:
+    """Where a configuration wants its instances: "cpu" and "gpu" are written, "auto" leaves it to the machine."""
+    kinds = {group.kind for group in config.instance_group if not group.is_default}
+    if config.runtime == "onnxruntime" or kinds == {"KIND_CPU"}:
+        return "cpu"
+    return "gpu" if "KIND_GPU" in kinds and "KIND_CPU" not in kinds else "auto"
+
+
+def cpu_pin(config: ModelConfig) -> str:
+    """The words of a configuration that keep a model on the CPU, "" if there are none."""
+    if requested_device(config) != "cpu":
+        return ""
+    return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
+
+
+def asks_for_tensorrt(config: ModelConfig) -> bool:
+    """True if TensorRT is named (by `runtime`, `backend`, `platform` or the model's file), or KIND_GPU, which only it serves."""
+    if requested_device(config) == "cpu":
+        return False
+    named = config.runtime == "tensorrt" or config.backend == "tensorrt"
+    return named or requested_device(config) == "gpu"
+
+
+def builds_by_default(config: ModelConfig) -> bool:
+    """True if a missing engine is built on load on a machine with a GPU, though `build_on_load` says nothing."""
+    told = config.optimization
+    asks_precision = told.precision is not None or tensorrt_accelerator(told) is not None
+    return asks_for_tensorrt(config) or (asks_precision and requested_device(config) != "cpu")
+
+
+def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None = None) -> Plan:
+    """Choose what serves a version on this machine.
+
+    Reads the whole model and the whole engine where something was built, to compare their digests.
+
+    Args:
+        folder: the model's, configuration complete.
+        version: its number, on disk.
+        gpu: TensorRT of this machine; looked for only if the version could use it.
+        engines: folder of the engines that were built while the model's folder could not be written, see `engine_folder`.
+
+    Raises:
+        ConfigError: nothing here can serve it, or its file cannot be read.
+    """
+    return _Choosing(folder, version, gpu, engines).plan()
+
+
+def engine_folder(state: Path, model: Path, version: int) -> Path:
+    """Where engines of a version go whose own folder cannot be written.
+
+    Args:
+        state: the state folder (`--state-dir`).
+        model: the model's folder.
+        version: its number.
+    """
+    place = hashlib.sha256(str(model.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return state / ENGINES_FOLDER / f"{model.name}-{place}" / str(version)
+
+
+def samples_seen(folder: ModelFolder) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of what a build takes its samples from; nothing where nothing is built on load."""
+    config, found = folder.config, []
+    builds = config.build_on_load or (config.build_on_load is None and builds_by_default(config))
+    for path in sample_paths(config, folder.path) if builds else ():
+        try:
+            state = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, state.st_size, state.st_mtime_ns))
+    return tuple(found)
+
+
+def engine_words(stamp: Stamp | None) -> str:
+    """An engine in a sentence, e.g. "the fp16 engine"."""
+    return "the engine" if stamp is None else f"the {stamp.precision} engine"
+
+
+class _Choosing:
+    """One choice; what is read twice is kept."""
+
+    def __init__(self, folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None) -> None:
+        self._folder = folder
+        self._version = version
+        self._config = folder.config
+        self._source = folder.source_file(version)
+        self._own = folder.model_file(version)
+        self._places = [folder.path / str(version), *([engines] if engines is not None else [])]
+        self._precision = asked_precision(folder.config.optimization)
+        self._asked = asks_for_tensorrt(folder.config)
+        self._gpu = gpu
+        self._digest = ""
+
+    def plan(self) -> Plan:
+        device, config = requested_device(self._config), self._config
+        if device == "cpu":
+            self._check_cpu()
+            pinned = f"the configuration keeps it on the CPU ({cpu_pin(self._config)})"
+            return self._on_cpu(pinned if self._gpu.visible else "")
+        if not (self._asked or self._builds_for_gpu() or self._has_plan()):
+            return self._on_cpu(self._unasked() if self._gpu.visible else "")
+        gpu = self._gpu
+        if not gpu.problem:
+            return self._on_gpu()
+        if not self._asked:
+            return self._on_cpu(gpu.problem if gpu.visible else "")
+        if not self._source.is_file():
+            message = f"backend 'tensorrt' is not available on this machine: {gpu.problem}"
+            cure = f"put {self._source.name} beside it, which the CPU can serve, or serve it on a machine with a GPU"
+            raise ConfigError([Finding(self._folder.name, None, message, cure)])
+        plan = self._on_cpu(gpu.problem)
+        remark = plan.remark if plan.build else f"{plan.file.name} serves on the CPU: {gpu.problem}"
+        return replace(plan, remark=remark, cure="", substitutes=config.fallback is None)
+
+    def _check_cpu(self) -> None:
+        """A model for TensorRT that is kept on the CPU has an ONNX file.
+
+        Raises:
+            ConfigError: it has none, or its groups contradict its backend.
+        """
+        if self._config.backend != "tensorrt":
+            return
+        name = self._folder.name
+        if self._config.runtime != "onnxruntime" and not self._gpu.problem:
+            cure = "write KIND_GPU or remove kind, or serve the model with backend: onnxruntime"
+            raise ConfigError([Finding(name, None, "TensorRT does not run on the CPU (KIND_CPU)", cure)])
+        if not self._source.is_file():
+            cure = f"put {self._source.name} beside it, or remove runtime: onnxruntime and KIND_CPU"
+            raise ConfigError([Finding(name, None, f"has no {self._source.name} that the CPU could serve", cure)])
+
+    def _builds_for_gpu(self) -> bool:
+        explicit = self._config.build_on_load
+        return explicit or (explicit is None and builds_by_default(self._config))
+
+    def _has_plan(self) -> bool:
+        """True if TensorRT engines are there, for whatever machine."""
+        try:
+            return any(stamp.machine.target == "tensorrt" for place in self._places for stamp in read_stamps(place))
+        except ConfigError:
+            return False
+
+    def _on_gpu(self) -> Plan:
+        """TensorRT can run: its engine, the model's own plan, or what serves until an engine is built."""
+        choice = self._choose("tensorrt", self._gpu.machine)
+        may_fall_back = requested_device(self._config) != "gpu" or self._config.fallback is not None
+        if choice.stamp is not None:
+            return self._engine("tensorrt", choice, self._own_plan(choice) or self._spare(may_fall_back))
+        own = self._own_plan(choice)
+        if own is not None:
+            return own
+        if not self._source.is_file():
+            raise self._no_engine(choice)
+        if self._builds_for_gpu():
+            wait = f"{self._source.name} serves on the CPU until its engine is built"
+            plan = self._building(self._on_cpu(wait), "tensorrt", choice.reason)
+            if not may_fall_back:
+                return replace(plan, runtime="tensorrt", waits=True, artefact=None, stamp=None, source=self._source)
+            return plan
+        if self._asked and self._config.fallback is None:
+            raise self._no_engine(choice)
+        reason = choice.reason or "none is built"
+        if not self._asked:
+            return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unasked())
+        return replace(
+            self._on_cpu(f"no engine fits: {reason}"), remark=self._missing(reason), cure=self._command("tensorrt")
+        )
+
+    def _on_cpu(self, not_on_gpu: str = "") -> Plan:
+        """An ONNX Runtime engine that fits, else the ONNX file; an engine is built meanwhile if `build_on_load` says so."""
+        choice = self._choose("onnxruntime", onnxruntime_machine())
+        source = Plan("onnxruntime", self._source, not_on_gpu=not_on_gpu)
+        if choice.stamp is not None:
+            return replace(self._engine("onnxruntime", choice, source), not_on_gpu=not_on_gpu)
+        explicit = self._config.build_on_load is True
+        if explicit and not (not_on_gpu and self._gpu_serves()):
+            source = self._building(source, "onnxruntime")
+        missed = self._precision not in ("fp32", *_GPU_PRECISIONS) or (
+            self._precision != "fp32" and requested_device(self._config) == "cpu"
+        )
+        if (choice.reason or missed or source.build) and not (not_on_gpu and self._gpu_serves()):
+            return replace(source, remark=self._missing(choice.reason), cure=self._command("onnxruntime"))
+        return source
+
+    def _gpu_serves(self) -> bool:
+        """True if a GPU could serve the version: what is missing then is its engine, not one of the CPU's."""
+        return requested_device(self._config) != "cpu" and not self._gpu.problem
+
+    def _engine(self, runtime: str, choice: Choice, spare: Plan | None) -> Plan:
+        stamp = choice.stamp
+        assert stamp is not None
+        remark = f"{engine_words(stamp)} is below its accuracy bar: {'; '.join(stamp.refusal)}" if stamp.forced else ""
+        source = self._source if spare is None else spare.source
+        return Plan(runtime, source, choice.path, stamp, remark, self._command(runtime), spare=spare)
+
+    def _own_plan(self, choice: Choice) -> Plan | None:
+        """The plan that the model came with; None if there is none.
+
+        Where it does not load the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`. An
+        automatic build does not take the place of a plan that somebody has put there.
+        """
+        if self._config.backend != "tensorrt" or not self._own.is_file() or self._own == self._source:
+            return None
+        if not self._source.is_file():
+            return Plan(
+                "tensorrt", self._own, cure=f"put {self._source.name} beside it and write fallback: onnxruntime"
+            )
+        builds = self._config.build_on_load is True and requested_device(self._config) != "gpu"
+        if not builds and self._config.fallback is None:
+            return Plan("tensorrt", self._own, cure="write fallback: onnxruntime")
+        spare = Plan("onnxruntime", self._source, not_on_gpu="its plan cannot be loaded")
+        if builds:
+            spare = self._building(spare, "tensorrt", choice.reason)
+        return Plan("tensorrt", self._own, cure=self._command("tensorrt"), spare=spare)
+
+    def _spare(self, may_fall_back: bool) -> Plan | None:
+        return Plan("onnxruntime", self._source) if may_fall_back and self._source.is_file() else None
+
+    def _building(self, plan: Plan, target: str, reason: str = "") -> Plan:
+        parts = [self._onnx_sha256(), config_digest(self._config), target, samples_seen(self._folder)]
+        build = hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
+        told = replace(plan, build=build, target=target, precision=self._precision)
+        return replace(told, remark=self._missing(reason), cure=self._command(target))
+
+    def _choose(self, runtime: str, machine: Machine) -> Choice:
+        """The engine that fits, from the version's folder or the state folder; the reason is "" where nothing is built."""
+        reasons: list[str] = []
+        for place in self._places:
+            try:
+                if not read_stamps(place) or (runtime == "tensorrt" and not self._source.is_file()):
+                    continue
+            except ConfigError as error:
+                reasons.append(f"{error.findings[0].path} {error.findings[0].message}")
+                continue
+            choice = choose_in(place, self._onnx_sha256(), self._config, machine)
+            if choice.stamp is not None:
+                return choice
+            reasons.append(choice.reason)
+        return Choice(None, None, reasons[0] if reasons else "")
+
+    def _onnx_sha256(self) -> str:
+        self._digest = self._digest or onnx_digest(self._source)
+        return self._digest
+
+    def _missing(self, reason: str) -> str:
+        wanted = {"fp32": "an engine", "best": "the fastest engine"}.get(
+            self._precision, f"the {self._precision} engine"
+        )
+        return f"{self._source.name} serves in place of {wanted}: {reason or 'none is built'}"
+
+    def _no_engine(self, choice: Choice) -> ConfigError:
+        message = f"has no engine for this machine ({choice.reason or 'none is built'})"
+        cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
+        return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
+
+    def _unasked(self) -> str:
+        precision = "write optimization: {precision: fp16}"
+        return f"no engine is asked for: {precision}, or run headrace build {self._folder.name}"
+
+    def _command(self, target: str) -> str:
+        return f"headrace build {self._folder.name} --target {target}{self._option(target)}"
+
+    def _option(self, target: str) -> str:
+        """The option with which this machine's engine was built, where no configuration asked for it."""
+        if self._precision != "fp32":
+            return ""
+        machine = onnxruntime_machine() if target == "onnxruntime" else self._gpu.machine
+        asked: list[str] = []
+        for place in self._places:
+            try:
+                asked += [stamp.asked for stamp in read_stamps(place) if stamp.overridden and stamp.machine == machine]
+            except ConfigError:
+                continue
+        return f" --precision {asked[0]}" if asked else ""

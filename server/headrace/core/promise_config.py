@@ -1,0 +1,80 @@
+"""How a configuration tells what callers are promised, and what each of them may ask for. All of it is Headrace's own."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from headrace.core.config_base import ConfigPart, PositiveCount, Problem, Problems
+from headrace.core.names import CLIENT_PATTERN
+
+_CLIENT = re.compile(CLIENT_PATTERN)
+_MAX_RATE_HZ = 1e9
+# Beyond these, one client's turn would be lost in the rounding of the others'.
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
+
+
+def _client(value: str) -> str:
+    if not _CLIENT.fullmatch(value):
+        cure = "write it as the client sends it: 1 to 128 visible ASCII characters"
+        raise Problems([Problem((), f"{value[:80]!r} cannot be the name of a client", cure)])
+    return value
+
+
+ClientName = Annotated[str, Field(strict=True), AfterValidator(_client)]
+Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
+
+
+class Slo(ConfigPart):
+    """The service level the model's owner promises. An answer that comes late all the same is still delivered."""
+
+    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        default=None,
+        description="99 of 100 requests are answered within this many milliseconds; what would be later is refused at once.",
+    )
+
+
+class RateLimit(ConfigPart):
+    """What one client may ask for: a token bucket."""
+
+    requests_per_s: Annotated[float, Field(strict=True, gt=0, le=_MAX_RATE_HZ)] = Field(
+        description="Requests a second, in the long run."
+    )
+    burst: PositiveCount | None = Field(
+        default=None, description="Requests at once, after a pause; if absent, as many as come in a second."
+    )
+
+    @property
+    def most_at_once(self) -> int:
+        """`burst`, or what stands for it."""
+        return self.burst or max(1, int(self.requests_per_s))
+
+
+class RateLimits(ConfigPart):
+    """What each client may ask for; a request beyond that is refused (429, RESOURCE_EXHAUSTED), whatever else waits."""
+
+    default: RateLimit | None = Field(
+        default=None,
+        description="Of each client that is not named below, and of all together that give no name; if absent, no limit.",
+    )
+    clients: dict[ClientName, RateLimit] = Field(default={}, description="By the client's name.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RateLimits:
+        if self.default is None and not self.clients:
+            raise Problems([Problem((), "rate_limits limits nobody", "write default, clients, or both")])
+        return self
+
+
+class FairSharing(ConfigPart):
+    """Clients that wait for the model take turns within each priority level, in proportion to their weights."""
+
+    default_weight: Weight = Field(
+        default=1.0,
+        description="Of each client that is not named below; those who give no name are one client.",
+    )
+    weights: dict[ClientName, Weight] = Field(
+        default={}, description="By the client's name: one of weight 2 gets twice as much as one of weight 1."
+    )

@@ -1,0 +1,94 @@
+"""What travels down the road (`InferRequest`) and what comes back (`InferResponse`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace.core.tensor import Array
+
+
+class InferRequest:
+    """One decoded and checked inference request.
+
+    Attributes:
+        id: the caller's own id, "" if there is none.
+        inputs: tensors by name, with the batch dimension in front where the model batches; where its spec has
+            `resident_devices`, any of them may be `ResidentRows` (by `resident.as_input`).
+        rows: size of the batch dimension (1 for a model without one).
+        shape_key: equal for requests that may share a batch; None where the model allows one shape only.
+        priority: the level asked for, 0 for the model's default; 1 is the highest.
+        deadline_ns: on the monotonic clock, 0 if the request has none.
+        queue_timeout_ns: the longest time in the queue that the request asks for, nanoseconds, 0 for none. It counts only where
+            the model's queue policy allows an override.
+        received_ns: monotonic, when the whole request had arrived.
+        size_bytes: what the request holds in memory while it waits.
+        client: who asks, for quotas and fair shares; "" for nobody in particular.
+    """
+
+    __slots__ = (
+        "client",
+        "deadline_ns",
+        "id",
+        "inputs",
+        "priority",
+        "queue_timeout_ns",
+        "received_ns",
+        "rows",
+        "shape_key",
+        "size_bytes",
+    )
+
+    def __init__(
+        self,
+        *,
+        inputs: dict[str, Array],
+        rows: int,
+        shape_key: object,
+        received_ns: int,
+        request_id: str = "",
+        priority: int = 0,
+        deadline_ns: int = 0,
+        queue_timeout_ns: int = 0,
+        size_bytes: int = 0,
+        client: str = "",
+    ) -> None:
+        self.id = request_id
+        self.inputs = inputs
+        self.rows = rows
+        self.shape_key = shape_key
+        self.priority = priority
+        self.deadline_ns = deadline_ns
+        self.queue_timeout_ns = queue_timeout_ns
+        self.received_ns = received_ns
+        self.size_bytes = size_bytes
+        self.client = client
+
+
+class BatchTimes(NamedTuple):
+    """When a batch passed each station, monotonic nanoseconds."""
+
+    taken_ns: int
+    assembled_ns: int
+    computed_ns: int
+    split_ns: int
+
+
+class InferResponse:
+    """The rows of a batch that belong to one request.
+
+    Attributes:
+        outputs: every output of the model by name, views into the batch's result where it was shared.
+        times: of the batch that computed them; None for a request that was cut into several.
+        batch_rows: rows of that batch, 0 for a request that was cut into several.
+        closed: why that batch was closed, in one word; "" for a request that was cut into several.
+    """
+
+    __slots__ = ("batch_rows", "closed", "outputs", "times")
+
+    def __init__(
+        self, outputs: dict[str, Array], times: BatchTimes | None = None, batch_rows: int = 0, closed: str = ""
+    ) -> None:
+        self.outputs = outputs
+        self.times = times
+        self.batch_rows = batch_rows
+        self.closed = closed

@@ -1,0 +1,272 @@
+"""How a configuration describes the tensors of a model: inputs, outputs, pre- and post-processing, warm-up data."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from headrace.core.config_base import (
+    ConfigPart,
+    Count,
+    DataType,
+    Dimension,
+    Flag,
+    Number,
+    PositiveCount,
+    Problem,
+    Problems,
+    Text,
+    one_of,
+)
+
+# 50 megapixels, as for pictures in files.
+MAX_SOURCE_PIXELS = 50_000_000
+
+TensorName = Annotated[str, Field(strict=True, min_length=1)]
+TensorFormat = Annotated[
+    Literal["FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"],
+    *one_of(("FORMAT_NONE", "FORMAT_NHWC", "FORMAT_NCHW"), "FORMAT_"),
+]
+
+
+def _as_channels(value: Any) -> Any:
+    return (value,) if isinstance(value, int | float) else value
+
+
+Channels = Annotated[
+    tuple[Number, ...],
+    BeforeValidator(_as_channels),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "array", "items": {"type": "number"}}]}),
+]
+
+
+def shape_problems(tensor: ModelInput | ModelOutput) -> list[Problem]:
+    """Why `dims` cannot be laid out as `reshape.shape`: the fixed sizes must multiply to the same, the free ones be as many."""
+    dims, reshape = tensor.dims, tensor.reshape
+    if reshape is None:
+        return []
+    fixed = [math.prod(size for size in shape if size > 0) for shape in (dims, reshape.shape)]
+    free = [sum(size < 0 for size in shape) for shape in (dims, reshape.shape)]
+    if fixed[0] == fixed[1] and free[0] == free[1]:
+        return []
+    message = f"reshape {list(reshape.shape)} does not hold as many elements as dims {list(dims)}"
+    return [Problem(("reshape",), message, "the sizes of both must multiply to the same number")]
+
+
+class Reshape(ConfigPart):
+    """The model's own shape of a tensor, where it differs from what callers see."""
+
+    shape: tuple[Dimension, ...] = Field(
+        default=(), description="The shape the model has, without the batch dimension."
+    )
+
+
+class ModelInput(ConfigPart):
+    """One input of the model, as callers see it."""
+
+    name: TensorName = Field(description="The tensor's name in the model.")
+    data_type: DataType = Field(
+        default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
+    )
+    format: TensorFormat = Field(
+        default="FORMAT_NONE", description="How a picture's dimensions are ordered; informative only."
+    )
+    dims: tuple[Dimension, ...] = Field(
+        default=(),
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 takes any size. "
+        "Read from the model if absent.",
+    )
+    reshape: Reshape | None = Field(
+        default=None, description="The shape the model itself takes, where it differs from `dims`."
+    )
+    optional: Flag = Field(
+        default=False, description="A request may leave this input out; the model must have a default for it."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelInput:
+        problems = shape_problems(self)
+        if self.format != "FORMAT_NONE" and self.dims and len(self.dims) != 3:
+            message = f"{self.format} is for dims of 3 sizes, not {list(self.dims)}"
+            problems.append(Problem(("format",), message, "remove format"))
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+class ModelOutput(ConfigPart):
+    """One output of the model, as callers see it."""
+
+    name: TensorName = Field(description="The tensor's name in the model.")
+    data_type: DataType = Field(
+        default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
+    )
+    dims: tuple[Dimension, ...] = Field(
+        default=(),
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 stands for any size. "
+        "Read from the model if absent.",
+    )
+    reshape: Reshape | None = Field(
+        default=None, description="The shape the model itself gives, where it differs from `dims`."
+    )
+    label_filename: Text = Field(
+        default="",
+        description="File in the model's folder with one class name a line, for the classes along the last dimension.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelOutput:
+        problems = shape_problems(self)
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+class Preprocess(ConfigPart):
+    """How a picture becomes the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
+
+    input: Text = Field(
+        default="", description="The input that takes the picture; may be left out for a model with only one."
+    )
+    color: Annotated[Literal["rgb", "gray"], *one_of(("rgb", "gray"))] = Field(
+        default="rgb", description="Channels: three (red, green, blue) or one (grey)."
+    )
+    resize_short_side: PositiveCount = Field(
+        default=256, description="The shorter side after resizing, in pixels; the ratio is kept."
+    )
+    crop: tuple[PositiveCount, PositiveCount] = Field(
+        default=(224, 224), description="Height and width, in pixels, cut from the centre after resizing."
+    )
+    interpolation: Annotated[Literal["bilinear", "bicubic"], *one_of(("bilinear", "bicubic"))] = Field(
+        default="bilinear", description="How pixels in between are computed when resizing."
+    )
+    mean: Channels = Field(
+        default=(0.0,), description="Subtracted from each pixel (0 to 255): one number, or one a channel."
+    )
+    std: Channels = Field(
+        default=(1.0,), description="Divides each pixel after `mean` was subtracted: one number, or one a channel."
+    )
+    layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = Field(
+        default="nchw", description="Order of the tensor's dimensions: channels before or after height and width."
+    )
+    by: Annotated[Literal["client", "server"], *one_of(("client", "server"))] = Field(
+        default="client",
+        description="Who does it. `client`: requests carry the tensor that the model takes. `server`: they carry pixels, UINT8 "
+        "of [height, width, channels], four times fewer bytes; decoding a file stays with the client.",
+    )
+    source: tuple[PositiveCount, PositiveCount] | None = Field(
+        default=None,
+        description="Height and width of the pixels that `by: server` takes, which are then resized and cropped; "
+        "if absent they come as large as `crop` and are only normalised.",
+    )
+
+    @property
+    def channels(self) -> int:
+        """3 for "rgb", 1 for "gray"."""
+        return 3 if self.color == "rgb" else 1
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        """Height, width and channels of the picture that a request carries where the server does the rest."""
+        return (*(self.source or self.crop), self.channels)
+
+    @property
+    def tensor(self) -> tuple[int, int, int]:
+        """The shape of the picture's tensor as the model takes it, without the batch dimension."""
+        height, width = self.crop
+        return (self.channels, height, width) if self.layout == "nchw" else (height, width, self.channels)
+
+    @model_validator(mode="after")
+    def _check(self) -> Preprocess:
+        channels = self.channels
+        problems = [
+            Problem((field,), f"{field} has {len(values)} numbers", f"write one number, or {channels} for {self.color}")
+            for field, values in (("mean", self.mean), ("std", self.std))
+            if len(values) not in (1, channels)
+        ]
+        if 0 in self.std:
+            problems.append(
+                Problem(("std",), "std divides the pixels and cannot be 0", "write 1.0 to leave them as they are")
+            )
+        if max(self.crop) > self.resize_short_side:
+            message = (
+                f"crop {list(self.crop)} is larger than the picture after resize_short_side {self.resize_short_side}"
+            )
+            problems.append(Problem(("crop",), message, "crop at most what resizing leaves"))
+        problems += self._source_problems()
+        if problems:
+            raise Problems(problems)
+        return self
+
+    def _source_problems(self) -> list[Problem]:
+        if self.source is None:
+            return []
+        if self.by == "client":
+            message = "source is for pixels that the server prepares, and preprocess.by is client"
+            return [Problem(("source",), message, "write by: server, or remove source")]
+        if self.source[0] * self.source[1] > MAX_SOURCE_PIXELS:
+            message = f"source {list(self.source)} has more than {MAX_SOURCE_PIXELS} pixels"
+            return [Problem(("source",), message, "let clients send smaller pictures")]
+        return []
+
+
+class Postprocess(ConfigPart):
+    """What callers get in place of an output with a score a class: probabilities, the best classes, or both."""
+
+    output: Text = Field(
+        default="", description="The output with the scores; may be left out for a model with only one."
+    )
+    softmax: Flag = Field(default=False, description="Turn the scores of a row into probabilities.")
+    top_k: Count = Field(
+        default=0,
+        description="Give the best so many classes of a row, best first, in the outputs named below, in place of the model's; "
+        "0: the output keeps its name and all its classes.",
+    )
+    scores: TensorName = Field(default="scores", description="Name of the output FP32 [top_k] with their scores.")
+    classes: TensorName = Field(default="classes", description="Name of the output INT32 [top_k] with their numbers.")
+    labels: TensorName = Field(
+        default="labels",
+        description="Name of the output STRING [top_k] with their names, offered where the model's output has a label file.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Postprocess:
+        if not self.softmax and not self.top_k:
+            message = "postprocess asks for nothing"
+            raise Problems([Problem((), message, "write softmax: true, a top_k, or both, or remove it")])
+        if len({self.scores, self.classes, self.labels}) < 3:
+            message = f"two outputs of postprocess have one name: {self.scores}, {self.classes}, {self.labels}"
+            raise Problems([Problem((), message, "give scores, classes and labels names of their own")])
+        return self
+
+
+class WarmupInput(ConfigPart):
+    """What one input is fed with while the model warms up."""
+
+    data_type: DataType = Field(default="", description="Element type of the input.")
+    dims: tuple[Dimension, ...] = Field(
+        default=(), description="Shape without the batch dimension; every size must be known."
+    )
+    zero_data: Flag = Field(default=False, description="Feed zeros.")
+    random_data: Flag = Field(default=False, description="Feed random values.")
+    input_data_file: Text = Field(
+        default="", description="Feed the raw values of this file in the model's folder `warmup/`."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> WarmupInput:
+        if (self.zero_data, self.random_data, bool(self.input_data_file)).count(True) != 1:
+            message = "the data of a warm-up input is not told"
+            raise Problems([Problem((), message, "write exactly one of zero_data, random_data, input_data_file")])
+        return self
+
+
+class ModelWarmup(ConfigPart):
+    """A request that every instance answers before the model is ready."""
+
+    name: Text = Field(default="", description="A name for the log.")
+    batch_size: PositiveCount = Field(default=1, description="Rows in the request.")
+    inputs: dict[str, WarmupInput] = Field(default={}, description="Data by input name.")
+    count: Count = Field(default=1, description="How many times the request is run; 0 means once, as in Triton.")

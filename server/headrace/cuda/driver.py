@@ -1,0 +1,164 @@
+"""Contexts, streams and events of the CUDA driver: the ground under everything that runs on a GPU.
+
+Nothing happens at import; PyCUDA is loaded on first use. Work is done inside `current(device)`, which makes the device's primary
+context current in this thread and takes it away again; primary contexts are shared with everything that uses the CUDA runtime
+(TensorRT does) and are kept for the life of the process. What was made inside `current` is freed inside `current` of the same
+device, best in the thread that made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.core.errors import HeadraceError, Unsupported
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
+
+# The lock guards the contexts: instances open their engines in threads of their own.
+_lock = threading.Lock()
+_contexts: dict[int, Any] = {}
+
+
+class DeviceError(HeadraceError):
+    """A call of the CUDA driver failed."""
+
+    reason = "cuda"
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The GPU, or the host's pinned memory, has no room left."""
+
+
+def load() -> Any:
+    """PyCUDA's driver module, initialised.
+
+    Raises:
+        Unsupported: there is no PyCUDA, no driver, or no GPU.
+    """
+    try:
+        import pycuda.driver as driver
+    except ImportError as error:
+        raise Unsupported(
+            f"PyCUDA cannot be imported ({error}): install an NVIDIA driver and Headrace's extra 'gpu'"
+        ) from error
+    try:
+        driver.init()
+        count = driver.Device.count()
+    except driver.Error as error:
+        raise Unsupported(f"the CUDA driver does not work ({error}): check that nvidia-smi lists a GPU") from error
+    if not count:
+        raise Unsupported("this machine has no NVIDIA GPU: check that nvidia-smi lists one")
+    return driver
+
+
+@contextlib.contextmanager
+def check(doing: str) -> Iterator[None]:
+    """Turn PyCUDA's errors into ours.
+
+    Args:
+        doing: what is done, for the message, e.g. "allocating 64 bytes".
+
+    Raises:
+        OutOfDeviceMemory: no room is left.
+        DeviceError: anything else the driver refuses.
+    """
+    driver = loaded()
+    try:
+        yield
+    except driver.MemoryError as error:
+        cure = "close what else uses the GPU, or take smaller batches"
+        raise OutOfDeviceMemory(f"{doing} failed, the GPU's memory is full ({error}): {cure}") from error
+    except driver.Error as error:
+        raise DeviceError(f"{doing} failed on the GPU ({error}): see the driver's messages in dmesg") from error
+
+
+def loaded() -> Any:
+    """PyCUDA's driver module, which `load` has initialised before."""
+    import pycuda.driver as driver
+
+    return driver
+
+
+def primary_context(ordinal: int) -> Any:
+    """A device's primary context, retained once and kept.
+
+    Raises:
+        Unsupported: there is no such device, or it cannot be used.
+    """
+    with _lock:
+        context = _contexts.get(ordinal)
+        if context is None:
+            driver = load()
+            count = driver.Device.count()
+            if not 0 <= ordinal < count:
+                raise Unsupported(f"CUDA device {ordinal} is not there: this machine has devices 0 to {count - 1}")
+            try:
+                context = _contexts[ordinal] = driver.Device(ordinal).retain_primary_context()
+            except driver.Error as error:
+                cure = "check with nvidia-smi that nothing else holds it exclusively"
+                raise Unsupported(f"CUDA device {ordinal} cannot be used ({error}): {cure}") from error
+        return context
+
+
+@contextlib.contextmanager
+def current(ordinal: int = 0) -> Iterator[None]:
+    """Make a device's primary context current in this thread; may be nested.
+
+    Raises:
+        Unsupported: there is no such device, or it cannot be used.
+    """
+    with pushed(primary_context(ordinal)):
+        yield
+
+
+@contextlib.contextmanager
+def pushed(context: Any) -> Iterator[None]:
+    """Make a context current in this thread; may be nested."""
+    context.push()
+    try:
+        yield
+    finally:
+        loaded().Context.pop()
+
+
+class Stream:
+    """A queue of work on the current device, which waits for no other stream.
+
+    Attributes:
+        handle: the CUstream, as TensorRT and the driver take it.
+    """
+
+    def __init__(self) -> None:
+        with check("making a stream"):
+            self.stream = loaded().Stream(_NON_BLOCKING)
+        self.handle = int(self.stream.handle)
+
+    def synchronize(self) -> None:
+        """Wait until all work queued so far is done.
+
+        Raises:
+            DeviceError: some of it failed.
+        """
+        with check("waiting for a stream"):
+            self.stream.synchronize()
+
+
+class Event:
+    """A moment in a stream's work."""
+
+    def __init__(self) -> None:
+        with check("making an event"):
+            self._event = loaded().Event()
+
+    def record(self, stream: Stream) -> None:
+        """Mark the moment when all work queued on the stream so far is done."""
+        with check("recording an event"):
+            self._event.record(stream.stream)
+
+    def us_since(self, earlier: Event) -> float:
+        """Microseconds from an earlier event to this one; both have happened."""
+        with check("reading an event"):
+            return float(self._event.time_since(earlier._event)) * 1000

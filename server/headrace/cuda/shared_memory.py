@@ -1,0 +1,267 @@
+"""Memory that other processes share with us, where GPUs read it: their own GPU memory, and files that they map.
+
+CUDA memory is opened by its IPC handle. The driver's rules (CUDA driver API, "Memory Management", cuIpcOpenMemHandle): the handle
+must come from another process, and that process must keep the memory until it is closed here.
+
+A file is mapped and registered as pinned memory, and never touched by the CPU through the mapping: a process that touches a page
+which its client has cut off the file dies of SIGBUS. A GPU cannot meet that: the pages that it reads are held by the driver.
+
+So **only kernels read that memory** (`kernels.rows.RowGather`). A copy by the driver (cuMemcpy*) is not the GPU's: small ones
+are made by the CPU, through the mapping (measured on an H200: a process that copied 4 KiB or less from what was cut off died
+of SIGBUS, 64 KiB came from the pages). Host copies are read from the file; nothing is written through the mapping.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from headrace.core.errors import BadRequest, Unsupported
+from headrace.core.resident import ResidentRows
+from headrace.core.shared_range import check_range
+from headrace.core.tensor import Array
+from headrace.cuda.driver import DeviceError, load, loaded, primary_context, pushed
+from headrace.cuda.driver_thread import DriverThread
+from headrace.cuda.pinned import PinnedMapping, Release
+
+HANDLE_BYTES = 64  # sizeof(cudaIpcMemHandle_t)
+_BYTES: np.dtype[Any] = np.dtype(np.uint8)
+
+
+class CudaRegion:
+    """Memory of a GPU. The mapping is closed with the last reference to the region, or to rows in it.
+
+    Every copy is synchronous and runs in the device's primary context, which is current only as long as the copy takes; any
+    thread may ask for one.
+
+    Args:
+        device: number of the GPU.
+        memory: the open handle, now the region's own.
+        size_bytes: of the region.
+        release: runs what closes the handle; on whatever thread drops the last reference.
+    """
+
+    __slots__ = ("__weakref__", "_address", "_context", "_device", "_size_bytes")
+
+    def __init__(self, device: int, memory: Any, size_bytes: int, release: Release) -> None:
+        self._context = primary_context(device)
+        self._device = device
+        self._address = int(memory)
+        self._size_bytes = size_bytes
+        weakref.finalize(self, release, functools.partial(_close, self._context, memory)).atexit = False
+
+    def check(self, offset: int, size_bytes: int) -> None:
+        """Hold a range against the region.
+
+        Raises:
+            BadRequest: it does not lie in the region.
+        """
+        check_range(offset, size_bytes, self._size_bytes)
+
+    def locate(self, offset: int, size_bytes: int, devices: frozenset[int]) -> ResidentRows:
+        """A range as uint8[size_bytes] on the GPU; nothing is copied. Whoever is elsewhere gets a host copy when he takes one.
+
+        Raises:
+            BadRequest: it does not lie in the region.
+        """
+        self.check(offset, size_bytes)
+        return ResidentRows(self._address + offset, self._device, _BYTES, (size_bytes,), self, self._copy)
+
+    def read(self, offset: int, size_bytes: int) -> Array:
+        """A copy in host memory, uint8[size_bytes].
+
+        Raises:
+            BadRequest: out of the region, or the driver cannot read the memory any more.
+        """
+        self.check(offset, size_bytes)
+        return self._copy(self._address + offset, size_bytes)
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Put data there.
+
+        Raises:
+            BadRequest: out of the region, or the driver cannot write the memory any more.
+        """
+        source = memoryview(data).cast("B")
+        self.check(offset, source.nbytes)
+        if source.nbytes:
+            driver = loaded()
+            try:
+                with pushed(self._context):
+                    driver.memcpy_htod(self._address + offset, source)
+            except driver.Error:
+                raise BadRequest("the CUDA shared memory cannot be written: its owner must keep it allocated") from None
+
+    def _copy(self, address: int, size_bytes: int) -> Array:
+        array = np.empty(size_bytes, dtype=np.uint8)
+        if size_bytes:
+            driver = loaded()
+            try:
+                with pushed(self._context):
+                    driver.memcpy_dtoh(array, address)
+            except driver.Error:
+                raise BadRequest("the CUDA shared memory cannot be read: its owner must keep it allocated") from None
+        return array
+
+
+class ClientMemory:
+    """Opens what clients share. One a process; `open_ipc` and `pin` are called on the event loop.
+
+    Ownership: `_pinned_bytes` is the driver thread's.
+
+    Args:
+        most_pinned_bytes: of all files together.
+    """
+
+    def __init__(self, most_pinned_bytes: int) -> None:
+        self._most_pinned_bytes = most_pinned_bytes
+        self._pinned_bytes = 0
+        self._thread = DriverThread("shared memory")
+
+    def open_ipc(self, handle: bytes, device: int, size_bytes: int) -> CudaRegion:
+        """Open memory of another process on a GPU.
+
+        Args:
+            handle: cudaIpcMemHandle_t, 64 raw bytes.
+            device: number of the GPU the memory is on.
+            size_bytes: of the region, from the start of the allocation.
+
+        Raises:
+            BadRequest: the handle, the device or the size is wrong.
+            Unsupported: the driver does not work.
+        """
+        if len(handle) != HANDLE_BYTES:
+            raise BadRequest(
+                f"raw_handle must be a cudaIpcMemHandle_t of {HANDLE_BYTES} bytes, not {len(handle)} bytes"
+            )
+        if size_bytes < 1:
+            raise BadRequest(f"a region needs a byte_size of at least 1, not {size_bytes}")
+        context = _context(device)
+        driver = loaded()
+        try:
+            with pushed(context):
+                memory = driver.IPCMemoryHandle(bytearray(handle))
+                base, allocated_bytes = driver.mem_get_address_range(int(memory))
+        except driver.Error:
+            raise BadRequest(
+                "raw_handle cannot be opened: it must come from a living process other than the server, for memory on this "
+                "device"
+            ) from None
+        self._thread.start()
+        region = CudaRegion(device, memory, size_bytes, self._thread.submit)
+        if size_bytes > allocated_bytes - (int(memory) - base):
+            raise BadRequest(f"byte_size {size_bytes} reaches past the end of the CUDA allocation")
+        return region
+
+    def pin(
+        self, descriptor: int, start: int, size_bytes: int, device: int, done: Callable[[PinnedFile | None], None]
+    ) -> None:
+        """Map a range of a file in memory for all GPUs, on the driver's thread.
+
+        Args:
+            descriptor: of the file, open for reading and writing as long as `done` is kept.
+            start: where in the file the range begins, bytes.
+            size_bytes: of the range.
+            device: number of a GPU whose context registers it.
+            done: called on that thread with the mapping; with None if it cannot be had, as while parts of the file have no
+                memory yet: pinning would then take as much of ours as the client has made up.
+        """
+        self._thread.start()
+        self._thread.submit(functools.partial(self._pin, descriptor, start, size_bytes, device, done))
+
+    def _pin(
+        self, descriptor: int, start: int, size_bytes: int, device: int, done: Callable[[PinnedFile | None], None]
+    ) -> None:
+        pinned: PinnedFile | None = None
+        try:
+            if self._pinned_bytes + size_bytes <= self._most_pinned_bytes and _has_memory(
+                descriptor, start, size_bytes
+            ):
+                pinned = PinnedFile(descriptor, start, size_bytes, device, self._unpin)
+                self._pinned_bytes += size_bytes
+        except (OSError, ValueError) as error:  # ValueError: the file has been truncated
+            raise DeviceError(f"a client's shared memory cannot be mapped ({error}): it is copied instead") from error
+        finally:
+            done(pinned)
+
+    def _unpin(self, size_bytes: int, job: Callable[[], None]) -> None:
+        def run() -> None:
+            self._pinned_bytes -= size_bytes
+            job()
+
+        self._thread.submit(run)
+
+
+class PinnedFile:
+    """A range of a file that kernels on every GPU read, and nothing else: see the module's text.
+
+    The pages are those of when it was mapped: what is written to the file is seen, what is cut off stays, but for the rest of
+    the page in which the file ends then, which the kernel fills with zeros.
+
+    Args:
+        descriptor: of the file, open for reading and writing; not needed any more afterwards.
+        start: where the range begins, bytes.
+        size_bytes: of the range.
+        device: number of a GPU whose context registers it.
+        release: runs what unpins so many bytes; on whatever thread drops the last reference.
+
+    Attributes:
+        address: CUdeviceptr of the range's first byte.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped.
+        DeviceError: it cannot be registered.
+    """
+
+    __slots__ = ("_mapping", "address")
+
+    def __init__(
+        self,
+        descriptor: int,
+        start: int,
+        size_bytes: int,
+        device: int,
+        release: Callable[[int, Callable[[], None]], None],
+    ) -> None:
+        before = start % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(descriptor, before + size_bytes, mmap.MAP_SHARED, offset=start - before)
+        self._mapping = PinnedMapping(mapping, device, functools.partial(release, size_bytes))
+        self.address = self._mapping.address + before
+
+
+def find_client_memory() -> ClientMemory | None:
+    """What opens clients' memory; None on a machine without a GPU or PyCUDA.
+
+    At most a quarter of the machine's memory is pinned: such pages cannot be swapped, or taken back from a client.
+    """
+    try:
+        load()
+    except Unsupported:
+        return None
+    return ClientMemory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+
+
+def _context(device: int) -> Any:
+    try:
+        count = load().Device.count()
+        if not 0 <= device < count:
+            raise BadRequest(f"device_id {device} is not there: this machine has devices 0 to {count - 1}")
+        return primary_context(device)
+    except Unsupported as error:
+        raise Unsupported(f"{error}; or send the tensor in the request") from None
+
+
+def _close(context: Any, memory: Any) -> None:
+    with pushed(context):
+        memory.close()
+
+
+def _has_memory(descriptor: int, start: int, size_bytes: int) -> bool:
+    """True if every page of the range is there."""
+    return os.lseek(descriptor, start, os.SEEK_HOLE) >= start + size_bytes

@@ -1,0 +1,65 @@
+"""TensorRT as it is installed, for servers and builders alike: found, told by its version, and given a logger.
+
+Nothing is imported before `found`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from headrace.core.errors import Unsupported
+
+_OLDEST = 10
+
+
+def found(cure: str) -> Any:
+    """The module `tensorrt`.
+
+    Args:
+        cure: what to do where there is none.
+
+    Raises:
+        Unsupported: there is none, or it is too old.
+    """
+    try:
+        trt = importlib.import_module("tensorrt")
+    except (ImportError, OSError) as error:
+        raise Unsupported(f"TensorRT cannot be imported ({error}): {cure}") from error
+    told = str(getattr(trt, "__version__", "0"))
+    major = told.partition(".")[0]
+    if not major.isdecimal() or int(major) < _OLDEST:
+        raise Unsupported(f"TensorRT {told} is too old: install {_OLDEST}.x or newer")
+    return trt
+
+
+def version(trt: Any) -> str:
+    """The version of a module `tensorrt`, e.g. "10.6.0"."""
+    return ".".join(str(trt.__version__).split(".")[:3])
+
+
+def make_logger(trt: Any, take: Callable[[int, str], None]) -> Any:
+    """An ILogger for TensorRT's objects; TensorRT keeps the first one of a process.
+
+    Args:
+        trt: the module `tensorrt`.
+        take: called on any thread with each message and its severity, 0 (internal error) to 4 (verbose) as in
+            `ILogger.Severity`; must not raise, since no exception can pass through TensorRT.
+    """
+
+    class Logger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            take(int(severity), msg)
+
+    return Logger()
+
+
+def load_plugins(trt: Any, logger: Any) -> None:
+    """Make TensorRT's own plug-ins known; without their library networks that use none still work."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        trt.init_libnvinfer_plugins(logger, "")

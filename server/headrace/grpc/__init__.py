@@ -1,0 +1,1 @@
+"""gRPC: codec, service and two engines."""

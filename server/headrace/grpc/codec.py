@@ -1,0 +1,375 @@
+"""Messages of gRPC inference: a serialized ModelInferRequest in, the parts of a serialized ModelInferResponse out.
+
+Tensors travel as `raw_input_contents` and `raw_output_contents`, and requests repeat everything else from call to call. So the
+message's top-level fields are walked by hand (encoding: protobuf's "Encoding" page), what repeats is looked up by its bytes,
+and protobuf itself parses only what has not been seen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from headrace.core.classification import classify
+from headrace.core.errors import BadRequest
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.grpc.contents import from_contents
+from headrace.grpc.methods import Message
+from headrace.inference import tensor_codec
+from headrace.inference.models import Regions
+from headrace.inference.request_parameters import request_parameters, tensor_parameters
+from headrace.inference.request_template import MAX_PLAN_BYTES, MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
+
+__all__ = ["Envelope", "GrpcCodec", "Plan", "scan", "varint"]
+
+# Tags of one byte: field number << 3 | wire type 2 (a length and as many bytes follow).
+_MODEL_NAME, _MODEL_VERSION, _ID, _RAW_INPUT, _LAST_KNOWN = 0x0A, 0x12, 0x1A, 0x3A, 0x3F
+_RESPONSE_ID, _RAW_OUTPUT = b"\x1a", b"\x32"
+_LENGTH_DELIMITED = 2
+_FIXED_BYTES = {1: 8, 5: 4}
+_MAX_VARINT_BYTES = 10
+# Of a tag or a length: more cannot be said in 32 bits.
+_MAX_LENGTH_BYTES = 5
+# A field of two bytes becomes an object of a hundred: no request has so many inputs, outputs and parameters together.
+_MAX_FIELDS = 4096
+_MAX_PARAMETERS = 1024
+_SMALL = [bytes([number]) for number in range(0x80)]
+# Descriptions of outputs that are kept, by name and shape.
+_MAX_DESCRIPTIONS = 1024
+
+
+class Envelope(msgspec.Struct, frozen=True, eq=False):
+    """What can be told of a request without knowing its model.
+
+    Attributes:
+        model_name, model_version, id: of the request; "" where it does not say.
+        header: the bytes of all top-level fields but the id and the raw contents.
+        spans: where in the message each of the raw contents lies, (start, size).
+    """
+
+    model_name: str
+    model_version: str
+    id: str
+    header: bytes
+    spans: list[tuple[int, int]]
+
+
+def scan(message: bytes) -> Envelope:
+    """Walk the top-level fields of a serialized ModelInferRequest.
+
+    Args:
+        message: of any origin; not copied but for the header.
+
+    Raises:
+        BadRequest: it is not such a message.
+    """
+    name = version = request_id = ""
+    spans: list[tuple[int, int]] = []
+    header: list[bytes] = []
+    kept = 0  # up to where the message is in `header`, or has been left out of it
+    position, end = 0, len(message)
+    try:
+        for _ in range(_MAX_FIELDS):
+            if position >= end:
+                break
+            start, tag, size = position, message[position], message[position + 1]
+            if tag & 7 != _LENGTH_DELIMITED or tag > _LAST_KNOWN or tag < _MODEL_NAME:
+                position = _skip(message, position)
+                continue
+            position += 2
+            if size > 0x7F:
+                size, position = _read_varint(message, position - 1, _MAX_LENGTH_BYTES)
+            stop = position + size
+            if stop > end:
+                raise _truncated()
+            if tag == _RAW_INPUT:
+                spans.append((position, size))
+            elif tag == _MODEL_NAME:
+                name = message[position:stop].decode()
+            elif tag == _MODEL_VERSION:
+                version = message[position:stop].decode()
+            elif tag == _ID:
+                request_id = message[position:stop].decode()
+            position = stop
+            if tag in (_RAW_INPUT, _ID):
+                if start > kept:
+                    header.append(message[kept:start])
+                kept = stop
+        else:
+            if position < end:
+                raise BadRequest(f"the request has more than {_MAX_FIELDS} fields")
+    except IndexError:
+        raise _truncated() from None
+    except UnicodeDecodeError:
+        raise BadRequest("the request's model_name, model_version and id must be UTF-8 text") from None
+    if kept < end:
+        header.append(message[kept:end])
+    return Envelope(name, version, request_id, header[0] if len(header) == 1 else b"".join(header), spans)
+
+
+class GrpcCodec:
+    """Decodes requests for one model version and encodes its answers.
+
+    Not thread-safe: it belongs to the event loop.
+
+    Args:
+        spec: of the version.
+        regions: where clients' shared memory is found; None if it is off.
+        max_shared_bytes: of one request's inputs in shared memory.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, regions: Regions | None = None, max_shared_bytes: int = MAX_SHARED_BYTES
+    ) -> None:
+        self.spec = spec
+        self._regions = regions
+        self._maker = PlanMaker(spec, max_shared_bytes)
+        self._plans = PlanCache()
+        self._head = _response(model_name=spec.name, model_version=spec.version)
+        self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
+
+    def decode(
+        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0, client: str = ""
+    ) -> tuple[InferRequest, Plan]:
+        """A request out of a message.
+
+        Args:
+            message: inputs are views of it, so it must not change.
+            envelope: what `scan` found in it.
+            received_ns: monotonic, when it had arrived.
+            deadline_ns: the call's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
+            client: as in `InferRequest`.
+
+        Raises:
+            BadRequest: says what came, where, and what was expected.
+            NotFound, Forbidden: no such region of shared memory, or all of it is off.
+        """
+        header, spans = envelope.header, envelope.spans
+        plan = self._plans.find(header) if len(header) <= MAX_PLAN_BYTES else None
+        if plan is None:
+            plan = self._plan(header, len(spans))
+            self._plans.keep(header, plan)
+        if len(plan.raw) != len(spans):
+            # Contents without elements may come as raw contents, or not at all: the same header has two plans.
+            plan = self._plan(header, len(spans))
+        if len(plan.raw) != len(spans):
+            raise BadRequest(
+                f"{len(spans)} raw_input_contents came, expected {len(plan.raw)}: one for each input that has no "
+                "contents and is not in shared memory, in their order"
+            )
+        inputs = dict(plan.given)
+        for piece, (start, size_bytes) in zip(plan.raw, spans, strict=True):
+            inputs[piece.spec.name] = tensor_codec.from_binary(
+                piece.spec, piece.shape, piece.elements, message, start, size_bytes
+            )
+        shared_bytes = 0
+        if plan.needs_regions:
+            plan, shared_bytes = plan.attach(self._regions, inputs, self.spec.resident_devices)
+        return (
+            InferRequest(
+                inputs=inputs,
+                rows=plan.rows,
+                shape_key=plan.shape_key,
+                received_ns=received_ns,
+                request_id=envelope.id,
+                priority=plan.priority,
+                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
+                queue_timeout_ns=plan.queue_timeout_ns,
+                size_bytes=len(message) + shared_bytes,
+                client=client,
+            ),
+            plan,
+        )
+
+    def encode(
+        self,
+        response: InferResponse,
+        plan: Plan,
+        request_id: str,
+        parameters: Mapping[str, int | str] | None = None,
+    ) -> Message:
+        """An answer as the parts of a message; outputs raw, as Triton sends them.
+
+        An output that is wanted in shared memory (`WantedOutput.shared`) is written there, and has empty raw contents, so that
+        those of the others keep their places.
+
+        Args:
+            response: every output of the model.
+            plan: of the request, as `decode` gave it.
+            request_id: the caller's own, "" for none.
+            parameters: of the answer.
+
+        Raises:
+            BadRequest: an output cannot be sent in the form that was asked for, or is too large for its shared memory.
+        """
+        head = [self._head]
+        data: Message = [b""]
+        for wanted in plan.wanted:
+            spec = wanted.spec
+            array, datatype = response.outputs[spec.name], spec.datatype
+            if wanted.classes:
+                array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
+            content = tensor_codec.to_binary(array, datatype)
+            if wanted.shared is not None:
+                head.append(_description(spec, datatype, array, plan.write(wanted, content)))
+                data.append(_RAW_OUTPUT + varint(0))
+                continue
+            key = (spec.name, datatype.name, array.shape)
+            head.append(self._descriptions.get(key) or self._describe(key, spec, datatype, array))
+            data += (_RAW_OUTPUT + varint(len(content)), content)
+        if parameters:
+            head.append(_answer_parameters(parameters))
+        if request_id:
+            text = request_id.encode()
+            head.append(_RESPONSE_ID + varint(len(text)) + text)
+        data[0] = b"".join(head)
+        return data
+
+    def _describe(
+        self, key: tuple[str, str, tuple[int, ...]], spec: TensorSpec, datatype: Datatype, array: Array
+    ) -> bytes:
+        if len(self._descriptions) >= _MAX_DESCRIPTIONS:
+            self._descriptions.clear()
+        description = self._descriptions[key] = _description(spec, datatype, array, {})
+        return description
+
+    def _plan(self, header: bytes, contents: int) -> Plan:
+        """The plan of a header.
+
+        Args:
+            header: of an envelope.
+            contents: how many raw contents came with it.
+        """
+        try:
+            message = service_pb2.ModelInferRequest.FromString(header)
+        except DecodeError:
+            raise BadRequest("the request is not a ModelInferRequest: its fields do not parse") from None
+        parameters = _parameters(message.parameters)
+        # Triton's client asks with it for an empty last answer of models that answer several times: ours answer once.
+        parameters.pop("triton_enable_empty_final_response", None)
+        request_parameters(parameters)
+        draft = Draft(self._maker)
+        for tensor in message.inputs:
+            piece = draft.declare(tensor.name, tensor.datatype, tensor.shape)
+            shared = tensor_parameters(_parameters(tensor.parameters), "input", tensor.name)
+            if not tensor.HasField("contents"):
+                if shared is not None:
+                    draft.add_shared(piece, shared)
+                elif contents or piece.elements:
+                    draft.add_raw(piece, 0)
+                else:  # typed contents without elements are often left out
+                    draft.add_given(piece, np.empty(piece.shape, piece.spec.datatype.dtype))
+            elif shared is not None:
+                raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes no contents")
+            elif contents:
+                raise BadRequest(f"input '{tensor.name}' has contents, but raw_input_contents came too: send one kind")
+            else:
+                draft.add_given(piece, from_contents(piece.spec, piece.shape, piece.elements, tensor.contents))
+        outputs: Iterable[tuple[str, dict[str, Any]]] = (
+            (output.name, _parameters(output.parameters)) for output in message.outputs
+        )
+        return draft.finish(outputs, True, parameters, "")
+
+
+def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
+    """A map of InferParameter as plain values; raises BadRequest."""
+    if len(parameters) > _MAX_PARAMETERS:
+        raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are taken")
+    plain: dict[str, bool | int | float | str] = {}
+    for name, parameter in parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is None:
+            raise BadRequest(f"parameter {name[:64]!r} has no value")
+        plain[name] = getattr(parameter, kind)
+    return plain
+
+
+def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:
+    """The field of a ModelInferResponse that describes one output."""
+    output = service_pb2.ModelInferResponse.InferOutputTensor(name=spec.name, datatype=datatype.name, shape=array.shape)
+    _fill(output.parameters, parameters)
+    return _response(outputs=[output])
+
+
+def _answer_parameters(parameters: Mapping[str, int | str]) -> bytes:
+    """The fields of a ModelInferResponse that have its parameters."""
+    response = service_pb2.ModelInferResponse()
+    _fill(response.parameters, parameters)
+    serialized: bytes = response.SerializeToString()
+    return serialized
+
+
+def _fill(message: Any, parameters: Mapping[str, int | str]) -> None:
+    for name, value in parameters.items():
+        if isinstance(value, str):
+            message[name].string_param = value
+        else:
+            message[name].int64_param = value
+
+
+def _response(**fields: object) -> bytes:
+    """Some fields of a ModelInferResponse; messages add up by concatenation."""
+    serialized: bytes = service_pb2.ModelInferResponse(**fields).SerializeToString()
+    return serialized
+
+
+def _skip(message: bytes, position: int) -> int:
+    """Where the field after one with a tag of several bytes, an unknown number or another wire type begins.
+
+    Raises:
+        BadRequest: it is no field, or one of ours in a form that it does not have.
+        IndexError: the message ends within it.
+    """
+    tag, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
+    number, wire_type = tag >> 3, tag & 7
+    if not _LAST_KNOWN >> 3 < number < 1 << 29:
+        raise BadRequest(
+            f"the request is not a ModelInferRequest: field {number} is there with wire type {wire_type}, or its tag is "
+            "longer than it needs to be"
+        )
+    if wire_type == 0:
+        _, position = _read_varint(message, position, _MAX_VARINT_BYTES)
+    elif wire_type == _LENGTH_DELIMITED:
+        size, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
+        position += size
+    elif wire_type in _FIXED_BYTES:
+        position += _FIXED_BYTES[wire_type]
+    else:
+        raise BadRequest(f"the request is not a ModelInferRequest: field {number} has wire type {wire_type}")
+    if position > len(message):
+        raise _truncated()
+    return position
+
+
+def _read_varint(message: bytes, position: int, most_bytes: int) -> tuple[int, int]:
+    """A base-128 number, and where it ends; raises BadRequest, or IndexError if the message ends within it."""
+    number = 0
+    for shift in range(0, 7 * most_bytes, 7):
+        byte = message[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {most_bytes} bytes")
+
+
+def varint(size_bytes: int) -> bytes:
+    """A length as protobuf writes it: base 128, the lowest seven bits first."""
+    if size_bytes < 0x80:
+        return _SMALL[size_bytes]
+    groups = bytearray()
+    while size_bytes > 0x7F:
+        groups.append(size_bytes & 0x7F | 0x80)
+        size_bytes >>= 7
+    groups.append(size_bytes)
+    return bytes(groups)
+
+
+def _truncated() -> BadRequest:
+    return BadRequest("the request is not a ModelInferRequest: it ends in the middle of a field")

@@ -1,0 +1,327 @@
+"""gRPC on HTTP/2, its bytes: request headers, length-prefixed messages, status trailers.
+
+After the gRPC project's "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" and "Status codes" documents.
+"""
+
+from __future__ import annotations
+
+import re
+from binascii import b2a_base64
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.errors import BadRequest, HeadraceError
+from headrace.core.limits import Door
+from headrace.grpc.methods import Methods, Stream, Unary
+from headrace.grpc.status import CODES, failure
+from headrace.http2.connection import MalformedHeadersError
+from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEAD, HEADERS
+from headrace.http2.headers import Field, encode
+from headrace.inference.compression import decompress
+from headrace.inference.request_options import NOTHING, Asked, AskedHeaders
+
+_ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
+_ACCEPTED: Field = (b"grpc-accept-encoding", b"identity, deflate, gzip")
+_UNIT_NS = {
+    b"H": 3600 * NS_PER_S,
+    b"M": 60 * NS_PER_S,
+    b"S": NS_PER_S,
+    b"m": NS_PER_MS,
+    b"u": NS_PER_US,
+    b"n": 1,
+}
+# A longer time-out is none.
+_LONGEST_NS = 365 * 24 * 3600 * NS_PER_S
+_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
+_FORBIDDEN_IN_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]$")
+_PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
+_HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+
+PREFIX = Struct(">BI")
+PREFIX_BYTES = PREFIX.size
+unpack_prefix = PREFIX.unpack_from
+
+# --- Answers -----------------------------------------------------------------------------------------------------------
+
+_OPENING = encode([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED])
+_OK = encode([(b"grpc-status", b"0")])
+# HEADERS, the head of the DATA frame and the message's prefix; then the message; then the trailers.
+_BEFORE = Struct(f">IBI{len(_OPENING)}sIBIBI")
+_AFTER = Struct(f">IBI{len(_OK)}s")
+_BEFORE_WORD = len(_OPENING) << 8 | HEADERS
+_AFTER_WORD = len(_OK) << 8 | HEADERS
+
+
+def whole_answer(stream_id: int, message: bytes) -> tuple[bytes, bytes, bytes]:
+    """HEADERS, DATA and trailers of a unary call that succeeded, for a message that fits into one frame."""
+    size_bytes = len(message)
+    data_word = size_bytes + PREFIX_BYTES << 8 | DATA
+    return (
+        _BEFORE.pack(_BEFORE_WORD, END_HEADERS, stream_id, _OPENING, data_word, 0, stream_id, 0, size_bytes),
+        message,
+        _AFTER.pack(_AFTER_WORD, END_HEADERS | END_STREAM, stream_id, _OK),
+    )
+
+
+def opening(stream_id: int) -> bytes:
+    """The HEADERS frame before the first message."""
+    return FRAME_HEAD.pack(_BEFORE_WORD, END_HEADERS, stream_id) + _OPENING
+
+
+def ok_trailers(stream_id: int) -> bytes:
+    """The HEADERS frame that ends a call that succeeded."""
+    return _AFTER.pack(_AFTER_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call ended other than well.
+
+    Attributes:
+        code: a name in `CODES`.
+        message: what the client reads.
+        metadata: more trailers.
+    """
+
+    code: str
+    message: str
+    metadata: tuple[Field, ...] = ()
+
+    @classmethod
+    def of(cls, error: Exception) -> Status:
+        """The status of an error, to be called while it is handled; see `grpc_status.failure`."""
+        end = failure(error)
+        return cls(end.code, end.text, tuple((name.encode(), _wire_value(value)) for name, value in end.metadata))
+
+    def frame(self, stream_id: int, opened: bool) -> bytes:
+        """The HEADERS frame that ends the call; `opened` if `opening` was sent before."""
+        fields: list[Field] = [] if opened else [(b":status", b"200"), (b"content-type", b"application/grpc")]
+        fields.append((b"grpc-status", b"%d" % CODES[self.code]))
+        if self.message:
+            fields.append((b"grpc-message", percent_encode(self.message)))
+        return _ending(stream_id, [*fields, *self.metadata])
+
+
+def _wire_value(value: str | bytes) -> bytes:
+    """Bytes travel in base64 without padding."""
+    return value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
+
+
+def percent_encode(text: str) -> bytes:
+    """A grpc-message: printable ASCII but for "%" as it is, every other byte of the UTF-8 form as %XX."""
+    coded = bytearray()
+    for byte in text.encode("utf-8", "replace"):
+        coded += b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
+    return bytes(coded)
+
+
+def _ending(stream_id: int, fields: Iterable[Field]) -> bytes:
+    block = encode(fields)
+    return FRAME_HEAD.pack(len(block) << 8 | HEADERS, END_HEADERS | END_STREAM, stream_id) + block
+
+
+# --- Requests ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What the header fields of a call say.
+
+    Attributes:
+        unary: the method, if the path names one of that kind.
+        stream: the method, if the path names one of that kind.
+        timeout_ns: until the client stops waiting; -1 if it never does.
+        encoding: of messages with the compressed flag; "" for none.
+        content_length: announced bytes of the body; -1 if none are.
+        asked: what else the fields ask.
+        refusal: the status to answer with at once.
+        limit: which one the fields go over, "" for none.
+        http_status: the HTTP status to answer with at once, 0 for none.
+    """
+
+    unary: Unary | None = None
+    stream: Stream | None = None
+    timeout_ns: int = -1
+    encoding: str = ""
+    content_length: int = -1
+    asked: Asked = NOTHING
+    refusal: Status | None = None
+    http_status: int = 0
+    limit: str = ""
+
+    def refuse(self, stream_id: int) -> bytes:
+        """The frame that answers a call with `refusal` or `http_status`."""
+        if self.refusal is not None:
+            return self.refusal.frame(stream_id, opened=False)
+        fields: list[Field] = [(b":status", b"%d" % self.http_status)]
+        if self.http_status == 405:
+            fields.append((b"allow", b"POST"))
+        return _ending(stream_id, fields)
+
+
+def understand(methods: Methods, fields: Sequence[Field] | None) -> RequestHead:
+    """Read the header fields of a request (None: too large); raises MalformedHeadersError for what is no HTTP/2 request."""
+    if fields is None:
+        refusal = Status("RESOURCE_EXHAUSTED", "the request's metadata are too large")
+        return RequestHead(refusal=refusal, limit="max_header_bytes")
+    known = _well_formed(fields)
+    length = known.get(b"content-length", b"")
+    if length and not (length.isdigit() and len(length) < 20):
+        raise MalformedHeadersError("content-length is no number")
+    if known[b":method"] != b"POST":
+        return RequestHead(http_status=405)
+    kind = known.get(b"content-type", b"").lower()
+    if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
+        return RequestHead(http_status=415)
+    try:
+        return _grpc_head(methods, known, int(length) if length else -1)
+    except HeadraceError as error:
+        return RequestHead(refusal=Status.of(error))
+
+
+def _well_formed(fields: Sequence[Field]) -> dict[bytes, bytes]:
+    """RFC 9113, section 8.2 and 8.3; the last value of each name."""
+    known: dict[bytes, bytes] = {}
+    regular = False
+    for name, value in fields:
+        if name.startswith(b":"):
+            if regular or name not in _PSEUDO or name in known:
+                raise MalformedHeadersError("pseudo-header fields are unknown, twice or behind others")
+        else:
+            regular = True
+            if not _NAME.fullmatch(name) or name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
+                raise MalformedHeadersError("a header field that HTTP/2 does not allow")
+        if _FORBIDDEN_IN_VALUE.search(value):
+            raise MalformedHeadersError("a header value with forbidden characters")
+        known[name] = value
+    if not (known.get(b":method") and known.get(b":scheme") and known.get(b":path")):
+        raise MalformedHeadersError("a pseudo-header field is missing")
+    return known
+
+
+def _grpc_head(methods: Methods, known: dict[bytes, bytes], content_length: int) -> RequestHead:
+    path = known[b":path"].decode("latin-1")
+    unary, stream = methods.unary.get(path), methods.streams.get(path)
+    if unary is None and stream is None:
+        return RequestHead(refusal=Status("UNIMPLEMENTED", f"no such method: {path[:256]}"))
+    if b"te" not in known:
+        raise BadRequest("the header 'te: trailers' is missing; is a proxy in the way that cannot gRPC?")
+    encoding = known.get(b"grpc-encoding", b"identity")
+    if encoding not in _ENCODINGS:
+        text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not known here; identity, deflate and gzip are"
+        return RequestHead(refusal=Status("UNIMPLEMENTED", text, (_ACCEPTED,)))
+    return RequestHead(
+        unary,
+        stream,
+        _timeout_ns(known.get(b"grpc-timeout")),
+        "" if encoding == b"identity" else encoding.decode(),
+        content_length,
+        _asked(methods.asked_headers, known),
+    )
+
+
+def _asked(headers: AskedHeaders, known: dict[bytes, bytes]) -> Asked:
+    return headers.read(
+        {name: known[wire].decode("latin-1") for wire, name in headers.wire_names.items() if wire in known}
+    )
+
+
+def _timeout_ns(value: bytes | None) -> int:
+    if value is None:
+        return -1
+    found = _TIMEOUT.fullmatch(value)
+    if found is None:
+        raise BadRequest("grpc-timeout is not 1 to 8 digits with one of the units H, M, S, m, u, n")
+    timeout_ns = int(found[1]) * _UNIT_NS[found[2]]
+    return timeout_ns if timeout_ns <= _LONGEST_NS else -1
+
+
+class MessageReader:
+    """Puts the messages of one call together.
+
+    Args:
+        encoding: see `RequestHead`.
+        door: the limits of a message, as it comes and unpacked.
+
+    Attributes:
+        waiting: how many whole messages there are to `take`.
+        missing_bytes: of the message that is incomplete; 0 if none is (or its length is not known yet).
+        partial: True if a message has begun and is incomplete.
+    """
+
+    def __init__(self, encoding: str, door: Door) -> None:
+        self._door = door
+        self._encoding = encoding
+        self._prefix = b""
+        self._compressed = False
+        self._parts: list[bytes | bytearray] = []
+        self._whole: deque[tuple[bytes, bool]] = deque()
+        self.missing_bytes = 0
+
+    @property
+    def waiting(self) -> int:
+        """See the class."""
+        return len(self._whole)
+
+    @property
+    def partial(self) -> bool:
+        """See the class."""
+        return bool(self.missing_bytes or self._prefix)
+
+    def feed(self, data: bytes, start: int, stop: int) -> None:
+        """Bytes `start` to `stop` of `data` have come; raises TooLarge and BadRequest."""
+        while start < stop:
+            if not self.missing_bytes:
+                end = min(stop, start + PREFIX_BYTES - len(self._prefix))
+                self._prefix += data[start:end]
+                start = end
+                if len(self._prefix) < PREFIX_BYTES:
+                    return
+                self._begin()
+            end = min(stop, start + self.missing_bytes)
+            if end > start:
+                self._add(data, start, end)
+                self.missing_bytes -= end - start
+                start = end
+            if not self.missing_bytes:
+                self._complete()
+
+    def _begin(self) -> None:
+        flag, self.missing_bytes = unpack_prefix(self._prefix)
+        self._prefix = b""
+        if flag > 1 or (flag and not self._encoding):
+            raise BadRequest(f"a message has the compressed flag {flag}, which its grpc-encoding does not allow")
+        limit = self._door.limits.max_body_bytes
+        if self.missing_bytes > limit:
+            text = f"a message of {self.missing_bytes} bytes; the limit is {limit}"
+            raise self._door.too_large("max_body_bytes", text)
+        self._compressed = flag == 1
+
+    def _add(self, data: bytes, start: int, stop: int) -> None:
+        """Large pieces are kept as they are, small ones are gathered: a million crumbs must not be a million objects."""
+        parts = self._parts
+        if stop - start >= 8192:
+            parts.append(data[start:stop])
+        elif parts and type(parts[-1]) is bytearray:
+            parts[-1] += data[start:stop]
+        else:
+            parts.append(bytearray(data[start:stop]))
+
+    def _complete(self) -> None:
+        parts, self._parts = self._parts, []
+        self._whole.append((b"".join(parts), self._compressed))
+
+    def take(self) -> tuple[bytes, int]:
+        """The oldest whole message, unpacked only now, when there is a taker, and how many bytes had come for it.
+
+        Raises:
+            TooLarge: it unpacks to more than is taken.
+            BadRequest: it cannot be unpacked.
+        """
+        message, compressed = self._whole.popleft()
+        came_bytes = PREFIX_BYTES + len(message)
+        return decompress(message, self._encoding, self._door) if compressed else message, came_bytes

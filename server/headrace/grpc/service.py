@@ -1,0 +1,39 @@
+"""All services of the gRPC port, as methods on bytes that any engine can serve."""
+
+from __future__ import annotations
+
+from tritonclient.grpc import service_pb2
+
+from headrace.grpc import health as grpc_health
+from headrace.grpc import reflection as grpc_reflection
+from headrace.grpc.control import control_methods
+from headrace.grpc.health import HealthService
+from headrace.grpc.infer import InferService
+from headrace.grpc.methods import Methods, Stream, Unary
+from headrace.grpc.reflection import ReflectionService
+from headrace.grpc.stream import InferStreams
+from headrace.inference.models import Services
+from headrace.inference.request_options import AskedHeaders
+
+SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+
+
+def grpc_methods(services: Services, max_message_bytes: int, asked_headers: AskedHeaders | None = None) -> Methods:
+    """Every RPC: inference and its control, health, reflection.
+
+    Args:
+        services: of the server.
+        max_message_bytes: the largest request; engines hold messages to it, and a stream takes on no more at a time.
+        asked_headers: what is read of a call's metadata.
+    """
+    infer = InferService(services, max_message_bytes)
+    health = HealthService(services.models, SERVICE)
+    names = (SERVICE, grpc_health.SERVICE, *grpc_reflection.SERVICES)
+    reflection = ReflectionService(names)
+    unary: dict[str, Unary] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
+    unary[f"/{SERVICE}/ModelInfer"] = infer.infer
+    unary[f"/{grpc_health.SERVICE}/Check"] = health.check
+    streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in grpc_reflection.SERVICES}
+    streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
+    streams[f"/{grpc_health.SERVICE}/Watch"] = health.watch
+    return Methods(unary, streams, asked_headers or AskedHeaders())

@@ -1,0 +1,232 @@
+"""ModelStreamInfer: many requests in flight on one stream, answered in the order of the requests.
+
+Two coroutines a stream, none a request: the reader decodes and queues, the completions call back, the writer encodes and sends
+the answers whose turn has come. Stock clients match answers by their order, as Triton sends them; a request with the parameter
+`headrace_unordered` is answered as soon as it is done, and delays no other. The bound on what is in flight is the back-pressure:
+a client that does not read its answers is not read, and an answer that waits for an earlier one counts as in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+
+from tritonclient.grpc import service_pb2
+
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.errors import HeadraceError, Unavailable, forget_frames
+from headrace.grpc.codec import scan, varint
+from headrace.grpc.infer import InferService, Pending, fault
+from headrace.grpc.methods import Message, StreamCall
+from headrace.inference.status import retry_after_ms
+from headrace.observability.tally import ERRORS
+
+# Requests of one stream between their arrival and the sending of their answers.
+MAX_IN_FLIGHT = 256
+
+# Field 2 of ModelStreamInferResponse, a message; and as its last field the entry of `parameters` (field 4 of
+# ModelInferResponse) that Triton's clients look for in every answer of a stream: {"triton_final_response": true}.
+_INFER_RESPONSE = b"\x12"
+_FINAL = b"\x22\x1b\x0a\x15triton_final_response\x12\x02\x08\x01"
+_RETRY = "headrace_retry_after_ms"
+
+
+class InferStreams:
+    """Serves ModelStreamInfer.
+
+    Args:
+        infer: what is done with each request.
+        max_bytes: of the requests in flight on one stream; a single one may have as many.
+        max_in_flight: requests in flight on one stream.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self, infer: InferService, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
+    ) -> None:
+        self._infer = infer
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+
+    async def serve(self, call: StreamCall) -> None:
+        """The method: ModelInferRequest in, ModelStreamInferResponse out; an error ends its request, not the stream.
+
+        Raises:
+            HeadraceError: of a request, if the stream's metadata have `triton_grpc_error: true`; all behind it is abandoned.
+            Cancelled: the client has left; all that was in flight is abandoned.
+            Unavailable: the server stops; what was in flight has been answered.
+        """
+        stream = _Stream(self._infer, call, self._max_bytes, self._max_in_flight, self._clock)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(stream.write())
+                await stream.read()
+        except BaseExceptionGroup as errors:
+            for error in errors.exceptions:
+                forget_frames(error)
+            raise errors.exceptions[0] from None
+        finally:
+            stream.close()
+        if stream.refused is not None:
+            raise stream.refused
+
+
+class _Turn:
+    """One request of a stream, from its arrival until its answer is sent.
+
+    Attributes:
+        request_bytes: size of its message.
+        answer: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
+            ends the stream.
+    """
+
+    __slots__ = ("answer", "request_bytes")
+
+    def __init__(self, request_bytes: int) -> None:
+        self.request_bytes = request_bytes
+        self.answer: Pending | Message | HeadraceError | None = None
+
+
+class _Stream:
+    """The state of one stream; everything happens on the event loop.
+
+    Attributes:
+        refused: why the reader stopped before the client had half-closed.
+    """
+
+    def __init__(self, infer: InferService, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock) -> None:
+        self._infer = infer
+        self._call = call
+        self._asked = call.asked
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_in_flight = max_in_flight
+        self._in_flight = 0
+        self._in_flight_bytes = 0
+        self._queued: set[Pending] = set()
+        self._turns: deque[_Turn] = deque()  # in the order of arrival, without the unordered ones
+        self._ready: deque[_Turn] = deque()  # answers that can be sent now
+        self._anything_ready = asyncio.Event()
+        self._room = asyncio.Event()
+        self._read_all = False
+        self.refused: Unavailable | None = None
+
+    async def read(self) -> None:
+        """Queue requests until the client half-closes or the server stops."""
+        while True:
+            try:
+                message = await self._call.read()
+            except Unavailable as error:
+                self.refused = error
+                message = None
+            if message is None:
+                self._read_all = True
+                self._anything_ready.set()
+                return
+            self._in_flight += 1
+            self._in_flight_bytes += len(message)
+            self._begin(message)
+            del message  # or it is kept until the next one comes
+            while self._in_flight >= self._max_in_flight or self._in_flight_bytes >= self._max_bytes:
+                self._room.clear()
+                await self._room.wait()
+
+    async def write(self) -> None:
+        """Send answers until the reader is through and nothing is left."""
+        ready = self._ready
+        while self._in_flight or not self._read_all:
+            self._anything_ready.clear()
+            while ready:
+                turn = ready.popleft()
+                answer = turn.answer
+                if isinstance(answer, Pending):
+                    await self._call.write(self._finish(answer))
+                    self._call.held.shrink(turn.request_bytes)
+                elif isinstance(answer, HeadraceError):
+                    raise answer
+                elif answer is not None:
+                    await self._call.write(answer)
+                self._in_flight -= 1
+                self._in_flight_bytes -= turn.request_bytes
+                self._room.set()
+            if self._in_flight or not self._read_all:
+                await self._anything_ready.wait()
+
+    def close(self) -> None:
+        """Abandon whatever is still in flight."""
+        for pending in self._queued:
+            self._infer.drop(pending)
+        self._queued.clear()
+
+    def _begin(self, message: bytes) -> None:
+        received_ns, held, turn = self._clock(), self._call.held, _Turn(len(message))
+        request_id = ""
+        try:
+            try:
+                envelope = scan(message)
+                request_id = envelope.id
+                held.grow(len(message))
+            except HeadraceError as error:
+                self._infer.refused(error, received_ns)
+                raise
+            try:
+                # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
+                pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
+            except BaseException:
+                held.shrink(len(message))
+                raise
+        except HeadraceError as error:
+            forget_frames(error)
+            self._refused(turn, error, request_id)
+            return
+        except Exception:
+            self._refused(turn, fault(), request_id)
+            return
+        self._queued.add(pending)
+        if pending.plan.unordered:
+            pending.completion.then(partial(self._overtake, turn, pending))
+        else:
+            self._turns.append(turn)
+            pending.completion.then(partial(self._settled, turn, pending))
+
+    def _refused(self, turn: _Turn, error: HeadraceError, request_id: str) -> None:
+        self._turns.append(turn)
+        self._settled(turn, error if self._asked.ends_stream else _error(error, request_id))
+
+    def _settled(self, turn: _Turn, answer: Pending | Message | HeadraceError) -> None:
+        turn.answer = answer
+        turns = self._turns
+        if turns[0] is not turn:
+            return
+        while turns and turns[0].answer is not None:
+            self._ready.append(turns.popleft())
+        self._anything_ready.set()
+
+    def _overtake(self, turn: _Turn, pending: Pending) -> None:
+        turn.answer = pending
+        self._ready.append(turn)
+        self._anything_ready.set()
+
+    def _finish(self, pending: Pending) -> Message:
+        self._queued.discard(pending)
+        try:
+            parts = self._infer.finish(pending)
+        except HeadraceError as error:
+            forget_frames(error)
+            if self._asked.ends_stream:
+                raise
+            return _error(error, pending.id)
+        size = sum(map(len, parts)) + len(_FINAL)
+        return [_INFER_RESPONSE + varint(size), *parts, _FINAL]
+
+
+def _error(error: HeadraceError, request_id: str) -> Message:
+    ERRORS.count("grpc", error.reason)
+    response = service_pb2.ModelStreamInferResponse(error_message=str(error).encode("utf-8", "replace").decode())
+    response.infer_response.id = request_id
+    delay_ms = retry_after_ms(error)
+    if delay_ms is not None:  # as the trailers of a call that failed
+        response.infer_response.parameters[_RETRY].int64_param = delay_ms
+    return [response.SerializeToString()]

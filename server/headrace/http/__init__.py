@@ -1,0 +1,1 @@
+"""HTTP/1.1: connections, inference endpoint, control API and pages."""

@@ -1,0 +1,350 @@
+"""HTTP bodies of the Open Inference Protocol V2, with the binary tensor data and classification extensions.
+
+Knows no web framework: bytes in, `InferRequest` out; answers in, bytes out. One `ModelCodec` a model version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from headrace.core.classification import classify
+from headrace.core.errors import BadRequest
+from headrace.core.limits import Door
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import BYTES, ModelSpec, TensorSpec
+from headrace.http.json_bounds import check_json, check_unique, parse_non_finite
+from headrace.inference import tensor_codec
+from headrace.inference.body import BodyBytes
+from headrace.inference.models import Regions
+from headrace.inference.request_parameters import flag, integer, request_parameters, tensor_parameters
+from headrace.inference.request_template import MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
+
+Body = list[bytes | memoryview]
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: list[int]
+    data: Any = None
+    parameters: dict[str, Any] = {}
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
+    outputs: list[_Output] | None = None
+    id: str = ""
+    parameters: dict[str, Any] = {}
+
+
+_decoder = msgspec.json.Decoder(_Request)
+# Characters of a parser's message: it may repeat what the client has sent.
+_MAX_SHOWN = 200
+
+
+class ModelCodec:
+    """Decodes requests for one model version and encodes its answers.
+
+    Not thread-safe: it belongs to the event loop.
+
+    Args:
+        spec: of the version.
+        regions: where clients' shared memory is found; None if it is off.
+        max_shared_bytes: of one request's inputs in shared memory.
+        door: the limits on JSON.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        regions: Regions | None = None,
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+        door: Door | None = None,
+    ) -> None:
+        self.spec = spec
+        self._regions = regions
+        self._maker = PlanMaker(spec, max_shared_bytes)
+        self._plans = PlanCache()
+        self._raw_plans = PlanCache()
+        self._door = door or Door()
+
+    def decode(
+        self,
+        body: bytes | BodyBytes,
+        header_size: int | None,
+        received_ns: int,
+        deadline_ns: int = 0,
+        client: str = "",
+    ) -> tuple[InferRequest, Plan]:
+        """A request out of a body.
+
+        Args:
+            body: JSON, then the binary tensors; inputs are views of it.
+            header_size: bytes of JSON, None if all of it is; 0 for a raw binary request.
+            received_ns: when it had arrived.
+            deadline_ns: the caller's, monotonic, 0 for none; the request's own `headrace_deadline_us` may come first.
+            client: as in `InferRequest`.
+
+        Raises:
+            BadRequest: says what came, where, and what was expected.
+            NotFound, Forbidden: no such region of shared memory, or all of it is off.
+        """
+        size = len(body) if header_size is None else header_size
+        if size > len(body):
+            raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
+        if size or header_size is None:
+            header = bytes(body[:size])  # of `bytes` no copy if it is the whole
+            plan = self._plans.find(header) or self._plan(header)
+            position = size
+        else:
+            plan, position = self._raw_plan(body)
+        inputs = dict(plan.given)
+        for piece in plan.raw:
+            inputs[piece.spec.name] = tensor_codec.from_binary(
+                piece.spec, piece.shape, piece.elements, body, position, piece.size_bytes
+            )
+            position += piece.size_bytes
+        if position != len(body):
+            raise BadRequest(
+                f"{len(body) - position} bytes are left over behind the tensors: the inputs' binary_data_size add up to "
+                f"{position - size}, {len(body) - size} bytes came"
+            )
+        shared_bytes = 0
+        if plan.needs_regions:
+            plan, shared_bytes = plan.attach(self._regions, inputs, self.spec.resident_devices)
+        return (
+            InferRequest(
+                inputs=inputs,
+                rows=plan.rows,
+                shape_key=plan.shape_key,
+                received_ns=received_ns,
+                request_id=plan.request_id,
+                priority=plan.priority,
+                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
+                queue_timeout_ns=plan.queue_timeout_ns,
+                size_bytes=len(body) + shared_bytes,
+                client=client,
+            ),
+            plan,
+        )
+
+    def encode(
+        self, response: InferResponse, plan: Plan, parameters: Mapping[str, object] | None = None
+    ) -> tuple[int | None, Body]:
+        """An answer as the parts of a body.
+
+        Args:
+            response: every output of the model.
+            plan: of the request, as `decode` gave it.
+            parameters: of the answer.
+
+        Returns:
+            The size of the JSON header if binary tensors follow it, else None; and the parts, in order.
+
+        Raises:
+            BadRequest: an output cannot be shown in the form that was asked for, or is too large for its shared memory.
+        """
+        outputs: list[dict[str, object]] = []
+        body: Body = [b""]
+        binary = False
+        for wanted in plan.wanted:
+            spec = wanted.spec
+            array, datatype = response.outputs[spec.name], spec.datatype
+            if wanted.classes:
+                array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
+            shown: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
+            if wanted.shared is not None:
+                # No parameters: Triton's C++ client takes any as a sign of binary data behind the header.
+                plan.write(wanted, tensor_codec.to_binary(array, datatype))
+            elif wanted.binary:
+                data = tensor_codec.to_binary(array, datatype)
+                shown["parameters"] = {"binary_data_size": len(data)}
+                body.append(data)
+                binary = True
+            else:
+                shown["data"] = tensor_codec.to_json(array, datatype)
+            outputs.append(shown)
+        header: dict[str, object] = {
+            "model_name": self.spec.name,
+            "model_version": self.spec.version,
+            "outputs": outputs,
+        }
+        if parameters:
+            header["parameters"] = parameters
+        if plan.request_id:
+            header = {"id": plan.request_id, **header}
+        body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
+        return (len(body[0]) if binary else None), body
+
+    def _raw_plan(self, body: bytes | BodyBytes) -> tuple[Plan, int]:
+        """The plan of a raw binary request, and where in the body the tensors that it leaves to be read begin.
+
+        One row, the shape by the size of the body, all outputs in binary.
+        """
+        key = b"%d" % len(body)
+        plan = self._raw_plans.find(key)
+        if plan is not None:
+            return plan, 0
+        spec, shape = _raw_tensor(self.spec, len(body))
+        draft = Draft(self._maker)
+        piece = draft.declare(spec.name, spec.datatype.name, shape)
+        if spec.datatype is BYTES:
+            text = np.empty(shape, dtype=object)
+            text.reshape(-1)[0] = bytes(body)
+            draft.add_given(piece, text)
+        else:
+            draft.add_raw(piece, len(body))
+        plan = draft.finish((), True, {}, "")
+        self._raw_plans.keep(key, plan)
+        return plan, 0 if plan.raw else len(body)
+
+    def _plan(self, header: bytes) -> Plan:
+        message = _parse(header, check_json(header, self._door))
+        parameters = message.parameters
+        request_parameters(parameters)
+        draft = Draft(self._maker)
+        for tensor in message.inputs:
+            piece = draft.declare(tensor.name, tensor.datatype, tensor.shape)
+            shared = tensor_parameters(tensor.parameters, "input", tensor.name) if tensor.parameters else None
+            size_bytes = binary_size(tensor, shared is not None)
+            if shared is not None:
+                draft.add_shared(piece, shared)
+            elif size_bytes is None:
+                draft.add_given(piece, tensor_codec.from_json(piece.spec, piece.shape, piece.elements, tensor.data))
+            else:
+                draft.add_raw(piece, size_bytes)
+        plan = draft.finish(
+            ((output.name, output.parameters) for output in message.outputs or ()),
+            flag(parameters, "binary_data_output"),
+            parameters,
+            message.id,
+        )
+        self._plans.keep(header, plan)
+        return plan
+
+
+def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:
+    """The input and shape that a raw binary request of a size stands for: one row, and at most one free dimension.
+
+    Raises:
+        BadRequest: the model has several inputs, or the size does not determine the shape.
+    """
+    told = "a raw binary request (Inference-Header-Content-Length: 0)"
+    if len(model.inputs) != 1:
+        raise BadRequest(
+            f"{told} is the data of one input, model '{model.name}' has {list(model.inputs)}: name them in a JSON header"
+        )
+    (spec,) = model.inputs.values()
+    shape = list(spec.shape)
+    if model.max_batch_size:
+        shape[0] = 1
+    free = [index for index, size in enumerate(shape) if size == -1]
+    known = math.prod(size for size in shape if size != -1)
+    if spec.datatype is BYTES:
+        if free or known != 1:
+            raise BadRequest(
+                f"{told} is one element of BYTES, input '{spec.name}' has shape {list(spec.shape)}: send it in a JSON header"
+            )
+        return spec, shape
+    if len(free) > 1:
+        raise BadRequest(
+            f"{told} does not tell the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
+        )
+    if free:
+        row_bytes = known * spec.datatype.size_bytes
+        if size_bytes % row_bytes:
+            raise BadRequest(
+                f"{told} of {size_bytes} bytes does not fill shape {list(spec.shape)} of {spec.datatype}: send a multiple of "
+                f"{row_bytes} bytes"
+            )
+        shape[free[0]] = size_bytes // row_bytes
+    return spec, shape
+
+
+def _parse(header: bytes, keys: int) -> _Request:
+    """The JSON of a request.
+
+    Args:
+        header: the text.
+        keys: number of keys in it (`check_json`).
+
+    Raises:
+        BadRequest: not JSON, not an inference request, or a key is there twice in one object.
+    """
+    try:
+        message = _decoder.decode(header)
+    except msgspec.ValidationError as error:
+        raise _not_a_request(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if b"NaN" not in header and b"Inf" not in header:
+            raise _not_json(error) from error
+        return _parse_non_finite(header)
+    if keys != _keys(message):  # one is there twice, or one that we do not know
+        check_unique(header)
+    return message
+
+
+def _parse_non_finite(header: bytes) -> _Request:
+    try:
+        return msgspec.convert(parse_non_finite(header), _Request)
+    except msgspec.ValidationError as error:
+        raise _not_a_request(error) from error
+    except (ValueError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_a_request(error: Exception) -> BadRequest:
+    return BadRequest(f"the request's JSON is not an inference request: {error}")
+
+
+def _not_json(error: Exception) -> BadRequest:
+    return BadRequest(f"the request is not valid JSON: {str(error)[:_MAX_SHOWN]}")
+
+
+def _keys(message: _Request) -> int:
+    """How many keys the JSON of a message has at the least; exactly as many if nothing in it is unknown, empty or nested."""
+    keys = 1 + bool(message.id) + bool(message.parameters) + len(message.parameters)
+    for tensor in message.inputs:
+        keys += 3 + (tensor.data is not None) + bool(tensor.parameters) + len(tensor.parameters)
+    if message.outputs is not None:
+        keys += 1
+        for output in message.outputs:
+            keys += 1 + bool(output.parameters) + len(output.parameters)
+    return keys
+
+
+def binary_size(tensor: _Input, shared: bool) -> int | None:
+    """The declared size of an input's binary data, None if they are in the JSON or in shared memory.
+
+    Args:
+        tensor: the input.
+        shared: True if its parameters name shared memory.
+
+    Raises:
+        BadRequest: the data are in two places, in none, or have no size.
+    """
+    if shared:
+        if tensor.data is not None or "binary_data_size" in tensor.parameters:
+            raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes neither data nor binary_data_size")
+        return None
+    if "binary_data_size" not in tensor.parameters:
+        if tensor.data is None:
+            raise BadRequest(f"input '{tensor.name}' has neither data nor the parameter binary_data_size")
+        return None
+    if tensor.data is not None:
+        raise BadRequest(f"input '{tensor.name}' has both data and the parameter binary_data_size")
+    size_bytes = integer(tensor.parameters, "binary_data_size")
+    if size_bytes < 0:
+        raise BadRequest(f"input '{tensor.name}': binary_data_size is {size_bytes}")
+    return size_bytes

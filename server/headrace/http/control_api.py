@@ -1,0 +1,229 @@
+"""The HTTP control plane: the routes of `http_routes` behind FastAPI, with bounds on all that comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
+from headrace.core.limits import Door
+from headrace.core.names import REGION_PATTERN
+from headrace.http.infer_endpoint import error_answer
+from headrace.http.json_bounds import check_json, unique
+from headrace.http.openapi import TAGS, add_route, document, infer_routes
+from headrace.http.pages import page_routes
+from headrace.http.routes import JSON, Page, Route, routes
+from headrace.inference.models import Services
+
+logger = logging.getLogger("headrace.http")
+
+Metrics = Callable[[str], tuple[str, bytes]]
+
+# JSON by its name; what clients send that name none (Triton's among them); and what curl sends if it is not told better.
+_MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
+# A slash, a backslash or a control character that hides in one segment of the path: nothing here has such a name.
+_HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
+# As much of a decoder's message as is shown: it may repeat a key that the client has chosen.
+_MAX_SHOWN = 200
+
+
+def control_application(services: Services, door: Door, metrics: Metrics | None) -> FastAPI:
+    """Everything but inference.
+
+    Args:
+        services: of the server.
+        door: the limits on requests; the whole of a body only for what may carry a model's files.
+        metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
+            served elsewhere.
+    """
+    app = FastAPI(
+        title="Headrace",
+        version=services.version,
+        summary="An inference server that speaks the Open Inference Protocol V2.",
+        openapi_tags=[{"name": name, "description": text} for name, text in TAGS.items()],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(HTTPException, _no_route)
+
+    @functools.cache
+    def openapi() -> bytes:
+        return orjson.dumps(document(app, table))
+
+    table = [*infer_routes(), *routes(services, door.limits.max_body_bytes), *_pages(metrics, openapi)]
+    for route in table:
+        add_route(app, route, _endpoint(route, door))
+    return app
+
+
+def check_path(raw_path: bytes) -> None:
+    """Refuse a path whose segments are not what they seem; raises BadRequest."""
+    if b"%" in raw_path and _HIDDEN.search(raw_path):
+        raise BadRequest(
+            "no such path: a name in it has a slash, a backslash or a control character, and none here has"
+        )
+
+
+def _endpoint(route: Route, door: Door) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await _answer(route, request, door)
+
+    return endpoint
+
+
+async def _answer(route: Route, request: Request, door: Door) -> Response:
+    """Run a route; never raises for what the client did."""
+    try:
+        result = route.run(**await _arguments(route, request, door))
+        if isinstance(result, Awaitable):
+            result = await result
+        if result is None:
+            return Response()
+        if isinstance(result, Page):
+            return Response(result.content, headers={"content-type": result.media_type})
+        content = result if isinstance(result, bytes) else _json(result)
+        return Response(content, headers={**route.headers, "content-type": route.media_type})
+    except HeadraceError as error:
+        return _error(error)
+    except Exception:
+        reference = uuid.uuid4().hex[:12]
+        logger.exception("request failed in the control plane (reference %s)", reference)
+        return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
+
+
+async def _arguments(route: Route, request: Request, door: Door) -> dict[str, Any]:
+    """Keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
+    arguments: dict[str, Any] = dict(request.path_params)
+    if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
+        region = arguments["region"][:64]
+        raise BadRequest(f"{region!r} cannot be the name of a region: it must match {REGION_PATTERN}")
+    if route.body is not None:
+        _check_media_type(request)
+        arguments |= msgspec.to_builtins(_decode(await _read(request, route.max_body_bytes, door), route, door))
+    if route.negotiates:
+        arguments["accept"] = request.headers.get("accept", "")
+    return arguments
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type not in _MEDIA_TYPES:
+        raise BadRequest(f"content-type {media_type[:64]!r} is not taken here: send {JSON}")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise BadRequest("content-encoding is not taken here: send the JSON as it is")
+
+
+async def _read(request: Request, limit: int, door: Door) -> bytes:
+    """The body; raises TooLarge or Cancelled."""
+    declared = request.headers.get("content-length", "")
+    parts: list[bytes] = []
+    size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
+    if size <= limit:
+        size = 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    break
+        except ClientDisconnect:
+            raise Cancelled("the client left before its request had arrived") from None
+    if size > limit:
+        raise door.too_large("max_body_bytes", f"the body is larger than the {limit} bytes that are taken here")
+    return b"".join(parts)
+
+
+def _decode(content: bytes, route: Route, door: Door) -> Any:
+    """The body as the route's type; raises BadRequest."""
+    if not content and not route.body_required:
+        content = b"{}"
+    check_json(content, door)
+    try:
+        parsed = json.loads(
+            content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant
+        )
+        if b"\\u" in content:  # halves of surrogate pairs: no text in UTF-8 has them
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return msgspec.convert(parsed, route.body)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the body is not what is expected here: {_shown(error)}") from None
+    except (ValueError, RecursionError) as error:  # the codec's errors are ValueErrors too
+        raise BadRequest(f"the body is not valid JSON: {_shown(error)}") from None
+
+
+def _number(text: str) -> float | int:
+    # To JSON Schema, which the page is written in, 1.0 is an integer.
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number in JSON")
+
+
+def _shown(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+
+
+def _json(result: object) -> bytes:
+    try:
+        return orjson.dumps(result, default=_plain)
+    except TypeError:  # a name that is not UTF-8, as a file system may have it, or a number beyond 64 bits
+        return json.dumps(result, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _error(error: HeadraceError) -> Response:
+    status, headers, content = error_answer(error)
+    return Response(content, status, {name.decode(): value.decode() for name, value in headers})
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer what Starlette's router found no endpoint for."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    text, headers = "no such path; /docs lists what there is", {"content-type": JSON}
+    if status == 405:
+        matches = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+        methods = {method for route in matches for method in route.methods}
+        headers["allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
+        text = f"this path takes {headers['allow']}"
+    return Response(orjson.dumps({"error": text}), status, headers)
+
+
+def _pages(metrics: Metrics | None, openapi: Callable[[], bytes]) -> Iterator[Route]:
+    async def describe() -> bytes:
+        # In a thread: the first request generates the document, which takes a tenth of a second.
+        return await asyncio.to_thread(openapi)
+
+    yield Route("pages", "/openapi.json", "This document, for programs", describe, dict[str, Any])
+    yield from page_routes(metrics is not None)
+    if metrics is not None:
+        render, media_type = metrics, metrics("")[0]
+
+        async def scrape(accept: str) -> Page:
+            # In a thread: with many models it takes longer than requests should wait.
+            return Page(*await asyncio.to_thread(render, accept))
+
+        yield Route("pages", "/metrics", "For Prometheus", scrape, str, media_type=media_type, negotiates=True)

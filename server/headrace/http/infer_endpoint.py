@@ -1,0 +1,361 @@
+"""`POST /v2/models/{model}[/versions/{version}]/infer` as a raw ASGI callable: the hot path.
+
+No framework between the socket and the codec: no pydantic, no dependency injection, one coroutine a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import orjson
+
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.completion import LoopCompletion
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable, forget_frames
+from headrace.core.limits import Door, HeldBody
+from headrace.core.request import InferRequest, InferResponse
+from headrace.http.codec import Body, ModelCodec
+from headrace.inference import compression
+from headrace.inference.body import BodyBytes
+from headrace.inference.load_report import Header, Headers, LoadHeaders, orca_headers
+from headrace.inference.models import Handle, Services
+from headrace.inference.request_context import Story
+from headrace.inference.request_options import NOTHING, AskedHeaders
+from headrace.inference.status import http_status, retry_after_ms, retry_after_s
+from headrace.inference.timing import timing, timing_headers
+from headrace.observability.accounts import Choice
+from headrace.observability.tally import ERRORS
+
+logger = logging.getLogger("headrace.http")
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_OWN_NAMES = frozenset((b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"))
+_JSON_TYPE = (b"content-type", b"application/json")
+_BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+_BINARY_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n"
+    b"inference-header-content-length: %d\r\ncontent-length: %d\r\n"
+)
+
+
+class Connection(Protocol):
+    """The short cuts that our own HTTP protocol offers; see `headrace.http.connection`."""
+
+    caller: LoopCompletion | None
+
+    async def whole_body(self, send: Send) -> bytes | BodyBytes | None:
+        """The body, or None if `receive` has it."""
+
+    def answer(self, send: Send, head: bytes, parts: Body) -> bool:
+        """Write a whole answer; False if it must go through `send`."""
+
+
+class InferHeaders:
+    """The headers of a request that matter here.
+
+    Attributes:
+        asked: what else they ask.
+    """
+
+    __slots__ = ("accept_encoding", "asked", "content_encoding", "content_length", "header_size")
+
+    def __init__(self, headers: list[tuple[bytes, bytes]], asked_headers: AskedHeaders) -> None:
+        """Read them.
+
+        Raises:
+            BadRequest: a value that its header does not take.
+        """
+        self.accept_encoding = ""
+        self.content_encoding = ""
+        self.content_length = 0
+        self.header_size: int | None = None
+        self.asked = NOTHING
+        asked: dict[str, str] = {}
+        names = asked_headers.wire_names
+        for name, value in headers:
+            if name in names:
+                asked[names[name]] = value.decode("latin-1")
+            elif name not in _OWN_NAMES:
+                continue
+            elif name == b"inference-header-content-length":
+                self.header_size = _length(name, value)
+            elif name == b"content-length":
+                self.content_length = _length(name, value)
+            elif name == b"content-encoding":
+                self.content_encoding = value.decode("latin-1").strip().lower()
+            else:
+                accepted = value.decode("latin-1")
+                self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
+        if asked:
+            self.asked = asked_headers.read(asked)
+
+
+class _Version(NamedTuple):
+    """What is kept of one version between its requests."""
+
+    codec: ModelCodec
+    load: LoadHeaders
+
+
+class InferEndpoint:
+    """Serves inference requests.
+
+    Args:
+        services: where versions are leased, shared memory is found, and accounts go.
+        door: the limits on requests.
+        asked_headers: what else is read of a request.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        door: Door,
+        asked_headers: AskedHeaders | None = None,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self._models = services.models
+        self._regions = services.regions
+        self._accounts = services.accounts
+        self._door = door
+        self._asked_headers = asked_headers or AskedHeaders()
+        self._clock = clock
+        self._versions: WeakKeyDictionary[Handle, _Version] = WeakKeyDictionary()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, number: str) -> None:
+        """Serve one request for a model; never raises for what the client did."""
+        received_ns = self._clock()
+        handle: Handle | None = None
+        request: InferRequest | None = None
+        choice: Choice | None = None
+        asked, queued_ns, answering = NOTHING, 0, False
+        try:
+            handle = self._models.lease(model, number)
+            handle.admit()
+            headers = InferHeaders(scope["headers"], self._asked_headers)
+            asked = headers.asked
+            # From its first bytes on: a caller that waits so long counts the sending of its body, too.
+            deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
+            connection: Connection | None = scope.get("headrace.connection")
+            body = await self._read(send, receive, connection, headers, scope.get("headrace.held"))
+            received_ns = self._clock()
+            version = self._version(handle)
+            request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
+            if self._accounts.active:
+                choice = self._accounts.choose(handle.spec.name, asked.trace)
+            queued_ns = self._clock()
+            response = await _wait(handle.infer(request), connection, receive)
+            now_ns = self._clock()
+            more, told = version.load.at(now_ns, handle), None
+            if plan.timing or asked is not NOTHING:
+                if plan.timing or asked.timing:
+                    told = timing(response, received_ns, now_ns)
+                    more = more.and_more(timing_headers(told))
+                if asked.load_format:
+                    more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
+            size, parts = version.codec.encode(response, plan, told)
+            ended_ns = self._clock()
+            handle.recorder.coded(queued_ns - received_ns, ended_ns - now_ns)
+            answering = True
+            await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
+            if choice:
+                story = Story("http", model, number, received_ns, asked, request.id, request.rows, queued_ns)
+                account = story.answered(handle.spec, response, now_ns, ended_ns, "200")
+                self._accounts.answered(choice, account, handle.recorder)
+        except (Exception, asyncio.CancelledError) as error:
+            if answering and isinstance(error, asyncio.CancelledError):
+                raise
+            request_id, rows = (request.id, request.rows) if request else ("", 0)
+            story = Story("http", model, number, received_ns, asked, request_id, rows, queued_ns)
+            await self._fail(scope, send, error, handle, story, choice)
+        finally:
+            if handle is not None:
+                handle.release()
+
+    async def _fail(
+        self,
+        scope: Scope,
+        send: Send,
+        error: BaseException,
+        handle: Handle | None,
+        story: Story,
+        choice: Choice | None,
+    ) -> None:
+        """Answer with an error, and count it."""
+        if isinstance(error, HeadraceError):
+            failure = error
+        elif isinstance(
+            error, asyncio.CancelledError
+        ):  # the time to drain is over: who waits is told so, and that is the end
+            failure = Unavailable("the server is shutting down and could not wait for this request")
+        else:
+            reference = uuid.uuid4().hex[:12]
+            logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
+            failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
+        forget_frames(error)
+        busy: Sequence[Header] = ()
+        if handle is not None:
+            handle.failed(failure, story.received_ns)
+            if failure is error:
+                busy = self._version(handle).load.at(self._clock(), handle).pairs
+        if story.asked is NOTHING:  # refused before its headers were read
+            with suppress(BadRequest):
+                story.asked = InferHeaders(scope["headers"], self._asked_headers).asked
+        spec = None if handle is None else handle.spec
+        self._accounts.failed(choice, story.failed(spec, failure, self._clock(), str(http_status(failure))))
+        if not isinstance(failure, Cancelled):
+            await send_error(send, failure, busy)
+
+    def _version(self, handle: Handle) -> _Version:
+        version = self._versions.get(handle)
+        if version is None:
+            codec = ModelCodec(handle.spec, self._regions, self._door.limits.max_body_bytes, self._door)
+            version = self._versions[handle] = _Version(codec, LoadHeaders())
+        return version
+
+    async def _read(
+        self,
+        send: Send,
+        receive: Receive,
+        connection: Connection | None,
+        headers: InferHeaders,
+        held: HeldBody | None,
+    ) -> bytes | BodyBytes:
+        limit = self._door.limits.max_body_bytes
+        if headers.content_length > limit:
+            text = f"the body has {headers.content_length} bytes, at most {limit} are taken"
+            raise self._door.too_large("max_body_bytes", text)
+        body = None if connection is None else await connection.whole_body(send)
+        if body is None:
+            body = await _receive_all(receive, self._door)
+        elif len(body) > limit:
+            raise self._door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
+        if headers.content_encoding:
+            body = compression.decompress(bytes(body), headers.content_encoding, self._door)
+            if held is not None:
+                held.grow(len(body))
+        return body
+
+
+async def _receive_all(receive: Receive, door: Door) -> bytes:
+    limit = door.limits.max_body_bytes
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise Cancelled("the client left before its request had arrived")
+        part: bytes = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _wait(completion: LoopCompletion, connection: Connection | None, receive: Receive) -> InferResponse:
+    if connection is None:
+        return await _wait_watching(completion, receive)
+    connection.caller = completion
+    try:
+        return await completion
+    except asyncio.CancelledError:  # the server is being shut down by force
+        completion.abandon()
+        raise
+    finally:
+        connection.caller = None
+
+
+async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferResponse:
+    """Wait behind an ASGI server that is not ours: its disconnect message is watched by a task."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        completion.abandon()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        return await completion
+    finally:
+        watcher.cancel()
+
+
+async def _send_answer(
+    send: Send,
+    connection: Connection | None,
+    header_size: int | None,
+    parts: Body,
+    accept_encoding: str,
+    more: Headers,
+) -> None:
+    size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+    encoding = compression.choose(accept_encoding, size) if accept_encoding else ""
+    if encoding:
+        parts = [compression.compress(b"".join(parts), encoding)]
+        size = len(parts[0])
+    elif connection is not None:
+        head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
+        if connection.answer(send, head + more.lines, parts):
+            return
+    headers = [_JSON_TYPE]
+    if header_size is not None:
+        headers = [_BINARY_TYPE, (b"inference-header-content-length", b"%d" % header_size)]
+    if encoding:
+        headers.append((b"content-encoding", encoding.encode()))
+    headers.append((b"content-length", b"%d" % size))
+    headers.extend(more.pairs)
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"".join(parts)})
+
+
+def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer.
+
+    Counts the error.
+    """
+    ERRORS.count("http", error.reason)
+    body = orjson.dumps({"error": str(error).encode("utf-8", "replace").decode()})
+    headers = [_JSON_TYPE, (b"content-length", b"%d" % len(body))]
+    delay_ms = retry_after_ms(error)
+    if delay_ms is not None:
+        headers += [
+            (b"retry-after", b"%d" % (retry_after_s(error) or 1)),
+            (b"retry-after-ms", b"%d" % delay_ms),
+        ]
+    return http_status(error), headers, body
+
+
+async def send_error(send: Send, error: HeadraceError, more: Sequence[Header] = ()) -> None:
+    """Answer with an error, and more headers."""
+    status, headers, body = error_answer(error)
+    headers.extend(more)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_method_not_allowed(send: Send) -> None:
+    """Answer to anything but POST."""
+    body = orjson.dumps({"error": "inference takes POST"})
+    headers = [_JSON_TYPE, (b"allow", b"POST"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 405, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _length(name: bytes, value: bytes) -> int:
+    # Digits only: int() would take signs, blanks and underscores. Twenty digits are beyond any size.
+    if not value.isdigit() or len(value) > 20:
+        raise BadRequest(f"{name.decode()}: {value[:32]!r} is not a number of bytes")
+    return int(value)

@@ -1,0 +1,399 @@
+"""The protocol of one socket: cuts what comes into frames (RFC 9113, section 4), opens streams and ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from headrace.core.clock import monotonic_ns
+from headrace.http2 import frames
+from headrace.http2.control import ControlFrames
+from headrace.http2.flow import Allowance, Grants, Limits
+from headrace.http2.frames import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    FRAME_HEAD,
+    HEAD_BYTES,
+    HEADERS,
+    PADDED,
+    PREFACE,
+    ConnectionFault,
+    ErrorCode,
+    StreamFault,
+)
+from headrace.http2.headers import Field, HeaderMemory
+from headrace.http2.lifetime import Lifetime
+from headrace.http2.outbox import Outbox
+from headrace.http2.patience import Patience
+from headrace.http2.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+_unpack_head = FRAME_HEAD.unpack_from
+_WHOLE = (END_HEADERS, END_HEADERS | END_STREAM)
+# What a stream that ends as it should earns for the frames around it (see `Allowance`).
+_WORK = 8
+
+
+class MalformedHeadersError(Exception):
+    """Header fields that RFC 9113, section 8, does not allow; the stream is reset with PROTOCOL_ERROR."""
+
+
+class Application(Protocol):
+    """What is served; a "head" is whatever it makes of a request's header fields."""
+
+    def understand(self, fields: Sequence[Field] | None) -> Any:
+        """The head, from nothing but the fields (None: they are too large); raises MalformedHeadersError."""
+
+    def open(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Stream | None:
+        """A request begins (and has no body if `end`); None if it was answered, with END_STREAM, right here."""
+
+    def connected(self, connection: Http2Connection) -> bool:
+        """A peer has connected; False: it is to be turned away."""
+
+    def disconnected(self, connection: Http2Connection) -> None:
+        """It is gone, with all its streams."""
+
+
+class Http2Connection(asyncio.Protocol):
+    """One peer.
+
+    Ownership: the event loop.
+
+    Args:
+        application: what is served.
+        limits: of this connection.
+        loop: on which it lives.
+
+    Attributes:
+        streams: open ones by their id.
+        lingering: streams that are gone while their work is not.
+        epoch: counts the ticks of `lifetime`.
+        last_id: of the newest stream of the peer.
+        heard: True if anything came since it was last set to False.
+        greeted: True once the preface and the first SETTINGS have come.
+        closing: True once nothing new is accepted: after the last GOAWAY of a shutdown, or on a closed transport.
+        unfinished_ns: monotonic, when the frame or header block that is incomplete began; 0 if none is.
+    """
+
+    outbox: Outbox
+    transport: asyncio.Transport
+
+    def __init__(self, application: Application, limits: Limits, loop: asyncio.AbstractEventLoop) -> None:
+        self.limits = limits
+        self.loop = loop
+        self.allowance = Allowance(limits.burst, limits.per_s)
+        self.grants = Grants(limits.grant_bytes)
+        self.lifetime, self.streams = Lifetime(self), dict[int, Stream]()
+        self.lingering = self.epoch = self.last_id = self.unfinished_ns = 0
+        self.heard = self.greeted = self.closing = False
+        self._application = application
+        self._control = ControlFrames(self)
+        self._memory: HeaderMemory[Any] = HeaderMemory(limits.header_list_bytes, application.understand)
+        self._patience = Patience(self)
+        self._window, self._began, self._rest = frames.DEFAULT_WINDOW, False, b""
+        # A DATA frame of which a part is still to come: its stream (None: nobody wants it), end flag, bytes, padding.
+        self._body: tuple[Stream | None, bool] = (None, False)
+        self._body_bytes = self._skip_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet: the server's preface is its SETTINGS frame."""
+        self.transport = cast(asyncio.Transport, transport)
+        self.outbox = Outbox(self.loop, self.transport, self.limits)
+        welcome, tls = self._application.connected(self), transport.get_extra_info("ssl_object")
+        # RFC 9113, section 3.2: HTTP/2 over TLS is agreed on by ALPN.
+        if not welcome or (tls is not None and tls.selected_alpn_protocol() != "h2"):
+            self.shut()  # without SETTINGS, at which a client believes that it is served, and begins its calls
+            return
+        self.lifetime.begin()
+        self.outbox.control(self._control.own_settings())
+        self._open_own_window()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The peer is gone, and so are its streams."""
+        self.closing, self._body, self._rest = True, (None, False), b""
+        self.outbox.close()
+        self.lifetime.end()
+        self._lose_streams()
+        self._application.disconnected(self)
+
+    def pause_writing(self) -> None:
+        """The transport is full."""
+        self.outbox.paused = True
+
+    def resume_writing(self) -> None:
+        """It has room again."""
+        self.outbox.resume()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of any number of frames."""
+        self.heard = True
+        if self._rest:
+            data = self._rest + data
+        try:
+            position = self._read(data, 0) if self._began else self._greet(data)
+        except ConnectionFault as fault:
+            self.fail(fault)
+            return
+        except Exception:
+            logger.exception("an HTTP/2 connection failed")
+            self.fail(ConnectionFault(ErrorCode.INTERNAL_ERROR, "the server failed; its log has the cause"))
+            return
+        self._rest = data[position:] if position < len(data) else b""
+        if not self._rest and not self._control.in_block:
+            self.unfinished_ns = 0
+        elif not self.unfinished_ns or (position and not self._control.in_block):
+            self.unfinished_ns = monotonic_ns()
+
+    # --- Frames -------------------------------------------------------------------------------------------------------
+
+    def _greet(self, data: bytes) -> int:
+        size = min(len(data), len(PREFACE))
+        if data[:size] != PREFACE[:size]:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 connection preface")
+        if size < len(PREFACE):
+            return 0
+        self._began = True
+        return self._read(data, size)
+
+    def _read(self, data: bytes, position: int) -> int:
+        """Take all whole frames and parts of DATA; the position of the first byte that was not taken."""
+        size = len(data)
+        if self._body_bytes or self._skip_bytes:
+            position = self._read_body(data, position)
+        known, streams = self._memory.known, self.streams
+        largest_word = self.limits.frame_bytes << 8 | 0xFF
+        plain = self.greeted and not self._control.in_block
+        while size - position >= HEAD_BYTES:
+            word, flags, stream_id = _unpack_head(data, position)
+            start = position + HEAD_BYTES
+            end = start + (word >> 8)
+            kind = word & 0xFF
+            if self.lingering and kind == HEADERS and self._patience.wait():
+                break
+            # The two frames of nearly every call, whole and without extras; all else goes the long way.
+            if plain and end <= size and word <= largest_word:
+                if kind == DATA:
+                    stream = streams.get(stream_id)
+                    if stream is not None and stream.remote_open and not flags & PADDED and end > start:
+                        self._take(end - start)
+                        stream.receive_window -= end - start
+                        if stream.receive_window < 0:
+                            self.stream_fault(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+                        else:
+                            if flags & END_STREAM:
+                                stream.remote_open = False
+                            stream.received(data, start, end, not stream.remote_open)
+                        position = end
+                        continue
+                elif kind == HEADERS and flags in _WHOLE:
+                    head = known.get(data[start:end])
+                    if head is not None:
+                        self._open(stream_id, head, flags & END_STREAM != 0)
+                        position = end
+                        continue
+            after = self._read_other(data, position, word, flags, stream_id & 0x7FFFFFFF)
+            if after < 0:
+                break
+            plain = self.greeted and not self._control.in_block
+            position = after
+        return position
+
+    def _read_other(self, data: bytes, position: int, word: int, flags: int, stream_id: int) -> int:
+        """Any frame; the position behind what was taken of it, or -1 to wait for more."""
+        kind, length = word & 0xFF, word >> 8
+        if length > self.limits.frame_bytes:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+        self._control.check_order(kind, flags, stream_id)
+        if kind == DATA:
+            return self._begin_body(data, position, length, flags, stream_id)
+        start = position + HEAD_BYTES
+        if kind > CONTINUATION:
+            self.allowance.spend(1)
+            self._body, self._skip_bytes = (None, False), length
+            return self._read_body(data, start)
+        if length > self.limits.header_bytes:
+            self.limits.reached("max_header_bytes")
+            code = ErrorCode.ENHANCE_YOUR_CALM if kind == HEADERS else ErrorCode.FRAME_SIZE_ERROR
+            raise ConnectionFault(code, f"a frame of kind {kind} with {length} bytes")
+        end = start + length
+        if end > len(data):
+            return -1
+        try:
+            self._control.take(kind, data[start:end], flags, stream_id)
+        except StreamFault as fault:
+            self.stream_fault(fault.stream_id, fault.code)
+        return end
+
+    def _take(self, size_bytes: int) -> None:
+        """DATA came: count it, padding included, and keep the connection's window open."""
+        self._window -= size_bytes
+        if self._window < self.limits.connection_window_bytes >> 1:
+            if self._window < 0:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
+            self._open_own_window()
+
+    def _open_own_window(self) -> None:
+        increment = self.limits.connection_window_bytes - self._window
+        self._window += increment
+        self.outbox.control(frames.window_update(0, increment))
+
+    def _begin_body(self, data: bytes, position: int, length: int, flags: int, stream_id: int) -> int:
+        """A DATA frame that is padded, empty, incomplete or for no open stream."""
+        start, padding = position + HEAD_BYTES, 0
+        if not stream_id & 1 or (stream_id > self.last_id and not self.closing):
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which was never opened")
+        if flags & PADDED:
+            if not length:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
+            if start == len(data):
+                return -1
+            padding = data[start] + 1
+            start += 1
+            if padding > length:
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")
+        self._take(length)
+        self.allowance.spend(1)
+        end = flags & END_STREAM != 0
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            if not self.closing:
+                self.stream_fault(stream_id, ErrorCode.STREAM_CLOSED)
+        else:
+            stream.receive_window -= length
+            if not stream.remote_open or stream.receive_window < 0:
+                code = ErrorCode.FLOW_CONTROL_ERROR if stream.remote_open else ErrorCode.STREAM_CLOSED
+                self.stream_fault(stream_id, code)
+                stream = None
+            elif padding and not end:
+                stream.open_window(padding)
+        self._body = (stream, end)
+        self._body_bytes, self._skip_bytes = length - padding, max(0, padding - 1)
+        if stream is not None and end and not self._body_bytes:
+            stream.remote_open = False
+            stream.received(b"", 0, 0, True)
+        return self._read_body(data, start)
+
+    def _read_body(self, data: bytes, position: int) -> int:
+        """Take what has come of the frame that was begun; the position behind it."""
+        if self._body_bytes:
+            stream, end = self._body
+            stop = min(len(data), position + self._body_bytes)
+            self._body_bytes -= stop - position
+            if stream is not None and not stream.gone and stop > position:
+                end = end and not self._body_bytes
+                if end:
+                    stream.remote_open = False
+                stream.received(data, position, stop, end)
+            position = stop
+        if self._skip_bytes and not self._body_bytes:
+            skip = min(self._skip_bytes, len(data) - position)
+            self._skip_bytes -= skip
+            position += skip
+        return position
+
+    # --- Streams ------------------------------------------------------------------------------------------------------
+
+    def headers(self, stream_id: int, block: bytes, end: bool) -> None:
+        """A whole header block has come."""
+        head = self._memory.known.get(block)
+        if head is None:
+            try:
+                head = self._memory.learn(block)
+            except MalformedHeadersError:
+                head = None
+        self._open(stream_id, head, end)
+
+    def _open(self, stream_id: int, head: Any, end: bool) -> None:
+        if not self.last_id < stream_id <= frames.LARGEST_WINDOW or not stream_id & 1:
+            self._trailers(stream_id & 0x7FFFFFFF, end)
+            return
+        if self.closing:
+            return  # the GOAWAY has told the peer that this one is not served
+        self.last_id = stream_id
+        if head is None:
+            self.stream_fault(stream_id, ErrorCode.PROTOCOL_ERROR)
+        elif len(self.streams) + self.lingering >= self.limits.streams or self.outbox.overfull:
+            self.limits.reached("max_streams")
+            self.stream_fault(stream_id, ErrorCode.REFUSED_STREAM)
+        else:
+            stream = self._application.open(self, stream_id, head, end)
+            if stream is not None:
+                self.streams[stream_id] = stream
+                if end:
+                    stream.remote_open = False
+                    stream.received(b"", 0, 0, True)
+
+    def _trailers(self, stream_id: int, end: bool) -> None:
+        """A second header block of a stream, or one that may not be."""
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            code = ErrorCode.STREAM_CLOSED if stream_id & 1 and stream_id <= self.last_id else ErrorCode.PROTOCOL_ERROR
+            raise ConnectionFault(code, f"HEADERS on stream {stream_id}, which cannot be opened")
+        if not stream.remote_open:
+            self.stream_fault(stream_id, ErrorCode.STREAM_CLOSED)
+        elif not end:
+            self.stream_fault(stream_id, ErrorCode.PROTOCOL_ERROR)
+        else:
+            stream.remote_open = False
+            stream.received(b"", 0, 0, True)
+
+    def finished(self, stream: Stream) -> None:
+        """All of an answer is on its way, END_STREAM included."""
+        stream.gone = True
+        del self.streams[stream.stream_id]
+        if stream.remote_open:
+            # RFC 9113, section 8.1: the rest of the request is not wanted.
+            self.outbox.control(frames.rst_stream(stream.stream_id, ErrorCode.NO_ERROR))
+        self.allowance.left += _WORK
+        self.grants.give_back(stream)
+        if self.closing and not self.streams:
+            self.loop.call_soon(self.shut)
+
+    def stream_fault(self, stream_id: int, code: ErrorCode) -> None:
+        """The peer broke a rule on one stream; raises ConnectionFault if it does that all the time."""
+        self.allowance.spend(1)
+        self.reset(stream_id, code)
+
+    def reset(self, stream_id: int, code: ErrorCode) -> None:
+        """End one stream at once."""
+        self.outbox.control(frames.rst_stream(stream_id, code))
+        self.lose(stream_id)
+
+    def lose(self, stream_id: int) -> None:
+        """One stream is over, whatever it was doing."""
+        stream = self.streams.pop(stream_id, None)
+        if stream is not None:
+            stream.gone = True
+            self.outbox.drop(stream)
+            self.grants.give_back(stream)
+            stream.lost()
+            if self.closing and not self.streams:
+                self.loop.call_soon(self.shut)
+
+    def _lose_streams(self) -> None:
+        for stream_id in list(self.streams):
+            self.lose(stream_id)
+
+    # --- The end ------------------------------------------------------------------------------------------------------
+
+    def fail(self, fault: ConnectionFault) -> None:
+        """The peer broke the protocol: tell it why, and close."""
+        if not self.transport.is_closing():
+            logger.debug("HTTP/2 connection closed: %s: %s", fault.code.name, fault)
+            self.outbox.control(frames.goaway(self.last_id, fault.code, str(fault)))
+            self.shut()
+
+    def shut(self) -> None:
+        """Close the transport once it has sent what it holds."""
+        if self.transport.is_closing():
+            return
+        self.closing = True
+        self.outbox.close(flush=True)
+        self.transport.close()
+        self.lifetime.linger()
+        self._lose_streams()

@@ -1,0 +1,229 @@
+"""HPACK (RFC 7541) for a server that sees the same few header blocks again and again.
+
+Decoding is our own and not the `hpack` package's, whose Huffman table it uses: it is some four times faster, bounded in every
+step, and knows whether a block changed the dynamic table. As long as none does, equal blocks mean equal headers, and a block is
+a dictionary look-up (`HeaderMemory`). Our own answers are encoded without Huffman code and dynamic table, once, as constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+from hpack.exceptions import HPACKDecodingError
+from hpack.huffman_table import decode_huffman
+from hpack.table import HeaderTable
+
+from headrace.http2.frames import ConnectionFault, ErrorCode
+
+Field = tuple[bytes, bytes]
+T = TypeVar("T")
+
+_STATIC: tuple[Field, ...] = tuple(HeaderTable.STATIC_TABLE)
+_STATIC_COUNT = len(_STATIC)
+_STATIC_NAMES = {name: index for index, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
+_STATIC_INDEX = {field: index for index, field in enumerate(_STATIC, 1)}
+# What an entry costs beside its name and value (RFC 7541, section 4.1).
+_ENTRY_BYTES = 32
+# We never announce another SETTINGS_HEADER_TABLE_SIZE.
+TABLE_BYTES = 4096
+# Nothing in a header block we accept is larger; a longer integer is an attack.
+_LARGEST_INTEGER = 1 << 24
+_MEMORY_BLOCKS = 256
+_MEMORY_BLOCK_BYTES = 512
+
+
+class Decoder:
+    """One connection's decoding state.
+
+    Args:
+        max_list_bytes: names, values and 32 bytes a field, all together, of one block.
+
+    Attributes:
+        changes: counts blocks that changed the dynamic table.
+    """
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._max_list_bytes = max_list_bytes
+        self._entries: list[Field] = []  # the newest last
+        self._size = 0
+        self._capacity = TABLE_BYTES
+        self.changes = 0
+
+    def decode(self, block: bytes) -> list[Field] | None:
+        """The fields of a whole block, or None if they are larger than `max_list_bytes` (the table is right nevertheless).
+
+        Raises:
+            ConnectionFault: COMPRESSION_ERROR; the connection cannot go on.
+        """
+        try:
+            return self._decode(block)
+        except (IndexError, HPACKDecodingError):
+            raise _fault("a header block that ends too early or holds invalid Huffman code") from None
+
+    def _decode(self, block: bytes) -> list[Field] | None:
+        fields: list[Field] = []
+        position, end, total, changed = 0, len(block), 0, False
+        while position < end:
+            first = block[position]
+            if first >= 0x80:
+                index, position = _integer(block, position, 0x7F)
+                field = self._field(index)
+            elif first >= 0x40:
+                index, position = _integer(block, position, 0x3F)
+                field, position = self._literal(block, index, position)
+                self._insert(field)
+                changed = True
+            elif first >= 0x20:
+                capacity, position = _integer(block, position, 0x1F)
+                if total:
+                    raise _fault("a change of the table's size behind the first field")
+                changed = changed or capacity != self._capacity
+                self._resize(capacity)
+                continue
+            else:
+                index, position = _integer(block, position, 0x0F)
+                field, position = self._literal(block, index, position)
+            total += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+            if total <= self._max_list_bytes:
+                fields.append(field)
+        self.changes += changed
+        return fields if total <= self._max_list_bytes else None
+
+    def _field(self, index: int) -> Field:
+        if 0 < index <= _STATIC_COUNT:
+            return _STATIC[index - 1]
+        index -= _STATIC_COUNT
+        if not 0 < index <= len(self._entries):
+            raise _fault("an index outside of the tables")
+        return self._entries[-index]
+
+    def _literal(self, block: bytes, index: int, position: int) -> tuple[Field, int]:
+        if index:
+            name = self._field(index)[0]
+        else:
+            name, position = _string(block, position)
+        value, position = _string(block, position)
+        return (name, value), position
+
+    def _insert(self, field: Field) -> None:
+        self._size += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+        self._entries.append(field)
+        self._evict()
+
+    def _resize(self, capacity: int) -> None:
+        if capacity > TABLE_BYTES:
+            raise _fault("a dynamic table larger than announced")
+        self._capacity = capacity
+        self._evict()
+
+    def _evict(self) -> None:
+        count = 0
+        while self._size > self._capacity:
+            name, value = self._entries[count]
+            self._size -= len(name) + len(value) + _ENTRY_BYTES
+            count += 1
+        del self._entries[:count]
+
+
+class HeaderMemory(Generic[T]):
+    """What the header blocks of one connection mean, each decoded and understood once where that is possible.
+
+    Args:
+        max_list_bytes: see `Decoder`.
+        understand: from fields (None: too many) to what the application makes of them; must depend on nothing else.
+
+    Attributes:
+        known: from a block to its meaning; right until the next `learn`. The connection looks here first.
+    """
+
+    def __init__(self, max_list_bytes: int, understand: Callable[[list[Field] | None], T]) -> None:
+        self._decoder = Decoder(max_list_bytes)
+        self._understand = understand
+        self.known: dict[bytes, T] = {}
+
+    def learn(self, block: bytes) -> T:
+        """Decode a block that is not in `known`; raises ConnectionFault, and what `understand` raises."""
+        decoder = self._decoder
+        before = decoder.changes
+        fields = decoder.decode(block)
+        if decoder.changes != before:
+            self.known.clear()
+            return self._understand(fields)
+        meaning = self._understand(fields)
+        if len(block) <= _MEMORY_BLOCK_BYTES:
+            if len(self.known) >= _MEMORY_BLOCKS:
+                self.known.clear()
+            self.known[block] = meaning
+        return meaning
+
+
+def encode(fields: Iterable[Field]) -> bytes:
+    """A header block without Huffman code that neither uses nor changes a dynamic table."""
+    block = bytearray()
+    for name, value in fields:
+        if index := _STATIC_INDEX.get((name, value)):
+            block += _encode_integer(index, 0x80, 0x7F)
+            continue
+        if index := _STATIC_NAMES.get(name):
+            block += _encode_integer(index, 0, 0x0F)
+        else:
+            block += b"\0" + _encode_integer(len(name), 0, 0x7F) + name
+        block += _encode_integer(len(value), 0, 0x7F) + value
+    return bytes(block)
+
+
+def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
+    """RFC 7541, section 5.1; raises IndexError at the block's end."""
+    number = block[position] & mask
+    position += 1
+    if number < mask:
+        return number, position
+    shift = 0
+    while True:
+        byte = block[position]
+        position += 1
+        number += (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+        if shift > 28:
+            raise _fault("an integer of too many bytes")
+    if number > _LARGEST_INTEGER:
+        raise _fault("an integer out of all proportion")
+    return number, position
+
+
+def _string(block: bytes, position: int) -> tuple[bytes, int]:
+    """RFC 7541, section 5.2; raises IndexError at the block's end, HPACKDecodingError for bad Huffman code."""
+    coded = block[position] >= 0x80
+    length, position = _integer(block, position, 0x7F)
+    end = position + length
+    if end > len(block):
+        raise IndexError
+    text = block[position:end]
+    if not coded:
+        return text, end
+    return (_short_huffman(text) if length <= 64 else decode_huffman(text)), end
+
+
+@lru_cache(maxsize=1024)
+def _short_huffman(text: bytes) -> bytes:
+    return decode_huffman(text)
+
+
+def _encode_integer(number: int, pattern: int, mask: int) -> bytes:
+    if number < mask:
+        return bytes((pattern | number,))
+    coded = bytearray((pattern | mask,))
+    number -= mask
+    while number >= 0x80:
+        coded.append(number & 0x7F | 0x80)
+        number >>= 7
+    coded.append(number)
+    return bytes(coded)
+
+
+def _fault(text: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.COMPRESSION_ERROR, text)

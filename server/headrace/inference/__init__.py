@@ -1,0 +1,1 @@
+"""What both protocols share: requests, options, tensors, load and errors."""

@@ -1,0 +1,115 @@
+"""What the headers of an inference request ask, the same over HTTP and as gRPC metadata: who it is, how long it waits, what it
+wants to be told besides the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.core.clock import NS_PER_MS
+from headrace.core.errors import BadRequest
+from headrace.core.names import CLIENT_HEADER, CLIENT_PATTERN
+from headrace.core.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
+
+TIMEOUT_HEADER = "x-request-timeout-ms"
+TIMING_HEADER = "headrace-timing"
+# Of Open Request Cost Aggregation, by the name that Triton gives it.
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+# Triton's: an error ends its gRPC stream with the error's code, instead of being a message of it.
+STREAM_ERROR_HEADER = "triton_grpc_error"
+
+_OURS = (
+    *(TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER),
+    STREAM_ERROR_HEADER,
+)
+_CLIENT = re.compile(CLIENT_PATTERN)
+_TIMEOUT = re.compile(r"[0-9]{1,20}")
+# A deadline further away than this is none; it also keeps a million years from overflowing a timer.
+MAX_TIMEOUT_NS = 86_400_000 * NS_PER_MS
+_FLAGS = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request's headers ask.
+
+    Attributes:
+        client: who asks, "" for nobody in particular.
+        timeout_ns: how long it waits for an answer, 0: for ever.
+        timing: the answer is to tell where its time has gone.
+        load_format: in which the answer is to tell the model's load, in lower case; "" for not at all.
+        trace: that of the caller, None if it has none.
+        ends_stream: the first error of a gRPC stream ends it.
+    """
+
+    client: str = ""
+    timeout_ns: int = 0
+    timing: bool = False
+    load_format: str = ""
+    trace: TraceContext | None = None
+    ends_stream: bool = False
+
+    def deadline_ns(self, begun_ns: int, transport_ns: int = 0) -> int:
+        """The earlier of the request's deadline, if it began at `begun_ns`, and the transport's; monotonic, 0 for none."""
+        return earlier(begun_ns + self.timeout_ns if self.timeout_ns else 0, transport_ns)
+
+
+NOTHING = Asked()
+
+
+class AskedHeaders:
+    """Reads them.
+
+    Args:
+        client_header: names the client; in lower case.
+
+    Attributes:
+        names: of all headers that matter.
+        wire_names: the same by what is on the wire.
+    """
+
+    def __init__(self, client_header: str = CLIENT_HEADER) -> None:
+        self._client_header = client_header
+        self.names = frozenset((client_header, *_OURS))
+        self.wire_names = {name.encode(): name for name in self.names}
+
+    def read(self, headers: Mapping[str, str]) -> Asked:
+        """What the headers ask; others than `names` are passed over.
+
+        Raises:
+            BadRequest: a value that its header does not take.
+        """
+        if not headers:
+            return NOTHING
+        client = headers.get(self._client_header, "")
+        if client and not _CLIENT.fullmatch(client):
+            # Not what it is: the operator may have made a key the client's name.
+            raise BadRequest(f"{self._client_header}: the value is not 1 to 128 visible ASCII characters")
+        return Asked(
+            client,
+            _timeout_ns(headers.get(TIMEOUT_HEADER, "0")),
+            _flag(TIMING_HEADER, headers.get(TIMING_HEADER, "0")),
+            headers.get(LOAD_FORMAT_HEADER, "").strip().lower(),
+            trace_context(headers.get(TRACEPARENT_HEADER, ""), headers.get(TRACESTATE_HEADER, "")),
+            _flag(STREAM_ERROR_HEADER, headers.get(STREAM_ERROR_HEADER, "0")),
+        )
+
+
+def earlier(deadline_ns: int, other_ns: int) -> int:
+    """The earlier of two deadlines, of which 0 is none."""
+    return min(deadline_ns, other_ns) if deadline_ns and other_ns else deadline_ns or other_ns
+
+
+def _timeout_ns(text: str) -> int:
+    if not _TIMEOUT.fullmatch(text):
+        raise BadRequest(f"{TIMEOUT_HEADER}: {text[:32]!r} is not a whole number of milliseconds")
+    timeout_ns = int(text) * NS_PER_MS
+    return timeout_ns if timeout_ns <= MAX_TIMEOUT_NS else 0
+
+
+def _flag(name: str, text: str) -> bool:
+    found = _FLAGS.get(text.strip().lower())
+    if found is None:
+        raise BadRequest(f"{name}: {text[:32]!r} is neither 1 nor 0")
+    return found

@@ -1,0 +1,316 @@
+"""Tensors in and out of JSON and of the protocol's binary form. Every input is hostile until decoded.
+
+The binary form is that of the binary tensor data extension: elements little-endian in row-major order; BYTES elements each with
+its length in front (4 bytes, little-endian); BF16 as its bit pattern.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from headrace.core.errors import BadRequest
+from headrace.core.tensor import BF16, BOOL, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.inference.body import BodyBytes
+
+_LENGTH = struct.Struct("<I")
+# 2**62 elements: more than any memory, and still far from overflowing NumPy's sizes.
+_MAX_ELEMENTS = 1 << 62
+# Of a tensor without data, in its other dimensions: a model may make as many outputs of them.
+_MAX_EMPTY_ELEMENTS = 1 << 24
+_MAX_SEARCHED_ELEMENTS = 256
+_BF16_INFINITY = 0x7F80
+_BF16_MAX = float.fromhex("0x1.fep127")
+
+# What JSON has for each datatype: the types of its elements, and how they are called.
+_JSON_TYPES: dict[str, tuple[set[type], str]] = {
+    datatype.name: ({int}, "integers") if datatype.dtype.kind in "iu" else ({int, float}, "numbers")
+    for datatype in DATATYPES
+}
+_JSON_TYPES |= {
+    "BF16": ({int, float}, "numbers"),
+    "BOOL": ({bool, int}, "true, false, 0 or 1"),
+    "BYTES": ({str}, "strings"),
+}
+_JSON_WORDS: dict[type, str] = {
+    bool: "true or false",
+    dict: "an object",
+    float: "a number with a fraction or an exponent",
+    int: "a number",
+    list: "an array",
+    str: "a string",
+    type(None): "null",
+}
+
+
+def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
+    """Hold a shape against the specification; the number of elements.
+
+    Raises:
+        BadRequest: another rank, another size, a dimension below 0, or a batch dimension of 0.
+    """
+    expected = spec.shape
+    fits = len(shape) == len(expected) and all(
+        have == want or want == -1 for have, want in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        raise BadRequest(
+            f"input '{spec.name}' of model '{model.name}' has shape {list(shape)[:16]}, expected {list(expected)}"
+            + (" (-1: any size; the first dimension is the batch)" if model.max_batch_size else "")
+        )
+    elements = math.prod(shape)
+    if elements < 1 or min(shape, default=1) < 1:
+        return _check_empty(spec, shape, model)
+    if elements > _MAX_ELEMENTS:
+        raise BadRequest(f"input '{spec.name}' has shape {list(shape)}: more elements than any memory holds")
+    return elements
+
+
+def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int:
+    """Check a shape with a dimension below 1; returns 0, its number of elements.
+
+    Raises:
+        BadRequest: a dimension below 0, a batch dimension of 0, or other dimensions so large that a model could make large
+            outputs of a request without data.
+    """
+    told = f"input '{spec.name}' has shape {list(shape)}"
+    if model.max_batch_size and shape[0] < 1:
+        raise BadRequest(f"{told}: the first dimension is the batch, it must be at least 1")
+    if min(shape) < 0:
+        raise BadRequest(f"{told}: every dimension must be at least 0")
+    if math.prod(size for size in shape if size) > _MAX_EMPTY_ELEMENTS:
+        raise BadRequest(
+            f"{told}: beside a dimension of 0, the product of the others must be at most {_MAX_EMPTY_ELEMENTS}"
+        )
+    return 0
+
+
+def check_size(spec: TensorSpec, shape: tuple[int, ...], elements: int, size_bytes: int) -> None:
+    """Hold a size in the binary form against a shape, before there are data.
+
+    Raises:
+        BadRequest: the tensor has another size; of BYTES only what is too small for their lengths is known to be wrong.
+    """
+    expected = elements * spec.datatype.size_bytes
+    if size_bytes != expected and (spec.datatype is not BYTES or not elements):
+        raise _wrong_size(spec, shape, size_bytes, expected)
+    if spec.datatype is BYTES and elements * _LENGTH.size > size_bytes:
+        raise _too_small(spec.name, elements, size_bytes)
+
+
+def from_binary(
+    spec: TensorSpec, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
+) -> Array:
+    """A tensor out of `body[start:start + size_bytes]`; a view of the body, but for BYTES.
+
+    Raises:
+        BadRequest: the data do not have the size that the shape asks for.
+    """
+    datatype = spec.datatype
+    if start + size_bytes > len(body):
+        raise BadRequest(
+            f"input '{spec.name}': binary_data_size is {size_bytes}, but only {max(len(body) - start, 0)} bytes are left"
+        )
+    if datatype is BYTES:
+        return _split_bytes(spec.name, shape, elements, body, start, size_bytes)
+    expected = elements * datatype.size_bytes
+    if size_bytes != expected:
+        raise _wrong_size(spec, shape, size_bytes, expected)
+    if not elements:
+        return np.empty(shape, datatype.dtype)
+    array: Array = np.frombuffer(body, datatype.dtype, elements, start).reshape(shape)
+    return array
+
+
+def to_binary(array: Array, datatype: Datatype) -> bytes | memoryview:
+    """A tensor's bytes on the wire; a view where the array is contiguous."""
+    if datatype is BYTES:
+        parts: list[bytes] = []
+        for item in array.reshape(-1).tolist():
+            parts.append(_LENGTH.pack(len(item)))
+            parts.append(item)
+        return b"".join(parts)
+    if not array.size:  # views of no bytes cannot be cast
+        return b""
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return array.reshape(-1).view(np.uint8).data
+
+
+def from_json(spec: TensorSpec, shape: tuple[int, ...], elements: int, data: object) -> Array:
+    """A tensor out of a JSON array, flat or nested.
+
+    Raises:
+        BadRequest: not an array, another number of elements, or elements that are not of the datatype.
+    """
+    if not isinstance(data, list):
+        raise BadRequest(f"input '{spec.name}': data must be an array, not {_json_word(type(data))}")
+    flat, nested, kinds = _flatten(spec.name, data)
+    if len(flat) != elements:
+        raise BadRequest(f"input '{spec.name}': {len(flat)} elements came for shape {list(shape)}, expected {elements}")
+    # Nested data must have the declared shape; flat data and rows of flat data are taken as they come. Nesting ends at a
+    # dimension of 0.
+    expected = shape if elements else shape[: len(nested)]
+    if len(nested) > 1 and nested != expected and not (len(nested) == 2 and nested[0] == shape[0]):
+        raise BadRequest(f"input '{spec.name}': data is nested as {list(nested)}, its shape says {list(shape)}")
+    return _convert(spec, flat, kinds).reshape(shape)
+
+
+def to_json(array: Array, datatype: Datatype) -> object:
+    """What the JSON encoder writes for a tensor: a flat array.
+
+    Raises:
+        BadRequest: BYTES that are not UTF-8 cannot be told in JSON.
+    """
+    flat = array.reshape(-1)
+    if datatype is BYTES:
+        try:
+            return [item.decode("utf-8") for item in flat.tolist()]
+        except UnicodeDecodeError as error:
+            raise BadRequest("the output is not UTF-8 text: ask for it with binary_data: true") from error
+    values: npt.NDArray[Any] = (
+        (flat.astype(np.uint32) << 16).view(np.float32) if datatype is BF16 else np.ascontiguousarray(flat)
+    )
+    if values.dtype.kind != "f":
+        return values
+    # orjson writes null for NaN and infinities. In a short text a search for it is cheaper than two calls of NumPy.
+    if values.size <= _MAX_SEARCHED_ELEMENTS:
+        text = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.Fragment(_with_literals(text, values) if b"null" in text else text)
+    if np.isfinite(values).all():
+        return values
+    return orjson.Fragment(_with_literals(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY), values))
+
+
+def _with_literals(text: bytes, values: npt.NDArray[Any]) -> bytes:
+    """Write NaN, Infinity and -Infinity, as Triton does, in place of orjson's null.
+
+    Args:
+        text: what orjson has written for `values`.
+        values: floats, one-dimensional.
+    """
+    special = values[~np.isfinite(values)]
+    literals = np.where(np.isnan(special), b"NaN", np.where(special > 0, b"Infinity", b"-Infinity")).tolist()
+    literals.append(b"")
+    return b"".join(chain.from_iterable(zip(text.split(b"null"), literals, strict=True)))
+
+
+def _flatten(name: str, data: list[Any]) -> tuple[list[Any], tuple[int, ...], set[type]]:
+    """The elements of nested lists, the shape of the nesting, and the types among the elements.
+
+    By hand, since NumPy would make floats of large integers, and of one long string among short ones an array of long ones.
+    """
+    shape = [len(data)]
+    kinds: set[type] = set(map(type, data))
+    while list in kinds:
+        lengths = set(map(len, data)) if kinds == {list} else set()
+        if len(lengths) != 1:
+            raise BadRequest(f"input '{name}': data is not a regular array (rows differ in length or depth)")
+        shape.append(lengths.pop())
+        data = list(chain.from_iterable(data))
+        kinds = set(map(type, data))
+    return data, tuple(shape), kinds
+
+
+def _convert(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
+    datatype = spec.datatype
+    allowed, expected = _JSON_TYPES[datatype.name]
+    if not kinds <= allowed:
+        stranger = next(kind for kind in map(type, flat) if kind not in allowed)
+        raise BadRequest(f"input '{spec.name}' is {datatype}: data must be {expected}, not {_json_word(stranger)}")
+    if datatype is BYTES:
+        texts = np.empty(len(flat), dtype=object)
+        texts[:] = [item.encode("utf-8") for item in flat]
+        return texts
+    if datatype is BOOL:
+        if not set(flat) <= {0, 1}:
+            raise _out_of_range(spec, next(item for item in flat if item not in (0, 1)), 0, 1)
+        return np.array(flat, dtype=np.bool_)
+    if float in allowed:
+        return _to_floats(spec, flat)
+    try:
+        return np.array(flat, dtype=datatype.dtype)
+    except OverflowError:
+        info = np.iinfo(datatype.dtype)  # type: ignore[type-var]
+        worst = next(item for item in flat if not info.min <= item <= info.max)
+        raise _out_of_range(spec, worst, info.min, info.max) from None
+
+
+def _to_floats(spec: TensorSpec, flat: list[Any]) -> Array:
+    datatype = spec.datatype
+    try:
+        wide = np.array(flat, dtype=np.float64)
+    except OverflowError:  # an integer with more than 308 digits
+        raise _out_of_range(spec, max(flat, key=abs), -sys.float_info.max, sys.float_info.max) from None
+    with np.errstate(over="ignore"):
+        if datatype is BF16:
+            bits = _to_bf16(wide)
+            array: Array = bits
+            infinite = (bits & 0x7FFF) == _BF16_INFINITY
+        else:
+            array = wide.astype(datatype.dtype)
+            infinite = np.isinf(array)
+    if infinite.any():
+        overflown = wide[infinite & np.isfinite(wide)]  # infinities of the request stay what they are
+        if overflown.size:
+            limit = _BF16_MAX if datatype is BF16 else float(np.finfo(datatype.dtype).max)  # type: ignore[type-var]
+            raise _out_of_range(spec, float(overflown[0]), -limit, limit)
+    return array
+
+
+def _to_bf16(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    # Round to nearest, ties to even, on the bit pattern of the float32.
+    bits = wide.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _split_bytes(
+    name: str, shape: tuple[int, ...], elements: int, body: bytes | BodyBytes, start: int, size_bytes: int
+) -> Array:
+    if elements * _LENGTH.size > size_bytes:
+        raise _too_small(name, elements, size_bytes)
+    data = bytes(body[start : start + size_bytes])
+    result = np.empty(elements, dtype=object)
+    position = 0
+    for index in range(elements):
+        if position + _LENGTH.size > size_bytes:
+            raise BadRequest(f"input '{name}': the data end before element {index} of {elements}")
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        if position + length > size_bytes:
+            raise BadRequest(
+                f"input '{name}': element {index} says {length} bytes, only {size_bytes - position} are left"
+            )
+        result[index] = data[position : position + length]
+        position += length
+    if position != size_bytes:
+        raise BadRequest(f"input '{name}': {size_bytes - position} bytes are left over after {elements} elements")
+    return result.reshape(shape)
+
+
+def _wrong_size(spec: TensorSpec, shape: tuple[int, ...], size_bytes: int, expected: int) -> BadRequest:
+    return BadRequest(
+        f"input '{spec.name}': {size_bytes} bytes came for shape {list(shape)} of {spec.datatype}, expected {expected}"
+    )
+
+
+def _too_small(name: str, elements: int, size_bytes: int) -> BadRequest:
+    return BadRequest(f"input '{name}': {size_bytes} bytes cannot hold {elements} BYTES elements")
+
+
+def _out_of_range(spec: TensorSpec, value: float, low: float, high: float) -> BadRequest:
+    return BadRequest(
+        f"input '{spec.name}' is {spec.datatype}: data must be from {low} to {high}, {str(value)[:40]} is not"
+    )
+
+
+def _json_word(kind: type) -> str:
+    return _JSON_WORDS.get(kind, kind.__name__)

@@ -1,0 +1,183 @@
+"""Sockets and the servers on them: HTTP (uvicorn with our protocol), metrics on a port of their own, gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.limits import Door
+from headrace.grpc.methods import GrpcEngine, Methods
+from headrace.http.connection import HeadraceHttpProtocol
+from headrace.http.lifetime import Lifetimes
+from headrace.settings import Settings
+from headrace.tls import TlsFiles
+
+logger = logging.getLogger("headrace")
+
+MetricsRender = Callable[[str], tuple[str, bytes]]
+
+
+class UvicornServer(uvicorn.Server):
+    """uvicorn without its signal handling: two of them share a process, and a drained server exits with 0.
+
+    Args:
+        application: an ASGI callable.
+        settings: times.
+        door: the limits on clients.
+        tls: for HTTPS, or None.
+    """
+
+    def __init__(self, application: object, settings: Settings, door: Door, tls: ssl.SSLContext | None = None) -> None:
+        protocol = partial(HeadraceHttpProtocol, door=door, lifetimes=Lifetimes(door))
+        config = uvicorn.Config(
+            application,  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+            timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]
+            backlog=4096,
+            ssl_context_factory=None if tls is None else (lambda _config, _default: tls),
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `HeadraceServer`."""
+        yield
+
+
+class GrpcListener:
+    """A gRPC engine that serves until it is told to stop.
+
+    Args:
+        engine: grpcio's or ours.
+        drain_timeout_s: how long calls in flight may take once it is told to stop.
+    """
+
+    def __init__(self, engine: GrpcEngine, drain_timeout_s: float) -> None:
+        self._engine = engine
+        self._drain_timeout_s = drain_timeout_s
+        self._ending = asyncio.Event()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. Raises OSError."""
+        return await self._engine.start(host, port)
+
+    async def serve(self) -> None:
+        """Serve until `stop`, then drain."""
+        await self._ending.wait()
+        await self._engine.stop(self._drain_timeout_s)
+
+    def stop(self, now: bool = False) -> None:
+        """Begin to drain, or (now) do without."""
+        if now:
+            self._drain_timeout_s = 0.0
+        self._ending.set()
+
+
+def grpc_engine(settings: Settings, methods: Methods, door: Door, tls: TlsFiles | None) -> GrpcEngine:
+    """The engine that the settings name; the other one is not imported."""
+    if settings.grpc_engine == "fast":
+        from headrace.grpc.fast_server import FastGrpcServer
+
+        return FastGrpcServer(methods, door, tls)
+    from headrace.grpc.grpcio_server import GrpcioServer
+
+    return GrpcioServer(methods, door, tls)
+
+
+def tls_files(settings: Settings) -> TlsFiles | None:
+    """The files for TLS, None if it is not asked for.
+
+    Raises:
+        ConfigError: one without the other, or files that are no certificate and key.
+    """
+    if not settings.tls_cert and not settings.tls_key:
+        if settings.tls_client_ca:
+            raise _refused("--tls-client-ca needs --tls-cert and --tls-key", "name the server's certificate and key")
+        return None
+    if not settings.tls_cert or not settings.tls_key:
+        raise _refused("--tls-cert and --tls-key come together", "name both, or none")
+    tls = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    try:
+        tls.ssl_context(())
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise _refused(
+            f"the files for TLS cannot be used: {error}", "check that they are PEM, and belong together"
+        ) from None
+    return tls
+
+
+def _refused(message: str, cure: str) -> ConfigError:
+    return ConfigError([Finding("command line", None, message, cure)])
+
+
+def metrics_application(page: MetricsRender) -> FastAPI:
+    """/metrics and nothing else."""
+    app = FastAPI(title="Headrace metrics", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        content_type, body = await asyncio.to_thread(page, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    return app
+
+
+def make_room_for(connections: int) -> None:
+    """Ask the system for as many file descriptors as that many connections of each protocol need, and a few for ourselves."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 512
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):  # macOS has a limit of its own below the hard one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        text = (
+            "the system gives this process %d file descriptors: lower --max-connections, or raise its limit (ulimit -n)"
+        )
+        logger.warning(text, hard)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket's address taken; raises OSError whose text has host and port."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
+    sock.setblocking(False)
+    return sock
+
+
+def shown(host: str, port: int) -> str:
+    """host:port as a URL has it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,441 @@
+"""Every metric of the server in one table: its name, kind, labels and meaning. `docs/metrics.md` is written from it.
+
+A family's name is the one that Prometheus stores: that of a counter ends in `_total`. Once released, a name stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.samples import Exemplar as OpenMetricsExemplar
+
+from headrace.core.clock import NS_PER_S
+from headrace.observability.histogram import BUCKETS_S, Exemplar, Histogram
+
+Kind = Literal["counter", "gauge", "histogram", "summary"]
+MODEL = ("model", "version")
+_LE = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+
+
+class Durations(HistogramMetricFamily):
+    """A histogram of both kinds.
+
+    Attributes:
+        natives: label values and histogram of each series, in the order in which they were added.
+    """
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        super().__init__(name, text, labels=labels)
+        self.natives: list[tuple[list[str], Histogram]] = []
+
+    def add(self, labels: list[str], histogram: Histogram) -> None:
+        """A series; the histogram must be folded and change no more."""
+        self.natives.append((labels, histogram))
+        buckets = [_sample(bucket) for bucket in classic_buckets(histogram)]
+        self.add_metric(labels, buckets, histogram.sum_ns / NS_PER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric.
+
+    Attributes:
+        section: of the page of documentation.
+        name: as Prometheus stores it.
+        kind: as Prometheus types it. A counter whose name does not end in `_total`, as Triton's do not, is `unknown` in
+            OpenMetrics, which demands the suffix.
+        text: what it says, one or two sentences.
+        labels: their names, without `le` and a summary's `quantile`.
+        native: a histogram of durations that is a native one too.
+        when: where it is absent otherwise; "" if it is always there.
+    """
+
+    section: str
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    native: bool = False
+    when: str = ""
+
+    def counter(self) -> CounterMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return CounterMetricFamily(self.name.removesuffix("_total"), self.text, labels=self.labels)
+
+    def gauge(self) -> GaugeMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return GaugeMetricFamily(self.name, self.text, labels=self.labels)
+
+    def summary(self) -> SummaryMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return SummaryMetricFamily(self.name, self.text, labels=self.labels)
+
+    def histogram(self) -> HistogramMetricFamily:
+        """Empty, to be filled with `add_metric`."""
+        return HistogramMetricFamily(self.name, self.text, labels=self.labels)
+
+    def durations(self) -> Durations:
+        """Empty, to be filled with `add`."""
+        return Durations(self.name, self.text, self.labels)
+
+    def unknown(self) -> Metric:
+        """A counter without the suffix: empty, to be filled with `add_sample`."""
+        return Metric(self.name, self.text, "unknown")
+
+    def any_summary(self) -> Metric:
+        """A summary with quantiles: empty, to be filled with `add_sample`, one series after the other."""
+        return Metric(self.name, self.text, "summary")
+
+
+def classic_buckets(histogram: Histogram) -> list[tuple[str, int, Exemplar | None]]:
+    """Upper bound as text, how many durations keep to it, and an example."""
+    cumulative: list[int] = histogram.counts.cumsum().tolist()
+    return [
+        (bound, count, histogram.exemplars.get(place))
+        for place, (bound, count) in enumerate(zip(_LE, cumulative, strict=True))
+    ]
+
+
+def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tuple[str, float, OpenMetricsExemplar]:
+    bound, count, example = bucket
+    if example is None:
+        return bound, count
+    return (
+        bound,
+        count,
+        OpenMetricsExemplar({"trace_id": example.trace_id}, example.value_ns / NS_PER_S, example.time_s),
+    )
+
+
+_AT = "Requests and their time"
+_ONCE = "once per request in it"
+_CODED = "once per request answered with success over HTTP or gRPC"
+PHASE_SECONDS = {
+    phase: Family(_AT, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
+    for phase, text in {
+        "decode": f"Time to read a request and hold it against the model, {_CODED}.",
+        "queue": "Time a request waited for an instance.",
+        "assembly": f"Time to put a batch together, {_ONCE}.",
+        "compute": f"Time the backend ran a batch, {_ONCE}.",
+        "split": f"Time to give every request of a batch its part of the answer, {_ONCE}.",
+        "encode": f"Time to write an answer, {_CODED}.",
+        "total": "Time from the arrival of a request to its settled answer.",
+    }.items()
+}
+REQUESTS = Family(_AT, "headrace_requests_total", "counter", "Requests answered with success.", MODEL)
+ROWS = Family(_AT, "headrace_rows_total", "counter", "Rows of the requests answered with success.", MODEL)
+FAILURES = Family(
+    _AT,
+    "headrace_failures_total",
+    "counter",
+    "Requests for a model that were answered with an error or refused, or whose caller left (reason cancelled).",
+    (*MODEL, "reason"),
+)
+ERRORS = Family(
+    _AT,
+    "headrace_errors_total",
+    "counter",
+    "Answers that were an error, whether they were about a model or not.",
+    ("protocol", "reason"),
+)
+LIMIT_HITS = Family(
+    _AT,
+    "headrace_limit_hits_total",
+    "counter",
+    "Requests, connections or streams that met a limit, by its option. Of gRPC's, grpcio has none counted but all bodies'.",
+    ("protocol", "limit"),
+)
+
+_BATCHES = "Batches"
+BATCHES = Family(
+    _BATCHES, "headrace_batches_total", "counter", "Batches run, by the reason why they were closed.",
+    (*MODEL, "closed_by"),
+)  # fmt: skip
+BATCH_ROWS = Family(_BATCHES, "headrace_batch_rows", "histogram", "Rows of each batch that was run.", MODEL)
+PROFILE = Family(
+    _BATCHES,
+    "headrace_profile_microseconds",
+    "gauge",
+    "How long the backend is expected to run a batch of so many rows.",
+    (*MODEL, "rows", "quantile"),
+)
+
+_LOAD = "Load"
+BUSY = Family(
+    _LOAD,
+    "headrace_busy_seconds_total",
+    "counter",
+    "Time that instances were kept by the batches they answered, summed: rate() of it by instance is their utilisation.",
+    MODEL,
+)
+QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
+IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and answer.", MODEL)
+PREDICTED_WAIT = Family(
+    _LOAD,
+    "headrace_predicted_wait_seconds",
+    "gauge",
+    "How long a request of one row would wait if it came now, by priority level (1 is the first); 0 while nothing is known.",
+    (*MODEL, "level"),
+)
+DRAIN = Family(
+    _LOAD, "headrace_drain_seconds", "gauge", "How long what waits and runs would take if nothing came.", MODEL
+)
+CAPACITY = Family(
+    _LOAD,
+    "headrace_capacity_rows_per_second",
+    "gauge",
+    "Rows a second that the living instances can run by what is known of them; 0 while nothing is.",
+    MODEL,
+)
+OBJECTIVE = Family(
+    _LOAD, "headrace_objective_seconds", "gauge", "Time that the model promises for 99 of 100 requests.", MODEL,
+    when="with `slo` in the model's configuration",
+)  # fmt: skip
+LATE = Family(
+    _LOAD, "headrace_late_total", "counter", "Answers that came after the model's objective or the request's deadline.",
+    MODEL,
+)  # fmt: skip
+
+_MODELS = "Models"
+READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")
+MODEL_STATE = Family(
+    _MODELS, "headrace_model_state", "gauge", "1 for the state that a version is in, 0 for the others.",
+    (*MODEL, "state"),
+)  # fmt: skip
+MODEL_LOADS = Family(
+    _MODELS,
+    "headrace_model_loads_total",
+    "counter",
+    "Loads (result loaded), replacements of what served (reloaded), unloads (unloaded), and attempts that failed (failed).",
+    ("model", "result"),
+    when="once a model has been loaded",
+)
+LOAD_SECONDS = Family(_MODELS, "headrace_load_seconds", "summary", "Time to load a version.", MODEL)
+INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Instances that live.", MODEL)
+INSTANCES_WANTED = Family(
+    _MODELS, "headrace_instances_wanted", "gauge", "Instances that should live: 0 while the version is parked.", MODEL
+)
+RESTARTS = Family(
+    _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were started anew.", MODEL
+)
+PROCESS_UP = Family(
+    _MODELS, "headrace_model_process_up", "gauge", "1 while an isolated model's process serves.", MODEL,
+    when="with `isolation: process`",
+)  # fmt: skip
+PROCESS_RESTARTS = Family(
+    _MODELS,
+    "headrace_model_process_restarts_total",
+    "counter",
+    "Processes of an isolated model that died and were replaced.",
+    MODEL,
+    when="with `isolation: process`",
+)
+
+_ENGINES = "Engines"
+ENGINE_INFO = Family(
+    _ENGINES,
+    "headrace_engine_info",
+    "gauge",
+    "1 for a model that a built engine serves.",
+    (*MODEL, "precision", "file", "below_accuracy_bar"),
+    when="for a model that a built engine serves",
+)
+ENGINE_ACCURACY = Family(
+    _ENGINES,
+    "headrace_engine_accuracy",
+    "gauge",
+    "How near the engine's answers were to those of the FP32 model when it was built, by measure; 1 is the same.",
+    (*MODEL, "measure"),
+    when="for a model that a built engine serves",
+)
+ENGINE_BUILDS = Family(
+    _ENGINES,
+    "headrace_engine_builds_total",
+    "counter",
+    "Engines that the server had built (`build_on_load`), by result: built, failed.",
+    ("model", "result"),
+    when="with `build_on_load`, once a build has ended",
+)
+
+_MEMORY = "GPU memory that models hold"
+GPU_MODEL = "once a model on a GPU has been loaded"
+GPU_MEMORY = Family(
+    _MEMORY,
+    "headrace_gpu_memory_bytes",
+    "gauge",
+    "Memory booked for models; gpu is a number, or host for pinned memory.",
+    ("gpu", *MODEL, "kind"),
+    when=GPU_MODEL,
+)
+GPU_MEMORY_LIMIT = Family(
+    _MEMORY, "headrace_gpu_memory_limit_bytes", "gauge", "What all models together may take of a GPU.", ("gpu",),
+    when=GPU_MODEL,
+)  # fmt: skip
+ON_DEMAND_LOADS = Family(
+    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads because a request waited for a parked version.", MODEL
+)
+EVICTIONS = Family(
+    _MEMORY, "headrace_evictions_total", "counter", "How often a version was parked to make room for another.", MODEL
+)
+
+_GPUS = "GPUs"
+_NVML = "with an NVIDIA driver"
+
+
+def _gpu(name: str, text: str, kind: Kind = "gauge", *labels: str) -> Family:
+    return Family(_GPUS, name, kind, text, ("gpu", *labels), when=_NVML)
+
+
+GPU_INFO = _gpu("headrace_gpu_info", "1; names the GPU.", "gauge", "name", "uuid", "driver")
+GPU_UP = _gpu("headrace_gpu_up", "1 while the driver answers for the GPU, 0 once it is lost.")
+GPU_UTILIZATION = _gpu("headrace_gpu_utilization_ratio", "Share of the last moments in which a kernel ran, 0 to 1.")
+GPU_MEMORY_USED = _gpu("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU, by whomever.")
+GPU_MEMORY_TOTAL = _gpu("headrace_gpu_device_memory_total_bytes", "Memory of the GPU.")
+GPU_POWER = _gpu("headrace_gpu_power_watts", "Power drawn.")
+GPU_POWER_LIMIT = _gpu("headrace_gpu_power_limit_watts", "Power that the GPU keeps to.")
+GPU_ENERGY = _gpu("headrace_gpu_energy_joules_total", "Energy used since the driver was loaded.", "counter")
+GPU_TEMPERATURE = _gpu("headrace_gpu_temperature_celsius", "Temperature of the GPU's core.")
+GPU_CLOCK = _gpu("headrace_gpu_clock_hertz", "Clock, of the processors (sm) or the memory.", "gauge", "clock")
+GPU_ECC = _gpu(
+    "headrace_gpu_ecc_errors_total", "Errors in memory since the driver was loaded: corrected, uncorrected.",
+    "counter", "kind",
+)  # fmt: skip
+GPU_SLOWED = _gpu(
+    "headrace_gpu_slowed", "1 while the GPU keeps its clocks down for this reason.", "gauge", "reason"
+)  # fmt: skip
+
+_SERVER = "The server"
+BUILD_INFO = Family(_SERVER, "headrace_build_info", "gauge", "1; names the version.", ("version", "python"))
+LOOP_LAG = Family(
+    _SERVER,
+    "headrace_event_loop_lag_seconds",
+    "histogram",
+    "How late the event loop comes to a timer, looked at four times a second: everything else that it does waits as long.",
+    native=True,
+)
+CONNECTIONS = Family(
+    _SERVER, "headrace_connections", "gauge", "Connections that are open; grpcio does not tell.", ("protocol",)
+)
+BODIES = Family(
+    _SERVER,
+    "headrace_body_bytes",
+    "gauge",
+    "Bytes of the bodies of all requests that are in the server; --max-total-body-bytes is the most.",
+)
+LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by name.", ("limit",))
+THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
+TELEMETRY_DROPPED = Family(
+    _SERVER,
+    "headrace_telemetry_dropped_total",
+    "counter",
+    "Spans, records of trace files and lines of the request log that were lost because they came faster than they could be "
+    "written or sent.",
+    ("kind",),
+)
+CERTIFICATE = Family(
+    _SERVER,
+    "headrace_tls_certificate_expiry_timestamp_seconds",
+    "gauge",
+    "When the server's certificate expires, in seconds since 1970.",
+    when="with `--tls-cert`",
+)
+
+_TRITON = "Triton's names, for dashboards made for it"
+TRITON = {
+    name: Family(_TRITON, f"nv_inference_{name}", "counter", text, MODEL)
+    for name, text in {
+        "request_success": "Requests answered with success.",
+        "count": "Rows inferred.",
+        "exec_count": "Batches run.",
+        "request_duration_us": "Time of successful requests.",
+        "queue_duration_us": "Time in the queue.",
+        "compute_input_duration_us": "Time to assemble batches.",
+        "compute_infer_duration_us": "Time of the backend.",
+        "compute_output_duration_us": "Time to split batches.",
+    }.items()
+}
+TRITON_FAILURE = Family(
+    _TRITON,
+    "nv_inference_request_failure",
+    "counter",
+    "Requests answered with an error: REJECTED (queue, deadline or quota), CANCELED, BACKEND (the model failed), OTHER.",
+    (*MODEL, "reason"),
+)
+TRITON_SUMMARY = {
+    phase: Family(_TRITON, f"nv_inference_{name}_summary_us", "summary", text, MODEL)
+    for phase, (name, text) in {
+        "total": ("request", "Time of successful requests; quantiles of the last minute."),
+        "queue": ("queue", "Time in the queue; quantiles of the last minute."),
+        "assembly": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
+        "compute": ("compute_infer", "Time of the backend; quantiles of the last minute."),
+        "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
+    }.items()
+}
+TRITON_FIRST_RESPONSE = Family(
+    _TRITON,
+    "nv_inference_first_response_histogram_ms",
+    "histogram",
+    "Time from the arrival of a request to its first response, in milliseconds.",
+    MODEL,
+)
+TRITON_PENDING = Family(_TRITON, "nv_inference_pending_request_count", "gauge", "Requests in the queue.", MODEL)
+TRITON_LOAD_SECONDS = Family(
+    _TRITON, "nv_model_load_duration_secs", "gauge", "Time of the last load of a version, in seconds.", MODEL
+)
+TRITON_PINNED = {
+    name: Family(_TRITON, f"nv_pinned_memory_pool_{name}_bytes", "gauge", text)
+    for name, text in {
+        "total": "Pinned memory of the host that is allocated for models: there is no pool of a fixed size.",
+        "used": "Pinned memory of the host that models hold.",
+    }.items()
+}
+TRITON_CPU = {
+    name: Family(_TRITON, f"nv_cpu_{name}", "gauge", text, when="on Linux")
+    for name, text in {
+        "utilization": "Share of time in which the processors were busy since the last scrape, 0 to 1.",
+        "memory_total_bytes": "Memory of the machine.",
+        "memory_used_bytes": "Memory of the machine that is not available.",
+    }.items()
+}
+TRITON_GPU = {
+    name: Family(_TRITON, f"nv_{name}", "gauge", text, ("gpu_uuid",), when=_NVML)
+    for name, text in {
+        "gpu_utilization": "Share of the last moments in which a kernel ran, 0 to 1.",
+        "gpu_memory_total_bytes": "Memory of the GPU.",
+        "gpu_memory_used_bytes": "Memory in use on the GPU.",
+        "gpu_power_usage": "Power drawn, in watts.",
+        "gpu_power_limit": "Power that the GPU keeps to, in watts.",
+    }.items()
+}
+TRITON_ENERGY = Family(
+    _TRITON, "nv_energy_consumption", "counter", "Energy used since the server was first scraped, in joules.",
+    ("gpu_uuid",), when=_NVML,
+)  # fmt: skip
+
+_PROCESS = "The process, as prometheus-client tells of it"
+_LINUX = "on Linux"
+PROCESS = tuple(
+    Family(_PROCESS, f"process_{name}", "counter" if name.endswith("_total") else "gauge", text, when=_LINUX)
+    for name, text in {
+        "virtual_memory_bytes": "Virtual memory size in bytes.",
+        "resident_memory_bytes": "Resident memory size in bytes.",
+        "start_time_seconds": "Start time of the process since unix epoch in seconds.",
+        "cpu_seconds_total": "Total user and system CPU time spent in seconds.",
+        "open_fds": "Number of open file descriptors.",
+        "max_fds": "Maximum number of open file descriptors.",
+    }.items()
+)
+
+
+def families() -> list[Family]:
+    """All of them, in the order of this file."""
+    found: list[Family] = []
+    for value in globals().values():
+        if isinstance(value, Family):
+            found.append(value)
+        elif isinstance(value, dict | tuple):
+            found += [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Family)]
+    return found

@@ -1,0 +1,188 @@
+"""One line a request: JSON, or text for who reads along on a terminal; written by a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
+from headrace.core.telemetry import RequestLogMode
+from headrace.observability.account import Account, phases
+from headrace.observability.background import CAPACITY, Background
+from headrace.observability.logs import escape, iso8601
+from headrace.observability.redaction import redact
+from headrace.observability.tally import DROPPED
+
+logger = logging.getLogger("headrace.request")
+
+SAMPLED_ONE_IN = 100
+"""Requests to a line of mode `sampled`: at 1,000 a second ten lines a second. Mode `all` has every request."""
+
+_MAX_TEXT = 512
+_MAX_NAME = 256
+_CLOSE_TIMEOUT_S = 5.0
+# Whoever sends nothing but nonsense fills neither the disk nor, with the writing of it, a processor that serves others.
+_MAX_ERRORS_HZ = 100
+# The caller's own fault, or nobody's.
+_CLIENTS = frozenset(
+    ("bad_request", "too_large", "conflict", "forbidden", "not_found", "quota", "cancelled", "unsupported")
+)
+
+
+class RequestLog:
+    """Writes the lines.
+
+    `wants`, `put` and `close` are called on the event loop (`close` by who ends it); only the thread touches the stream.
+
+    Args:
+        mode: off: none; errors: what was not answered with success, a hundred a second at most; sampled: those, what is traced,
+            and one in `rate` of the rest; all: all.
+        stream: for bytes, unbuffered; owned by who opened it.
+        rate: of `sampled`.
+        text: for people instead of JSON.
+        capacity: lines that may wait.
+    """
+
+    def __init__(
+        self,
+        mode: RequestLogMode,
+        stream: BinaryIO,
+        rate: int = SAMPLED_ONE_IN,
+        text: bool = False,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._mode = mode
+        self._answers = mode in ("sampled", "all")
+        self._stream = stream
+        self._rate = rate
+        self._format = as_text if text else as_json
+        self._seen = 0
+        self._second, self._in_second = 0, 0
+        self._lines: Background[tuple[Account, str]] | None = None
+        if mode != "off":
+            self._lines = Background("headrace-request-log", "request_log", self._write, capacity)
+
+    @property
+    def active(self) -> bool:
+        """A request that is answered with success might be logged."""
+        return self._answers and self.errors
+
+    @property
+    def errors(self) -> bool:
+        """A request that fails is logged."""
+        return self._lines is not None and not self._lines.failed
+
+    def wants(self, traced: bool) -> bool:
+        """Called once for each request, while `active`; True if it is to be logged whatever becomes of it."""
+        if self._mode == "all":
+            return True
+        if traced:
+            return True
+        self._seen += 1
+        return self._seen % self._rate == 0
+
+    def wants_error(self, now_ns: int) -> bool:
+        """Called once for each request that fails and is not logged in any case; False, and counted, if there are too many."""
+        if not self.errors or self._mode == "all":
+            return self.errors
+        second = now_ns // NS_PER_S
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+        if self._in_second > _MAX_ERRORS_HZ:
+            DROPPED.count("request_log")
+            return False
+        return True
+
+    def put(self, account: Account, trace_id: str = "") -> None:
+        """Write a line, soon."""
+        if self._lines is not None:
+            self._lines.put((account, trace_id))
+
+    def close(self) -> None:
+        """Write what waits; waits a few seconds at most for a slow disk or terminal."""
+        if self._lines is not None and not self._lines.close(_CLOSE_TIMEOUT_S):
+            logger.error("the request log is stuck, lines are lost")
+
+    def _write(self, lines: list[tuple[Account, str]]) -> None:
+        offset_ns = time.time_ns() - monotonic_ns()
+        rest = memoryview("".join([self._format(fields(*line, offset_ns)) for line in lines]).encode())
+        while rest:
+            rest = rest[self._stream.write(rest) :]
+
+
+def fields(account: Account, trace_id: str, offset_ns: int) -> dict[str, object]:
+    """What a line says.
+
+    Args:
+        account: of the request.
+        trace_id: "" if it is not traced; then that of its caller stands there.
+        offset_ns: from monotonic time to nanoseconds since 1970.
+    """
+    good = not account.error
+    told: dict[str, object] = {
+        "time": iso8601((account.ended_ns + offset_ns) / NS_PER_S),
+        "level": "info" if good else "warning" if account.reason in _CLIENTS else "error",
+        "logger": logger.name,
+        "id": redact(account.request_id[:_MAX_NAME]),
+        "trace_id": trace_id or (account.context.trace_id if account.context else ""),
+        "client": account.client[:_MAX_NAME],
+        "protocol": account.protocol,
+        "model": account.model[:_MAX_NAME],
+        "version": account.version[:_MAX_NAME],
+        "rows": account.rows,
+        "status": account.status,
+        "reason": account.reason,
+    }
+    if account.error:
+        told["error"] = redact(account.error[:_MAX_TEXT])
+    if account.times is not None:
+        told["batch"] = {"id": account.batch_id, "rows": account.batch_rows, "closed": account.closed}
+    times = {f"{name}_us": (end_ns - begin_ns) // NS_PER_US for name, begin_ns, end_ns in phases(account)}
+    told["times"] = {**times, "total_us": max(account.ended_ns - account.received_ns, 0) // NS_PER_US}
+    return told
+
+
+def as_json(told: dict[str, object]) -> str:
+    """One line in ASCII: JSON's own escaping keeps clients from forging lines."""
+    return json.dumps(told, separators=(",", ":")) + "\n"
+
+
+def as_text(told: dict[str, object]) -> str:
+    """One line, with everything escaped that could steer a terminal."""
+    moment = datetime.fromisoformat(str(told["time"])).astimezone()
+    times, batch = told["times"], told.get("batch")
+    assert isinstance(times, dict)
+    words = [
+        f"{moment:%H:%M:%S.%f}"[:-3],
+        f"{told['protocol']} {told['status']}",
+        f"{told['model']}/{told['version']}".rstrip("/"),
+        f"{times['total_us'] / 1000:.1f} ms",
+    ]
+    parts = [f"{name[:-3]} {spent / 1000:.1f}" for name, spent in times.items() if name != "total_us" and spent >= 50]
+    if parts:
+        words.append(f"({', '.join(parts)})")
+    if told["rows"]:
+        words.append(f"rows {told['rows']}")
+    if isinstance(batch, dict):
+        words.append(f"of {batch['rows']} ({batch['closed']})")
+    words += [f"{name} {told[name]}" for name in ("client", "id", "trace_id") if told[name]]
+    if "error" in told:
+        words.append(f"{told['reason']}: {told['error']}")
+    return escape("  ".join(words)) + "\n"
+
+
+def open_stream(path: str) -> BinaryIO:
+    """The stream to a file, at its end, or to the standard error if it is "".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if path:
+        return Path(path).open("ab", buffering=0)
+    return open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)

@@ -1,0 +1,360 @@
+"""Triton's trace settings ("trace extension"), and which requests they let into the trace file or out as spans."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
+from headrace.core.trace_context import TraceContext
+from headrace.observability.account import OK, Account
+from headrace.observability.logs import escape
+from headrace.observability.tally import DROPPED
+from headrace.observability.trace_file import MAX_BYTES, TraceRecord, TraceWriter
+
+logger = logging.getLogger("headrace.trace")
+
+_MAX_MODELS = 1024
+_MAX_NAME = 1024
+_MAX_REQUEST_ID = 256
+_NUMBERS = {"trace_rate": (1, 2**32 - 1), "trace_count": (-1, 2**31 - 1), "log_frequency": (0, 2**32 - 1)}
+_NUMBER = re.compile(r"-?[0-9]{1,10}")
+_RATE = 1000
+_OFF, _TIMESTAMPS = 0, 1
+_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+_FILE, _SPANS = 0, 1
+_MODES = {"triton": _FILE, "opentelemetry": _SPANS}
+_MODE_NAMES = {mode: name for name, mode in _MODES.items()}
+# Clients decide by their own trace's flag: whatever they ask, there are no more than so many a second. The spans of a request
+# cost about 0.3 ms of a processor that the event loop needs, too.
+_MAX_ASKED_HZ = 200
+
+
+class Spans(Protocol):
+    """Makes spans of requests; see `headrace.observability.spans.SpanWriter`."""
+
+    @property
+    def failed(self) -> bool:
+        """No spans are made any more."""
+
+    def put(self, account: Account, trace_id: str) -> None:
+        """A request is over that is traced."""
+
+    def close(self) -> None:
+        """Send what waits."""
+
+
+class Pick(NamedTuple):
+    """How a request is traced.
+
+    Attributes:
+        trace_id: its trace, 32 hexadecimal digits; "" if it goes to the trace file.
+        log_frequency: traces a file.
+    """
+
+    trace_id: str
+    log_frequency: int = 0
+
+
+@dataclass(slots=True)
+class _Sampler:
+    """Settings in force, and how far they have been used up.
+
+    Attributes:
+        on: trace at all.
+        mode: to the trace file, or as spans.
+        rate: every how many requests one is traced, 0 for none but those whose callers trace them.
+        count: how many more are traced, -1 for no end.
+        log_frequency: traces a file.
+        seen: requests since the settings came into force.
+    """
+
+    on: bool
+    mode: int
+    rate: int
+    count: int
+    log_frequency: int
+    seen: int = 0
+
+    @property
+    def live(self) -> bool:
+        return self.on and (self.count != 0 or self.mode == _SPANS)
+
+
+class Tracer:
+    """Decides which requests are traced and hands them to a writer: of trace files in Triton's layout, or of spans.
+
+    Settings hold for all models; a model may have its own for some of them, and then counts its own requests, as in Triton.
+    What a model or the server as a whole has not set comes from the next one up. `trace_count` is how many traces are still to
+    come.
+
+    As spans (mode opentelemetry) a request follows its caller: it is traced if the caller's trace is sampled, whatever rate and
+    count say, and not if it is not; only requests without a trace are sampled by them.
+
+    Not thread-safe: everything is called on the event loop.
+
+    Args:
+        path: the trace file, set by the operator; "" if there is none.
+        max_bytes: of all trace files together; tracing stops there.
+        spans: makes spans, where the operator has named a receiver: then they are the default, and tracing is on.
+        rate: the default of trace_rate.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        active: some request might be traced.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        max_bytes: int = MAX_BYTES,
+        spans: Spans | None = None,
+        rate: int = _RATE,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self.active = False
+        self._path = path
+        self._writer = TraceWriter(path, max_bytes)
+        self._spans = spans
+        self._clock = clock
+        self._second, self._in_second = 0, 0
+        on = _OFF if spans is None else _TIMESTAMPS
+        mode = _FILE if spans is None else _SPANS
+        self._defaults: Mapping[str, int] = {
+            "trace_level": on,
+            "trace_rate": rate,
+            "trace_count": -1,
+            "log_frequency": 0,
+            "trace_mode": mode,
+        }
+        self._modes = {mode} | ({_FILE} if path else set())
+        self._number = 0
+        self._global: dict[str, int] = {}
+        self._models: dict[str, dict[str, int]] = {}
+        self._sampler = _sampler(self._defaults)
+        self._samplers: dict[str, _Sampler] = {}
+        self._refresh()
+
+    def settings(self, model: str) -> Mapping[str, object]:
+        """In force for a model, for all if it is "": strings, `trace_level` a list of them.
+
+        Of the trace file only the name is told, not the folder.
+        """
+        sampler = self._samplers.get(model, self._sampler)
+        return {
+            "trace_level": ["TIMESTAMPS" if sampler.on else "OFF"],
+            "trace_rate": str(sampler.rate),
+            "trace_count": str(sampler.count),
+            "log_frequency": str(sampler.log_frequency),
+            "trace_file": os.path.basename(self._path),
+            "trace_mode": _MODE_NAMES[sampler.mode],
+        }
+
+    def update(self, model: str, changes: Mapping[str, object]) -> Mapping[str, object]:
+        """Change settings, all or none of them, and give what is in force then. The requests are counted anew.
+
+        Args:
+            model: whose settings (that there is such a model is the caller's to check), "" for all.
+            changes: by name. A value is text, a number or a list of one of them (gRPC has nothing but lists); `trace_level` is
+                "OFF", or a list with "TIMESTAMPS" and perhaps "TENSORS", which is not recorded. None or an empty list resets a
+                setting to that of the server, or to the default.
+
+        Raises:
+            BadRequest: an unknown setting or a value it does not take.
+            TooLarge: too many models with settings of their own.
+            Forbidden: trace_file, or TIMESTAMPS where the operator has given neither a trace file nor a receiver, or the
+                trace_mode of the one that is not given.
+            Unavailable: TIMESTAMPS after the writer has failed.
+        """
+        if len(model) > _MAX_NAME:
+            raise BadRequest(f"a model's name has at most {_MAX_NAME} characters")
+        parsed = {name: self._parse(name, value) for name, value in changes.items()}
+        if parsed.get("trace_level") == _TIMESTAMPS:
+            mode = parsed.get("trace_mode")
+            self._require_writer(self._samplers.get(model, self._sampler).mode if mode is None else mode)
+        own: dict[str, int | None] = {**self._own(model), **parsed}
+        chosen = {name: value for name, value in own.items() if value is not None}
+        if model and chosen and model not in self._models and len(self._models) >= _MAX_MODELS:
+            raise TooLarge(f"{_MAX_MODELS} models have trace settings of their own: reset some")
+        self._apply(model, chosen)
+        return self.settings(model)
+
+    def pick(self, model: str, context: TraceContext | None) -> Pick | None:
+        """Called once for each request, while `active`: how it is traced, None if it is not.
+
+        Args:
+            model: the version's model.
+            context: its caller's trace.
+        """
+        sampler = self._samplers.get(model, self._sampler)
+        if not sampler.live:
+            return None
+        if not self._usable(sampler.mode):
+            self._refresh()
+            return None
+        if sampler.mode == _SPANS and context is not None:
+            return self._follow(context.trace_id) if context.sampled else None
+        sampler.seen += 1
+        if sampler.count == 0 or not sampler.rate or sampler.seen % sampler.rate:
+            return None
+        if sampler.count > 0:
+            sampler.count -= 1
+            if sampler.count == 0:
+                self._refresh()
+        if sampler.mode == _SPANS:
+            return Pick(f"{random.getrandbits(128) or 1:032x}")
+        return Pick("", sampler.log_frequency)
+
+    def record(self, pick: Pick, account: Account) -> None:
+        """A request that was picked is over. Only what was answered goes to the trace file."""
+        if pick.trace_id:
+            if self._spans is not None:
+                self._spans.put(account, pick.trace_id)
+            return
+        if account.reason != OK:
+            return
+        self._number += 1
+        events = [("REQUEST_START", account.received_ns), ("QUEUE_START", account.queued_ns)]
+        times = account.times
+        if times is not None:
+            events.append(("COMPUTE_START", times.taken_ns))
+            events.append(("COMPUTE_INPUT_END", times.assembled_ns))
+            events.append(("COMPUTE_OUTPUT_START", times.computed_ns))
+            events.append(("COMPUTE_END", times.split_ns))
+        events.append(("REQUEST_END", account.done_ns))
+        request_id = account.request_id[:_MAX_REQUEST_ID]
+        self._writer.put(
+            TraceRecord(self._number, account.model, account.version, request_id, tuple(events), pick.log_frequency)
+        )
+
+    def close(self) -> None:
+        """Stop tracing, write and send what waits, and close the files."""
+        self.active = False
+        self._sampler = _sampler({**self._defaults, "trace_level": _OFF})
+        self._samplers.clear()
+        self._writer.close()
+        if self._spans is not None:
+            self._spans.close()
+
+    def _follow(self, trace_id: str) -> Pick | None:
+        """Trace as the caller does; None, and counted, if too many callers did in this second."""
+        second = self._clock() // NS_PER_S
+        if second != self._second:
+            self._second, self._in_second = second, 0
+        self._in_second += 1
+        if self._in_second > _MAX_ASKED_HZ:
+            DROPPED.count("spans")
+            return None
+        return Pick(trace_id)
+
+    def _parse(self, name: str, value: object) -> int | None:
+        """The value as a number, None to reset; raises BadRequest or Forbidden."""
+        values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+        if name == "trace_file":
+            # What stays as it is passes, so that a client may send back what it has read.
+            if all(each == self.settings("")[name] for each in values):
+                return None
+            raise Forbidden("trace_file is the operator's: start the server with --trace-file")
+        if name not in self._defaults:
+            known = ", ".join(self.settings(""))
+            raise BadRequest(f"unknown trace setting '{escape(name[:64])}': there are {known}")
+        if not values:
+            return None
+        if name == "trace_level":
+            return _level(values)
+        if name == "trace_mode":
+            modes = {_MODE_NAMES[mode]: mode for mode in sorted(self._modes)}
+            if len(values) == 1 and isinstance(values[0], str) and values[0] in modes:
+                return modes[values[0]]
+            message = f"trace_mode must be {' or '.join(modes)}"
+            if len(values) == 1 and values[0] in ("triton", "opentelemetry"):
+                option = "--trace-file" if values[0] == "triton" else "--otlp-endpoint"
+                raise Forbidden(f"{message}: {values[0]} needs a server started with {option}")
+            raise BadRequest(message)
+        low, high = _NUMBERS[name]
+        if name == "trace_rate" and self._spans is not None:
+            low = 0
+        number = values[0]
+        if isinstance(number, str) and _NUMBER.fullmatch(number):
+            number = int(number)
+        if len(values) > 1 or isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
+            raise BadRequest(f"{name} must be a whole number of {low} to {high}, as text")
+        return number
+
+    def _require_writer(self, mode: int) -> None:
+        if not self._path and self._spans is None:
+            raise Forbidden("there is nowhere for traces to go: start the server with --trace-file or --otlp-endpoint")
+        if not self._usable(mode):
+            raise Unavailable("tracing has stopped, traces cannot be written: the server's log tells why")
+
+    def _usable(self, mode: int) -> bool:
+        """Where traces of a mode go is there and works."""
+        if mode == _SPANS:
+            return self._spans is not None and not self._spans.failed
+        return bool(self._path) and not self._writer.failed
+
+    def _own(self, model: str) -> dict[str, int]:
+        """What was set for a model (or for all), counted down to now."""
+        own = dict(self._models.get(model, {}) if model else self._global)
+        if "trace_count" in own:
+            own["trace_count"] = self._samplers.get(model, self._sampler).count
+        return own
+
+    def _apply(self, model: str, own: dict[str, int]) -> None:
+        """Put settings into force: those of a model, or those of all with the models that follow them."""
+        if not model:
+            self._global = own
+            self._sampler = _sampler({**self._defaults, **own})
+            for name in self._models:
+                mine = self._own(name)
+                self._models[name] = mine
+                self._samplers[name] = _sampler({**self._defaults, **own, **mine})
+        elif own:
+            self._models[model] = own
+            inherited = self._own("")
+            self._samplers[model] = _sampler({**self._defaults, **inherited, **own})
+        else:
+            self._models.pop(model, None)
+            self._samplers.pop(model, None)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.active = any(
+            sampler.live and self._usable(sampler.mode) for sampler in (self._sampler, *self._samplers.values())
+        )
+
+
+def _level(values: list[object]) -> int:
+    """The level in force for the names of `trace_level`; raises BadRequest.
+
+    Triton records TENSORS too. Here the name is accepted beside TIMESTAMPS, and the settings in the answer do not list it.
+    """
+    for value in values:
+        if value not in _LEVELS:
+            shown = escape(str(value)[:64])
+            raise BadRequest(f"trace_level '{shown}' is unknown: send ['OFF'] or ['TIMESTAMPS']")
+    if "OFF" in values:
+        if len(values) > 1:
+            raise BadRequest(f"trace_level has {values}: 'OFF' cannot be combined, send it alone")
+        return _OFF
+    if "TIMESTAMPS" not in values:
+        raise BadRequest("trace_level 'TENSORS' is not recorded by this server: send ['TIMESTAMPS'], or ['OFF']")
+    if "TENSORS" in values:
+        logger.warning("trace_level TENSORS is not recorded: TIMESTAMPS alone is in force")
+    return _TIMESTAMPS
+
+
+def _sampler(settings: Mapping[str, int]) -> _Sampler:
+    return _Sampler(
+        on=settings["trace_level"] == _TIMESTAMPS,
+        mode=settings["trace_mode"],
+        rate=settings["trace_rate"],
+        count=settings["trace_count"],
+        log_frequency=settings["log_frequency"],
+    )

@@ -1,0 +1,263 @@
+"""Pictures in, classes out: what stands between a model and its callers where the server prepares and ranks.
+
+Both steps run in the instance's own thread, right before and right after the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined, is_prompt
+from headrace.core.model_config import ModelConfig
+from headrace.core.picture_config import picture_input, scores_output
+from headrace.core.tensor import BY_CONFIG_NAME, Array
+from headrace.core.tensor_config import Postprocess
+from headrace.pipelines.ranking import softmax, top_k
+from headrace.pipelines.recipe import ImageRecipe
+
+__all__ = ["PictureModel", "Steps", "steps_of", "with_pictures"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """How the picture's input is made.
+
+    Attributes:
+        name: of the input.
+        recipe: how.
+        dtype: of the model's tensor.
+        shape: of the model's tensor, with a 1 in front where it has a batch dimension.
+    """
+
+    name: str
+    recipe: ImageRecipe
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is made of the scores.
+
+    Attributes:
+        output: the model's output.
+        asked: of the configuration.
+        labels: object array of `bytes`, the classes' names; None where they have none.
+        ranked: True where the GPU ranks, and only names are wanting.
+    """
+
+    output: str
+    asked: Postprocess
+    labels: Array | None
+    ranked: bool = False
+
+    def apply(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """The outputs of the model with the scores replaced, in their place."""
+        made: dict[str, Array] = {}
+        for name, array in outputs.items():
+            if self.ranked:
+                made[name] = array
+                if name == self.asked.classes:
+                    made |= self._named(array)
+            elif name == self.output:
+                made |= self._made(array)
+            else:
+                made[name] = array
+        return made
+
+    def _made(self, array: Array) -> dict[str, Array]:
+        asked = self.asked
+        scores = array.astype(np.float32).reshape(-1, array.shape[-1])
+        if not asked.top_k:
+            return {self.output: softmax(scores).reshape(array.shape)}
+        # Ranked before the softmax, which makes equal what was not.
+        classes = top_k(scores, min(asked.top_k, scores.shape[1]))
+        if asked.softmax:
+            scores = softmax(scores)
+        shape = (*array.shape[:-1], classes.shape[1])
+        made: dict[str, Array] = {
+            asked.scores: np.take_along_axis(scores, classes, axis=1).reshape(shape),
+            asked.classes: classes.reshape(shape),
+        }
+        return made | self._named(made[asked.classes])
+
+    def _named(self, classes: Array) -> dict[str, Array]:
+        labels = self.labels
+        return {} if labels is None else {self.asked.labels: labels[np.minimum(classes, labels.size - 1)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What is done around a model.
+
+    Attributes:
+        pixels: how its picture is made, None if it comes as the model takes it.
+        ranking: what is made of its scores, None if they go out as they are.
+        batched: True if there is a batch dimension in front.
+    """
+
+    pixels: Pixels | None
+    ranking: Ranking | None
+    batched: bool
+
+    def on_gpu(self, pixels: bool, ranking: bool) -> Steps:
+        """What is left to do where the model's own execution prepares the pictures, or ranks the classes."""
+        left = self.ranking
+        if left is not None and ranking:
+            left = replace(left, ranked=True) if left.asked.top_k and left.labels is not None else None
+        return Steps(None if pixels else self.pixels, left, self.batched)
+
+
+class PictureExecution:
+    """An execution behind pictures and classes, pipelined if that one is; see `headrace.backends.base`.
+
+    Args:
+        inner: the model's own execution.
+        pixels: how its picture is made, None if it comes as the model takes it.
+        ranking: what is made of its scores, None if they go out as they are.
+        batched: True if there is a batch dimension in front.
+
+    Attributes:
+        depth: the inner one's; 1 if it is not pipelined.
+    """
+
+    def __init__(self, inner: Execution, pixels: Pixels | None, ranking: Ranking | None, batched: bool) -> None:
+        self._inner = inner
+        self._pixels = pixels
+        self._ranking = ranking
+        self._free: list[Array] = []
+        self.depth = inner.depth if batched and is_pipelined(inner) else 1
+        self.prompt = pixels is None and is_prompt(inner)  # preparing a picture is work
+        if pixels is not None:
+            # Pillow is loaded where a picture is, not by every server.
+            from headrace.pipelines.pixels import PixelSteps
+
+            self._steps = PixelSteps(pixels.recipe, pixels.dtype)
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """The outputs as callers see them, for inputs as callers send them."""
+        pixels = self._pixels
+        if pixels is not None and pixels.name in inputs:
+            sent = inputs[pixels.name]
+            tensor = self._steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
+            inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
+        return self._seen(self._inner.run(inputs))
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A flight with memory of ours for the pixels; everything else goes to the inner one's."""
+        pixels = self._pixels
+        if pixels is None or pixels.name not in like:
+            inner = self._pipelined().begin(like, rows)
+            return Flight(inner.inputs, rows, inner, inner.device, inner.residents)
+        tensor: Array = np.empty(pixels.shape, pixels.dtype)
+        inner = self._pipelined().begin({**like, pixels.name: tensor}, rows)
+        buffer = self._free.pop() if self._free else np.empty((0,), np.uint8)
+        if buffer.shape[0] < rows:
+            buffer = np.empty((rows, *pixels.recipe.pixels), np.uint8)
+        return Flight({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
+
+    def launch(self, flight: Flight) -> None:
+        """Prepare the pictures straight into the inner flight, and launch that."""
+        inner, pixels = self._given_back(flight), self._pixels
+        if pixels is not None and inner is not flight.handle:
+            try:
+                self._steps.apply(flight.inputs[pixels.name], inner.inputs[pixels.name])
+            except BaseException:
+                self._pipelined().discard(inner)
+                raise
+        self._pipelined().launch(inner)
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """The outputs as callers see them."""
+        return self._seen(self._pipelined().finish(_inner(flight)))
+
+    def discard(self, flight: Flight) -> None:
+        """Discard the inner flight."""
+        self._pipelined().discard(self._given_back(flight))
+
+    def close(self) -> None:
+        """Close the inner one."""
+        self._inner.close()
+
+    def _given_back(self, flight: Flight) -> Flight:
+        """The inner flight; the pixels' memory is free for the next one, since the model has no need of it."""
+        if isinstance(flight.handle, tuple):
+            self._free.append(flight.handle[1])
+        return _inner(flight)
+
+    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        return outputs if self._ranking is None else self._ranking.apply(outputs)
+
+    def _pipelined(self) -> PipelinedExecution:
+        if not is_pipelined(self._inner):
+            raise TypeError("the execution behind this one takes one batch at a time")
+        return self._inner
+
+
+def _inner(flight: Flight) -> Flight:
+    inner = flight.handle[0] if isinstance(flight.handle, tuple) else flight.handle
+    assert isinstance(inner, Flight), "a flight of ours carries the inner one"
+    return inner
+
+
+@dataclass(frozen=True, slots=True)
+class PictureModel:
+    """A model whose executions prepare pictures and rank classes; see `headrace.backends.base.LoadedModel`."""
+
+    inner: LoadedModel
+    pixels: Pixels | None
+    ranking: Ranking | None
+    batched: bool
+
+    def execution(self, index: int) -> Execution:
+        """The inner execution of instance `index`, behind pictures and classes."""
+        return PictureExecution(self.inner.execution(index), self.pixels, self.ranking, self.batched)
+
+    def close(self) -> None:
+        """Close the inner one."""
+        self.inner.close()
+
+
+def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
+    """What a configuration wants done around its model.
+
+    Args:
+        config: complete.
+        labels: class names by output name.
+    """
+    pixels = ranking = None
+    index = picture_input(config.preprocess, config.input)
+    if index is not None and config.preprocess is not None:
+        tensor = config.input[index]
+        recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
+        # Of one picture; a model without a batch dimension may want it as a batch of one nevertheless.
+        shape = recipe.shape if config.max_batch_size or len(tensor.dims) > 3 else recipe.shape[1:]
+        pixels = Pixels(tensor.name, recipe, BY_CONFIG_NAME[tensor.data_type].dtype, shape)
+    at = scores_output(config.postprocess, config.output)
+    if at is not None and config.postprocess is not None:
+        output = config.output[at]
+        names = labels.get(output.name) if output.label_filename else None
+        ranking = Ranking(output.name, config.postprocess, None if names is None else _names(names, output.dims[-1]))
+    return Steps(pixels, ranking, config.max_batch_size > 0)
+
+
+def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
+    """The model as its configuration has callers see it; itself where they see it as it is.
+
+    Args:
+        model: behind its `reshape`.
+        steps: to be done around it.
+    """
+    if steps.pixels is None and steps.ranking is None:
+        return model
+    return PictureModel(model, steps.pixels, steps.ranking, steps.batched)
+
+
+def _names(labels: tuple[str, ...], classes: int) -> Array:
+    """A name for every class; b"" for one that the label file has no line for."""
+    named: Array = np.full(max(classes, len(labels)) + 1, b"", dtype=object)
+    named[: len(labels)] = [label.encode() for label in labels]
+    return named

@@ -1,0 +1,172 @@
+"""From the bytes of a picture to the tensor a model takes.
+
+Pictures come from strangers, so the size is checked by the header before a pixel is decoded, only formats that Pillow decodes
+by itself are opened (no EPS: it would start an interpreter), and only the part of a picture that the tensor needs is resized,
+so that one of 1 x 60,000 pixels costs no more memory than any other.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from headrace.core.errors import BadRequest, TooLarge
+from headrace.pipelines.recipe import ImageRecipe
+
+__all__ = ["FORMATS", "MAX_PIXELS", "ImageRecipe", "decode", "prepare", "to_pixels"]
+
+# 50 megapixels: what today's cameras take, 150 MB as RGB. Below Pillow's own warning at 89 million.
+MAX_PIXELS = 50_000_000
+# JPEG takes in MPO, what phones and stereo cameras write: a JPEG with further pictures behind it.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+
+_EXIF_ORIENTATION = 0x0112
+# EXIF 2.32, tag Orientation: what brings the stored rows and columns upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+_SAVE_ANEW = "open it in a viewer and save it as JPEG or PNG"
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture as a viewer shows it: upright, transparency over white, of an animation the first frame.
+
+    Colour profiles are not applied: models are trained on pixels as they are stored.
+
+    Args:
+        data: the whole file.
+        max_pixels: refuse a picture with more (width times height), before its pixels are decoded.
+
+    Returns:
+        An image of mode "L" (grey) or "RGB", 8 bits a channel.
+
+    Raises:
+        TooLarge: over `max_pixels` by its header.
+        BadRequest: empty, no picture, truncated or damaged, or of a kind that has no 8-bit meaning (float pixels).
+    """
+    if not data:
+        raise BadRequest("the picture is empty (0 bytes): send the file's bytes")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        start = data[:8].hex(" ")
+        raise BadRequest(
+            f"this is no picture that can be read (it starts with {start}): send {', '.join(FORMATS)}"
+        ) from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise TooLarge(
+            f"the picture is too large: {error}; at most {max_pixels} pixels are taken: send a smaller one"
+        ) from None
+    except Exception as error:  # whatever a parser of a stranger's bytes stumbles over, the bytes are at fault
+        raise BadRequest(f"the picture's header is damaged ({_reason(error)}): {_SAVE_ANEW}") from error
+    width, height = image.size
+    if width * height > max_pixels:
+        raise TooLarge(
+            f"the picture has {width} x {height} = {width * height} pixels, at most {max_pixels} are taken: send a smaller one"
+        )
+    try:
+        image.load()
+        return _upright(_eight_bit(image), _orientation(image))
+    except BadRequest:
+        raise
+    except Exception as error:  # as above
+        raise BadRequest(f"the picture is truncated or damaged ({_reason(error)}): {_SAVE_ANEW}") from error
+
+
+def prepare(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.float32]:
+    """The tensor of one picture.
+
+    The result is that of resizing the whole picture and cutting out the centre, but only the pixels that remain are
+    computed.
+
+    Args:
+        image: as `decode` gives it.
+        recipe: how.
+
+    Returns:
+        float32 of shape `recipe.shape`, [1, channels, height, width] or [1, height, width, channels], contiguous.
+    """
+    image = image.convert("RGB" if recipe.color == "rgb" else "L")
+    crop_height, crop_width = recipe.crop
+    box = recipe.window(image.height, image.width)
+    cut = image.resize((crop_width, crop_height), RESAMPLING[recipe.interpolation], box=box)
+    pixels = np.asarray(cut, dtype=np.float32).reshape(1, crop_height, crop_width, recipe.channels)
+    scaled = (pixels - np.array(recipe.mean, np.float32)) / np.array(recipe.std, np.float32)
+    return np.ascontiguousarray(scaled.transpose(0, 3, 1, 2) if recipe.layout == "nchw" else scaled, np.float32)
+
+
+def to_pixels(image: Image.Image, recipe: ImageRecipe) -> npt.NDArray[np.uint8]:
+    """What is sent of one picture to a server that prepares it.
+
+    Where the recipe names no `source` that is the crop, before `mean` and `std`; else the centre of the picture, as much of it
+    as has the source's proportions, at the source's size.
+
+    Args:
+        image: as `decode` gives it.
+        recipe: with `by` "server".
+
+    Returns:
+        uint8 of shape (1, *recipe.pixels), contiguous.
+    """
+    image = image.convert("RGB" if recipe.color == "rgb" else "L")
+    height, width, channels = recipe.pixels
+    box = recipe.window(image.height, image.width)
+    if recipe.source is not None:
+        scale = min(image.width / width, image.height / height)
+        left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
+        box = left, top, min(left + width * scale, image.width), min(top + height * scale, image.height)
+    cut = image.resize((width, height), RESAMPLING[recipe.interpolation], box=box)
+    return np.array(cut, dtype=np.uint8).reshape(1, height, width, channels)
+
+
+def _reason(error: Exception) -> str:
+    """A parser's message on one line: it goes into an answer and a log."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's orientation, 1 (as it is) where there is none; damaged metadata is no reason to refuse a good picture."""
+    try:
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except (SyntaxError, ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, struct.error):
+        return 1
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    turn = _UPRIGHT.get(orientation)
+    return image if turn is None else image.transpose(turn)
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Any mode as "L" or "RGB"."""
+    if image.mode.startswith("I"):
+        return _from_16_bit(image)
+    if image.mode == "F":
+        raise BadRequest(f"the picture's pixels are floats, which have no agreed range: {_SAVE_ANEW}")
+    if image.has_transparency_data:
+        # What lies under a transparent pixel is arbitrary; over white is what viewers show.
+        layer = image.convert("RGBA")
+        ground = Image.new("RGB", layer.size, "white")
+        ground.paste(layer, mask=layer.getchannel("A"))
+        return ground
+    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+
+
+def _from_16_bit(image: Image.Image) -> Image.Image:
+    """Grey with 16 bits a pixel to 8: Pillow's own conversion cuts every value over 255 to white."""
+    values = np.asarray(image)
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 65535:
+        raise BadRequest(f"the picture's pixels go from {low} to {high}, 16 bits (0 to 65535) are taken: {_SAVE_ANEW}")
+    return Image.fromarray(((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))

@@ -1,0 +1,293 @@
+"""Builds engines while their models serve: one `python -m headrace_engines build` at a time, at low priority, watched by a thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger("headrace.builds")
+
+BUILDER: tuple[str, ...] = (sys.executable, "-m", "headrace_engines", "build", "--progress")
+# Serving goes first: a process of this niceness gets a tenth of what one of ours gets where both want the core.
+_NICENESS = 10
+# How long a builder that is called off may take to put away what it has begun.
+_GRACE_S = 5.0
+_OVER = "engines are not built any more; the server's log has the cause"
+_TAIL_BYTES = 16 * 1024
+_TAIL_LINES = 3
+_MAX_REASON = 400
+_MAX_PHASE = 60
+PROGRESS = "progress"
+"""First word of a builder's lines on standard output that say how far it is, in front of a share from 0 to 1 and the phase."""
+_PATH = re.compile(r"(?<![\w.])(?:[A-Za-z]:)?[\\/](?:[^\s\\/:'\"()]+[\\/])*")
+_FRAME = re.compile("[\u2500-\u257f]")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One engine that is to be built; equal ones give equal engines.
+
+    Attributes:
+        name: of the model.
+        version: its number.
+        folder: of the model, in a repository.
+        target: the runtime that is to load the engine.
+        digest: of all that the engine is made from.
+        options: of the builder's command line, more than these.
+    """
+
+    name: str
+    version: str
+    folder: Path
+    target: str
+    digest: str
+    options: tuple[str, ...] = field(default=(), compare=False)
+
+
+class Builds:
+    """The engines that are wanted, and what became of them.
+
+    An order that has ended is not worked on again, however it ended, until it is another one or its model is forgotten.
+
+    Ownership: everything is guarded by `_lock`; `on_end` is called without it, from the thread that builds.
+
+    Args:
+        command: of the builder, to which the model's folder and options are added.
+        on_end: called with an order and why it failed, "" if it did not; not for orders that were called off.
+        on_progress: called with an order when its build begins, and when it has come further.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        on_end: Callable[[Order, str], None],
+        on_progress: Callable[[Order], None] = lambda _order: None,
+    ) -> None:
+        self._command = tuple(command)
+        self._on_end = on_end
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting: list[Order] = []
+        self._current: Order | None = None
+        self._progress = ""  # of the current one, in words
+        self._share = 0.0  # of the current one that is done
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: dict[Order, str] = {}
+        self._started = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._killer: threading.Timer | None = None
+
+    def start(self) -> None:
+        """Begin with what is wanted; before this it only waits."""
+        with self._lock:
+            self._started = True
+            self._ensure_thread()
+
+    def want(self, name: str, orders: Sequence[Order]) -> None:
+        """These are the engines wanted of a model now; others of it are called off."""
+        with self._lock:
+            self._waiting = [order for order in self._waiting if order.name != name or order in orders]
+            if self._current is not None and self._current.name == name and self._current not in orders:
+                self._call_off()
+            self._ended = {o: failure for o, failure in self._ended.items() if o.name != name or o in orders}
+            busy = {*self._waiting, self._current, *self._ended}
+            new = [order for order in orders if order not in busy]
+            if self._stopping:
+                self._ended |= dict.fromkeys(new, _OVER)
+                return
+            self._waiting += new
+            self._ensure_thread()
+            self._changed.notify()
+
+    def failure(self, order: Order) -> str | None:
+        """Why an order failed, "" if it did not; None while it waits or is worked on."""
+        with self._lock:
+            return self._ended.get(order)
+
+    def forget(self, order: Order) -> None:
+        """Work on an order again, though it has ended, if it is wanted again."""
+        with self._lock:
+            self._ended.pop(order, None)
+
+    def words(self, order: Order, engine: str) -> str:
+        """How far an order is, in words, while it has not ended.
+
+        Args:
+            order: that is wanted.
+            engine: what it makes, e.g. "TensorRT FP16".
+        """
+        with self._lock:
+            if order in self._waiting:
+                return f"{engine} waits to be built"
+            done = f" ({self._progress})" if self._current == order and self._progress else ""
+            return f"building {engine}{done}, usually a minute or two"
+
+    def quarter(self, order: Order) -> int:
+        """How many quarters of an order's build are done; 0 if it is not being built."""
+        with self._lock:
+            return int(4 * self._share) if self._current == order else 0
+
+    def stop(self) -> None:
+        """Call everything off and take nothing new; returns at once, see `join`."""
+        with self._lock:
+            self._stopping = True
+            self._waiting.clear()
+            self._call_off()
+            self._changed.notify()
+
+    def join(self) -> bool:
+        """Wait for the builder's end after `stop`; False if it does not even heed being killed."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(2 * _GRACE_S)
+        return thread is None or not thread.is_alive()
+
+    # With the lock held
+
+    def _ensure_thread(self) -> None:
+        if self._started and self._waiting and self._thread is None and not self._stopping:
+            self._thread = threading.Thread(target=self._main, name="builds", daemon=True)
+            self._thread.start()
+
+    def _call_off(self) -> None:
+        self._current = None
+        process, self._process = self._process, None
+        if process is not None:
+            _signal(process, signal.SIGTERM)
+            self._killer = threading.Timer(_GRACE_S, _signal, (process, signal.SIGKILL))
+            self._killer.daemon = True
+            self._killer.start()
+
+    # On the thread that builds
+
+    def _main(self) -> None:
+        try:
+            while (order := self._next()) is not None:
+                failure = self._build(order)
+                self._settle(order, failure)
+        except BaseException:
+            logger.exception("engines are not built any more")
+            self._give_up()
+
+    def _next(self) -> Order | None:
+        with self._lock:
+            while not self._waiting and not self._stopping:
+                self._changed.wait()
+            if self._stopping:
+                return None
+            self._current, self._progress, self._share = self._waiting.pop(0), "", 0.0
+            return self._current
+
+    def _settle(self, order: Order, failure: str) -> None:
+        with self._lock:
+            self._process = None
+            if self._killer is not None:
+                self._killer.cancel()
+            if self._current != order:
+                return  # called off
+            self._current = None
+            self._ended[order] = failure
+        self._on_end(order, failure)
+
+    def _give_up(self) -> None:
+        with self._lock:
+            self._stopping = True
+            orders = [*([self._current] if self._current else []), *self._waiting]
+            self._waiting.clear()
+            self._call_off()
+            self._ended |= dict.fromkeys(orders, _OVER)
+        for order in orders:
+            self._on_end(order, _OVER)
+
+    def _build(self, order: Order) -> str:
+        """Run the builder; why it failed, or ""."""
+        self._on_progress(order)
+        words = [
+            *self._command,
+            str(order.folder),
+            "--version",
+            order.version,
+            "--target",
+            order.target,
+            *order.options,
+        ]
+        try:
+            with tempfile.TemporaryFile() as output:
+                # A group of its own, so that Ctrl-C reaches us alone; in our session, where niceness tells us apart.
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, process_group=0
+                )
+                _step_back(process)
+                with self._lock:
+                    self._process = process
+                    if self._current != order:
+                        self._call_off()
+                with process:
+                    for line in process.stdout or ():
+                        self._read_progress(order, line)
+                status = process.returncode
+                return "" if status == 0 else _reason(status, output, order)
+        except OSError as error:
+            return f"the builder cannot be started: {error.strerror}"
+
+    def _read_progress(self, order: Order, line: bytes) -> None:
+        """Take note of a line such as "progress 0.45 timing 8 rows"; a builder may say other things too."""
+        word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
+        number, _, phase = rest.partition(" ")
+        try:
+            share = float(number) if word == PROGRESS else -1.0
+        except ValueError:
+            return
+        if not 0 <= share <= 1:
+            return
+        phase = "".join(c for c in phase if c.isprintable())[:_MAX_PHASE]
+        with self._lock:
+            if self._current != order:
+                return
+            progress = f"{share:.0%}, {phase}" if phase else f"{share:.0%}"
+            changed, self._progress, self._share = progress != self._progress, progress, share
+        if changed:
+            logger.debug("model %s version %s: its engine is built to %s", order.name, order.version, progress)
+            self._on_progress(order)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Reaches the builder's own children too; no error if it has ended."""
+    try:
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _step_back(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+    except OSError as error:
+        logger.debug("a builder runs at normal priority: %s", error)
+
+
+def _reason(status: int, output: IO[bytes], order: Order) -> str:
+    """The last words of a builder that failed, without the places of this machine."""
+    if status < 0:
+        name = signal.Signals(-status).name if -status in list(signal.Signals) else str(-status)
+        return f"the builder was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(size - _TAIL_BYTES, 0))
+    lines = output.read().decode("utf-8", "replace").splitlines()
+    said = [line.strip() for line in lines if line.strip() and not _FRAME.search(line)]
+    text = " ".join(said[-_TAIL_LINES:]) or f"the builder ended with status {status} and said nothing"
+    text = _PATH.sub("", "".join(c if c.isprintable() else " " for c in text.replace(str(order.folder), order.name)))
+    return text if len(text) <= _MAX_REASON else f"...{text[-_MAX_REASON:]}"

@@ -1,0 +1,511 @@
+"""Brings one model's versions to serve, replaces them and takes them back. Everything here runs on the control thread."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
+from headrace.config.document import Document, refuse
+from headrace.config.serving_plan import Plan, asks_for_tensorrt, samples_seen
+from headrace.config.triton_json import to_triton_json
+from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.ledger import NoRoom
+from headrace.observability.tally import BUILDS, LOADS
+from headrace.repository.artefacts import told_of
+from headrace.repository.builds import Builds, Order
+from headrace.repository.draining import Drains
+from headrace.repository.file_look import GONE, Look, look_at_version, look_at_versions, without_builds
+from headrace.repository.lifecycle import State
+from headrace.repository.loader import Loader
+from headrace.repository.overrides import PrivateFolder
+from headrace.repository.registry import Registry, Serving
+from headrace.scheduling.handle import ModelHandle
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("headrace.control")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model is to be had.
+
+    Attributes:
+        name: of the model.
+        path: of its folder.
+        repository: that nothing may lead out of.
+        config: takes the place of the folder's own configuration.
+        private: the folder is the server's own and goes with the last version that was loaded from it.
+    """
+
+    name: str
+    path: Path
+    repository: Path
+    config: Document | None = None
+    private: PrivateFolder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a version was made from; equal ones make equal versions.
+
+    Attributes:
+        files: of the version.
+        config: digest of the configuration and what goes with it.
+        samples: that its engine would be built with.
+        engines: of the version in the state folder, for where its own folder cannot be written.
+    """
+
+    files: Look
+    config: str
+    samples: tuple[tuple[str, int, int], ...]
+    engines: Look
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Version:
+    handle: ModelHandle
+    signature: _Signature
+    plan: Plan
+    private: PrivateFolder | None
+
+    def closed(self) -> None:
+        """The handle is closed."""
+        if self.private is not None:
+            self.private.release()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A version that is LOADING until its engine is built."""
+
+    signature: _Signature
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Model:
+    """What serves of a model, what waits for its engine, and what both were loaded from."""
+
+    source: Source
+    folder: ModelFolder
+    versions: dict[str, _Version]
+    waiting: dict[str, _Waiting]
+
+    def plan(self, number: str) -> Plan:
+        """Of a version that serves or waits."""
+        waiting = self.waiting.get(number)
+        return self.versions[number].plan if waiting is None else waiting.plan
+
+    def order(self, number: str) -> Order | None:
+        """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
+        if number not in self.versions and number not in self.waiting:
+            return None
+        return _order(self.source, number, self.plan(number))
+
+
+class Deployments:
+    """What serves of each model, and the steps from one state to the next.
+
+    A load either succeeds as a whole or leaves alone what serves. Only a model of which nothing serves may come up in part.
+
+    Args:
+        loader: makes handles.
+        registry: where they are published.
+        drains: closes them in the background.
+        builds: makes engines for what serves without one.
+    """
+
+    def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: Builds) -> None:
+        self._loader = loader
+        self._registry = registry
+        self._drains = drains
+        self._builds = builds
+        self._live: dict[str, _Model] = {}
+        self._logged: tuple[Order, int] | None = None  # the build whose progress was logged last, and how far it was
+        loader.residency.on_change = self._moved
+
+    def load(self, source: Source) -> None:
+        """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
+
+        Raises:
+            ConfigError: some version, or all of it, cannot be served; the registry has the reason.
+        """
+        LOADS.declare_each((source.name, result) for result in ("loaded", "reloaded", "unloaded", "failed"))
+        try:
+            self._load(source)
+        except Exception:
+            LOADS.count(source.name, "failed")
+            raise
+
+    def _load(self, source: Source) -> None:
+        looks = look_at_versions(source.path)
+        live = self._versions(source.name)
+        serves = any(version.handle.ready for version in live.values())
+        try:
+            folder = _guarded(lambda: _read(source), source.name)
+        except ConfigError as error:
+            if serves:
+                self._keep(source.name, error)
+            else:
+                self._set_aside(source.name, "", error)
+                self._registry.prune(source.name, keep=[""])
+            raise
+        chosen: dict[str, _Version] = {}
+        waiting: dict[str, _Waiting] = {}
+        failures: list[ConfigError] = []
+        self._registry.forget(source.name, "")
+        wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
+        for number in wanted:
+            signature = self._signature(source, folder, number, looks.get(number, GONE))
+            try:
+                kept = self._kept(folder, number, signature, live.get(number))
+                made = kept or self._build(source, folder, number, signature)
+            except ConfigError as error:
+                failures.append(error)
+                continue
+            if isinstance(made, _Version):
+                chosen[number] = made
+            elif number in live and live[number].handle.ready:
+                # What serves goes on until the engine is there.
+                chosen[number] = replace(live[number], signature=made.signature, plan=made.plan)
+            else:
+                waiting[number] = made
+        if failures and serves:
+            self._discard(source.name, chosen)
+            self._keep(source.name, failures[0])
+        else:
+            self._swap(source, folder, wanted, chosen, waiting)
+        if failures:
+            raise ConfigError([finding for failure in failures for finding in failure.findings])
+
+    def _signature(self, source: Source, folder: ModelFolder, number: str, files: Look) -> _Signature:
+        engines = self._loader.engines(source.path, int(number))
+        look = GONE if engines is None else look_at_version(engines)
+        return _Signature(files, _digest(folder), samples_seen(folder), look)
+
+    def built(self, order: Order, failure: str) -> None:
+        """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
+        name, number = order.name, order.version
+        model = self._live.get(name)
+        if model is None or model.order(number) != order:
+            return
+        BUILDS.count(name, "failed" if failure else "built")
+        version = model.versions.get(number)
+        if failure:
+            logger.error("model %s version %s: no engine was built: %s", name, number, failure)
+            self._say(model, number)
+            return
+        old = model.waiting[number].signature if version is None else version.signature
+        files, mine = look_at_version(order.folder / number), model.folder.config.default_model_filename
+        ready = version is None or version.handle.ready
+        if not ready or without_builds(files, mine) != without_builds(old.files, mine):
+            # Who wants the files as they are now will load them, with the engine if it fits them.
+            self._say(
+                model, number, "an engine is built, but the model's files have changed meanwhile: load the model again"
+            )
+            return
+        signature = self._signature(model.source, model.folder, number, files)
+        try:
+            kept = self._kept(model.folder, number, signature, version)
+            new = kept or self._build(model.source, model.folder, number, signature)
+        except ConfigError as error:
+            self._keep(name, error)
+            return
+        if isinstance(new, _Waiting):
+            reason = new.plan.remark.partition(": ")[2]
+            self._say(model, number, f"its engine was built, but does not fit: {reason} ({new.plan.cure})")
+            return
+        wanted = [str(version) for version in served_versions(model.folder.config, model.folder.versions)]
+        waiting = {other: one for other, one in model.waiting.items() if other != number}
+        self._swap(model.source, model.folder, wanted, {**model.versions, number: new}, waiting)
+
+    def progress(self, order: Order) -> None:
+        """The builder of an order has come further: the index says so."""
+        model = self._live.get(order.name)
+        if model is None or model.order(order.version) != order:
+            return
+        self._say(model, order.version)
+        quarter = self._builds.quarter(order)
+        if self._logged != (order, quarter):
+            self._logged = order, quarter
+            logger.info("model %s version %s: %s", order.name, order.version, self._remark(model, order.version))
+
+    def _say(self, model: _Model, number: str, note: str = "") -> None:
+        """Renew what index and metadata say beside a version.
+
+        Args:
+            model: of the version.
+            number: of the version.
+            note: why the engine that was built cannot be taken, "" if none was.
+        """
+        name, version = model.source.name, model.versions.get(number)
+        text = note or self._remark(model, number)
+        if version is not None:
+            self._registry.note(name, text, number)
+            _set_not_on_gpu(version, note or self._not_on_gpu(model, number))
+        elif note or self._failure(model, number):
+            self._registry.mark(name, number, State.UNAVAILABLE, text)
+        else:
+            self._registry.wait(name, number, text)
+
+    def _failure(self, model: _Model, number: str) -> str:
+        """Why the engine of a version could not be built; "" if it could, or while that is open."""
+        order = model.order(number)
+        return "" if order is None else self._builds.failure(order) or ""
+
+    def _not_on_gpu(self, model: _Model, number: str) -> str:
+        """Why a version does not run on the GPU, "" if it does or nothing is to be said."""
+        plan, failure = model.plan(number), self._failure(model, number)
+        return f"building its engine failed: {failure}" if failure and plan.not_on_gpu else plan.not_on_gpu
+
+    def unload(self, name: str) -> None:
+        """Take nothing new for a model; what it has is answered in the background."""
+        self._builds.want(name, ())
+        self._registry.publish(name, None)
+        for number, version in self._versions(name).items():
+            self._registry.mark(name, number, State.UNLOADING)
+            self._drains.begin(name, number, version.handle, version.closed)
+        if self._live.pop(name, None) is not None:
+            LOADS.count(name, "unloaded")
+        self._registry.withdraw(name, "unloaded")
+
+    def unload_all(self) -> None:
+        """`unload` of every model."""
+        for name in list(self._live):
+            self.unload(name)
+
+    def _versions(self, name: str) -> dict[str, _Version]:
+        model = self._live.get(name)
+        return {} if model is None else model.versions
+
+    def _kept(
+        self, folder: ModelFolder, number: str, signature: _Signature, version: _Version | None
+    ) -> _Version | None:
+        """The version that serves, if loading it anew would give the same."""
+        if version is None or not version.handle.ready or signature.config != version.signature.config:
+            return None
+        if signature == version.signature:
+            return version
+        mine = folder.config.default_model_filename
+        if without_builds(signature.files, mine) != without_builds(version.signature.files, mine):
+            return None
+        plan = _guarded(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
+        return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
+
+    def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version | _Waiting:
+        """A new version, warm but not yet published; or one that waits until its engine is built."""
+        name = source.name
+        if self._registry.state(name, number) not in (State.READY, State.LOADING):
+            self._registry.mark(name, number, State.LOADING)
+        try:
+            plan, handle = self._open(folder, number)
+            if handle is None:
+                self._check_order(source, number, plan)
+                return _Waiting(signature, plan)
+            now, mine = look_at_version(source.path / number), folder.config.default_model_filename
+            if without_builds(now, mine) != without_builds(signature.files, mine):
+                self._drains.begin(name, number, handle, lambda: None)
+                # Of a file that was only half there nobody can tell what came of it.
+                raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
+        except ConfigError as error:
+            if self._registry.state(name, number) is not State.READY:
+                self._set_aside(name, number, error)
+            raise
+        if source.private is not None:
+            source.private.hold()
+        return _Version(handle, signature, plan, source.private)
+
+    def _check_order(self, source: Source, number: str, plan: Plan) -> None:
+        """A version can wait only for an engine that will be built.
+
+        Raises:
+            ConfigError: nothing is built from what a client has sent.
+        """
+        order = _order(source, number, plan)
+        if order is None:
+            message = "has no engine for this machine's GPU, and none is built from what a load request brings"
+            raise refuse(f"{source.name}/{number}", None, message, "write fallback: onnxruntime, or KIND_AUTO")
+        if self._builds.failure(order) is not None:
+            self._builds.forget(order)
+
+    def _open(self, folder: ModelFolder, number: str) -> tuple[Plan, ModelHandle | None]:
+        """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
+        version, what = int(number), f"{folder.name} version {number}"
+        plan = _guarded(lambda: self._loader.plan(folder, version), what)
+        if plan.waits:
+            return plan, None
+        if plan.remark and plan.stamp is None:
+            level, cure = (
+                (logging.INFO, "") if plan.build else (logging.WARNING, f" ({plan.cure})" if plan.cure else "")
+            )
+            logger.log(level, "model %s: %s%s", what, plan.remark, cure)
+        while True:
+            try:
+                handle = _guarded(partial(self._loader.load, folder, version, plan), what)
+                break
+            except ConfigError as error:
+                # An engine that finds no room is no broken one: the CPU takes its place only where somebody wants that.
+                asked = folder.config.fallback is None and asks_for_tensorrt(folder.config)
+                crowded = isinstance(error, NoRoom) and asked
+                spare = None if crowded else plan.replaced(error)
+                if spare is None:
+                    raise plan.refused(error) from error
+                logger.error("model %s: %s (%s)", what, spare.remark, spare.cure)
+                plan = spare
+        if plan.stamp is not None:
+            logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
+            if plan.remark:
+                logger.warning("model %s: %s", what, plan.remark)
+        elif plan.not_on_gpu and not plan.remark:
+            logger.info("model %s runs on the CPU: %s", what, plan.not_on_gpu)
+        return plan, handle
+
+    def _remark(self, model: _Model, number: str) -> str:
+        """What the index says beside READY, or beside LOADING while the version waits for its engine."""
+        told, version = self._told_of_build(model, number), model.versions.get(number)
+        if version is None or not version.handle.parked:
+            return told
+        problem = self._loader.residency.problem(version.handle)
+        parked = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
+        return f"{parked}; {told}" if told else parked
+
+    def _told_of_build(self, model: _Model, number: str) -> str:
+        plan, order = model.plan(number), model.order(number)
+        if plan.stamp is not None or not plan.remark:
+            return plan.remark
+        cured = f"{plan.remark} ({plan.cure})" if plan.cure else plan.remark
+        if order is None:
+            return cured
+        failure = self._builds.failure(order)
+        if failure is not None:
+            return f"{plan.remark}; building it failed: {failure}" if failure else cured
+        version = model.versions.get(number)
+        if version is None:
+            meanwhile = "requests are refused until then (KIND_GPU)"
+        else:
+            place = str(version.handle.spec.parameters.get("headrace.device", "CPU"))
+            meanwhile = f"{place if place != 'CPU' else 'the CPU'} serves meanwhile"
+        return f"{self._builds.words(order, plan.engine)}; {meanwhile}"
+
+    def _moved(self, handle: ModelHandle) -> None:
+        """A version was parked, is back, or could not be brought back."""
+        name, number = handle.spec.name, handle.spec.version
+        model = self._live.get(name)
+        if model is not None and number in model.versions and model.versions[number].handle is handle:
+            self._registry.note(name, self._remark(model, number), number)
+
+    def _swap(
+        self,
+        source: Source,
+        folder: ModelFolder,
+        wanted: list[str],
+        chosen: dict[str, _Version],
+        waiting: dict[str, _Waiting],
+    ) -> None:
+        name = folder.name
+        handles = {number: version.handle for number, version in chosen.items()}
+        labels = {label: str(version) for label, version in folder.config.labels.items()}
+        before = self._versions(name)
+        model = _Model(source, folder, chosen, waiting)
+        orders = [order for number in (*chosen, *waiting) if (order := model.order(number)) is not None]
+        if orders:
+            BUILDS.declare_each((name, result) for result in ("built", "failed"))
+        self._builds.want(name, orders)
+        remarks = {number: self._remark(model, number) for number in chosen}
+        substitutes = {n: version.plan.not_on_gpu for n, version in chosen.items() if version.plan.substitutes}
+        config = to_triton_json(folder.config)
+        self._registry.publish(name, Serving(handles, labels, config, remarks, substitutes))
+        self._live.pop(name, None)
+        if chosen or waiting:
+            self._live[name] = model
+        for number in waiting:
+            self._registry.wait(name, number, self._remark(model, number))
+        for number, version in before.items():
+            if number in chosen and chosen[number].handle is version.handle:
+                continue
+            if number not in wanted:
+                self._registry.mark(name, number, State.UNLOADING)
+            self._drains.begin(name, number, version.handle, version.closed)
+        self._registry.prune(name, keep=wanted)
+        if chosen and handles != {number: version.handle for number, version in before.items()}:
+            logger.info("model %s serves version %s", name, ", ".join(chosen))
+            LOADS.count(name, "reloaded" if before else "loaded")
+
+    def _discard(self, name: str, chosen: dict[str, _Version]) -> None:
+        """Close what was built for a load that failed in another version."""
+        live = self._versions(name)
+        for number, version in chosen.items():
+            if number in live and live[number].handle is version.handle:
+                continue
+            if self._registry.state(name, number) is State.LOADING:
+                self._registry.mark(name, number, State.UNAVAILABLE, "another version of the model failed to load")
+            self._drains.begin(name, number, version.handle, version.closed)
+
+    def _keep(self, name: str, error: ConfigError) -> None:
+        logger.error("model %s serves on as it was: %s", name, error)
+        self._registry.note(name, f"the last load failed: {error}")
+
+    def _set_aside(self, name: str, number: str, error: ConfigError) -> None:
+        logger.error("model %s%s is not served: %s", name, f" version {number}" if number else "", error)
+        if self._registry.state(name, number) not in (None, State.UNKNOWN, State.LOADING):
+            self._registry.mark(name, number, State.LOADING)
+        self._registry.mark(name, number, State.UNAVAILABLE, str(error))
+
+
+def _order(source: Source, number: str, plan: Plan) -> Order | None:
+    """The engine that a plan has built; None where none is, or where a client has sent files or a configuration."""
+    if not plan.build or source.private is not None or source.config is not None:
+        return None
+    return Order(source.name, number, source.path.absolute(), plan.target, plan.build)
+
+
+def _set_not_on_gpu(version: _Version, reason: str) -> None:
+    """Renew what the metadata say; the control thread alone writes, a reader sees the old mapping's value or the new one."""
+    parameters = version.handle.spec.parameters
+    if isinstance(parameters, dict):
+        if reason:
+            parameters["headrace.not_on_gpu"] = reason
+        else:
+            parameters.pop("headrace.not_on_gpu", None)
+
+
+def _guarded(act: Callable[[], _T], what: str) -> _T:
+    """Whatever one model's files bring about ends as a ConfigError: the other models are not to suffer.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    try:
+        return act()
+    except ConfigError:
+        raise
+    except HeadraceError as error:
+        raise refuse(what, None, str(error)) from error
+    except Exception as error:
+        logger.exception("%s could not be loaded", what)
+        raise refuse(
+            what, None, f"could not be loaded ({type(error).__name__})", "the server's log has more"
+        ) from error
+
+
+def _read(source: Source) -> ModelFolder:
+    folder = read_model_folder(source.path, source.repository, source.config)
+    for finding in folder.findings:
+        logger.warning("%s", finding)
+    if not served_versions(folder.config, folder.versions):
+        there = ", ".join(map(str, folder.versions))
+        raise refuse(source.name, None, f"no version on disk is served: there are {there}", "change version_policy")
+    return folder
+
+
+def _digest(folder: ModelFolder) -> str:
+    """Of all that a version's handle was made from, less its files: labels of versions and the policy are not."""
+    config = folder.config.model_dump_json(exclude={"labels", "version_policy"})
+    return hashlib.sha256(f"{config}\n{sorted(folder.labels.items())}".encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,143 @@
+"""What the control plane tells the TensorRT backend, and asks of it: the machine, GPUs for the instances, the plan's tensors."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from headrace.backends.process.backend import IsolatedModel
+from headrace.backends.tensorrt.api import installed
+from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
+from headrace.backends.tensorrt.plan import Tensor
+from headrace.config.config_completion import instances_on_each_gpu
+from headrace.config.machine import Machine
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import BY_CONFIG_NAME
+from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.pipelines.execution import Steps
+
+logger = logging.getLogger("headrace.tensorrt")
+
+
+def tensorrt_machine() -> Machine:
+    """This machine's first GPU as TensorRT sees it.
+
+    Raises:
+        Unsupported: there is no GPU or no TensorRT.
+    """
+    version, gpu = installed()
+    return Machine("tensorrt", version, gpu.name, gpu.capability, gpu.driver)
+
+
+def memory_bytes(device: int) -> int:
+    """All memory of a GPU.
+
+    Raises:
+        Unsupported: there is no GPU of this number.
+    """
+    return installed(device).gpu.memory_bytes
+
+
+def devices_of(config: ModelConfig) -> list[int]:
+    """The GPU of each instance: as many as a group counts on each of its GPUs, on all the machine's where it names none.
+
+    Groups of KIND_CPU beside others are for where no GPU is.
+    """
+    devices: list[int] = []
+    for group in config.instance_group:
+        if group.kind == "KIND_CPU":
+            continue
+        count = instances_on_each_gpu(config) if group.is_default else group.count
+        for device in group.gpus or range(gpu_count()):
+            devices += [device] * count
+    return devices or [0]
+
+
+def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
+    """The configuration's parameters, and what else the backend has to know."""
+    own = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
+    return {**config.parameters, **own}
+
+
+def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:
+    """Hold a plan's tensors against the configuration.
+
+    Raises:
+        ConfigError: one is missing, or of another type or shape; with all that was found.
+    """
+    findings: list[Finding] = []
+    for side, told, tensors in (
+        ("input", config.input, model.inputs),
+        ("output", config.output, model.outputs),
+    ):
+        known = {tensor.name: tensor for tensor in tensors}
+        for tensor in told:
+            wrong = _wrong(tensor, known.pop(tensor.name, None), config.max_batch_size > 0)
+            if wrong:
+                cure = f"the plan's {side}s: {_listed(tensors)}"
+                findings.append(Finding(file, None, f"{side} '{tensor.name}' {wrong}", cure))
+        if side == "input":
+            findings += [Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in known]
+    if findings:
+        raise ConfigError(findings)
+
+
+def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps:
+    """Have the GPUs do what is to be done around a model, as far as they can.
+
+    Returns:
+        What is left to the CPU.
+    """
+    prepares, ranks = _picture_stage(steps), _class_stage(steps, config)
+    stages = [stage for stage in (prepares, ranks) if stage is not None]
+    if not stages:
+        return steps
+    reason = model.join(stages)
+    if reason:
+        logger.warning("model %s: the CPU prepares its pictures and ranks its classes: %s", config.name, reason)
+        return steps
+    return steps.on_gpu(prepares is not None, ranks is not None)
+
+
+def _picture_stage(steps: Steps) -> PictureStage | None:
+    pixels = steps.pixels
+    return None if pixels is None else PictureStage(pixels.name, pixels.recipe, pixels.dtype)
+
+
+def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
+    if steps.ranking is None:
+        return None
+    name, asked = steps.ranking.output, steps.ranking.asked
+    output = next(tensor for tensor in config.output if tensor.name == name)
+    row = output.dims[-1:] if output.reshape is None else output.reshape.shape
+    if not row or min(row) < 1 or (output.reshape is not None and not config.max_batch_size):
+        return None  # the number of classes, or where a row ends, is known at run time only
+    return ClassStage(
+        tensor=name,
+        dtype=BY_CONFIG_NAME[output.data_type].dtype,
+        row=row,
+        classes=math.prod(row),
+        softmax=asked.softmax or not asked.top_k,
+        top_k=asked.top_k,
+        scores=asked.scores,
+        numbers=asked.classes,
+    )
+
+
+def _wrong(told: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:
+    if tensor is None:
+        return "is not in the plan"
+    dtype = BY_CONFIG_NAME[told.data_type].dtype
+    if dtype != tensor.dtype:
+        return f"is {told.data_type} in the configuration, {tensor.dtype} in the plan"
+    own = told.dims if told.reshape is None else told.reshape.shape
+    shape = tensor.shape[1:] if batched else tensor.shape
+    fits = len(own) == len(shape) and all(-1 in pair or pair[0] == pair[1] for pair in zip(own, shape, strict=True))
+    return "" if fits else f"has the shape {list(own)} in the configuration, {list(shape)} in the plan"
+
+
+def _listed(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)

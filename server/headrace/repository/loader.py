@@ -1,0 +1,410 @@
+"""The only factory: a model's folder, a version and what to load of it in, a running `ModelHandle` out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from headrace.backends.base import Backend, Execution, LoadedModel
+from headrace.config.config_reader import ModelFolder
+from headrace.config.digests import onnx_digest
+from headrace.config.machine import Machine
+from headrace.config.serving_plan import GpuRuntime, Plan, engine_folder, serving_plan
+from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, Finding, Unsupported
+from headrace.core.ledger import Account, NoRoom
+from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
+from headrace.core.model_config import RateLimits as ConfiguredLimits
+from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.pipelines.execution import Steps, steps_of, with_pictures
+from headrace.repository.artefacts import check_engine, version_parameters
+from headrace.repository.measuring import Measuring
+from headrace.repository.profile_store import NOTHING_KEPT, KeptProfile, ProfileStore, cores
+from headrace.repository.residency import Residency
+from headrace.repository.warmup import WarmUp, make_warmups
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
+from headrace.scheduling.reshape import ReshapingExecution
+from headrace.scheduling.selection import QueueLimits
+
+logger = logging.getLogger("headrace.loader")
+
+# More copy no faster: see headrace.scheduling.filling.
+_MOST_FILL_THREADS = 4
+
+
+def open_backend(name: str) -> Backend:
+    """A backend by its name in the configuration; its library is imported here and not before.
+
+    Raises:
+        ConfigError: there is none of that name on this machine.
+    """
+    if name == "onnxruntime":
+        from headrace.backends.onnxruntime import OnnxRuntimeBackend
+
+        return OnnxRuntimeBackend()
+    if name == "tensorrt":
+        from headrace.backends.tensorrt.backend import TensorRtBackend
+
+        return TensorRtBackend()
+    cure = "write backend: onnxruntime, or fallback: onnxruntime with the ONNX file beside"
+    raise ConfigError([Finding("config", None, f"backend '{name}' is not available on this machine", cure)])
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Builds handles.
+
+    Attributes:
+        mailbox: of the event loop on which callers wait.
+        histograms: keep latency histograms.
+        on_dead: called with (model, version, instances left) when an instance dies.
+        on_back: called with (model, version, instances that live) when one that had died serves again.
+        backend: finds a backend by name.
+        residency: of what is loaded into the memory of GPUs.
+        gpu_memory_fraction: of each GPU's memory, what all versions together may take.
+        profile_s: how long each version is measured before it serves; 0: not at all.
+        profiles: where profiles outlive the process; None: nowhere.
+        state: the state folder, where engines of models lie whose folder cannot be written; None: there are none.
+    """
+
+    mailbox: Mailbox
+    histograms: bool = True
+    on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
+    on_back: Callable[[str, str, int], None] = lambda _name, _version, _living: None
+    backend: Callable[[str], Backend] = open_backend
+    residency: Residency = field(default_factory=Residency)
+    gpu_memory_fraction: float = 0.9
+    profile_s: float = 0.0
+    profiles: ProfileStore | None = None
+    state: Path | None = None
+
+    def plan(self, folder: ModelFolder, version: int) -> Plan:
+        """Choose what runs a version, and which of its files.
+
+        Raises:
+            ConfigError: nothing here runs it, or its file cannot be read.
+        """
+        from headrace.backends.tensorrt.api import gpu_is_visible
+
+        gpu = GpuRuntime(self._tensorrt_machine, gpu_is_visible)
+        return serving_plan(folder, version, gpu, self.engines(folder.path, version))
+
+    def engines(self, model: Path, version: int) -> Path | None:
+        """Where engines of a version lie if its own folder cannot be written; None: nowhere.
+
+        Args:
+            model: the model's folder.
+            version: its number.
+        """
+        return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
+
+    def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.
+
+        Raises:
+            NoRoom: it does not fit into the memory of a GPU.
+            ConfigError: the version cannot be served from this file; says why.
+        """
+        while True:
+            try:
+                return self._load(folder, version, chosen)
+            except NoRoom as error:
+                if not self.residency.make_room(error, f"{folder.config.name}/{version}"):
+                    raise
+
+    def _load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        config, begun_ns = folder.config, self.residency.clock()
+        warmups = make_warmups(config, folder.path)
+        check_engine(chosen, config)
+        seen = _look(chosen.file)
+        model = self._open(folder, version, chosen)
+        policy = handle_policy(config, on_gpu=bool(model.devices))
+        spec = replace(model_spec(folder, version), resident_devices=model.resident_devices)
+        spec = replace(spec, parameters=version_parameters(chosen, model.devices))
+        handle = ModelHandle(
+            spec=spec,
+            policy=replace(policy, instances=model.instances),
+            model=model,
+            mailbox=self.mailbox,
+            recorder=Recorder(self.histograms),
+            on_dead=lambda left: self.on_dead(config.name, str(version), left),
+            on_wanted=self.residency.wanted,
+            on_back=lambda living: self.on_back(config.name, str(version), living),
+        )
+        kept = self._kept(config, chosen, model.instances)
+        measuring = self._measuring(config, model, handle, kept)
+        handle.start(WarmUp(config.name, warmups, measuring))
+        if kept is not None:
+            kept.write(handle.profile, measuring.idle_ns)
+            model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
+
+        def reopen() -> Account:
+            if _look(chosen.file) != seen:
+                message = f"{chosen.file.name} has changed since it was loaded"
+                raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
+            again = make_warmups(config, folder.path)
+            model = self._open(folder, version, chosen)
+            handle.unpark(model, WarmUp(config.name, again, self._measuring(config, model, handle, None)))
+            if kept is not None:
+                model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
+            return model.account
+
+        self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
+        return handle
+
+    def _kept(self, config: ModelConfig, chosen: Plan, instances: int) -> KeptProfile | None:
+        if self.profiles is None:
+            return None
+        digest = chosen.stamp.artefact_sha256 if chosen.stamp is not None else onnx_digest(chosen.file)
+        return self.profiles.kept(config, digest, chosen.runtime, instances)
+
+    def _measuring(
+        self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: KeptProfile | None
+    ) -> Measuring:
+        limit_ns, known = int(self.profile_s * NS_PER_S), NOTHING_KEPT if kept is None else kept.read()
+        if not model.devices:
+            config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
+        return Measuring(config, model, model.instances, handle.profile, limit_ns, kept=known)
+
+    def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
+        """The model in memory."""
+        config, residents, devices = folder.config, frozenset[int](), list[int]()
+        account = self.residency.ledger.account(config.name, str(version), config.gpu_memory_budget)
+        steps = steps_of(config, folder.labels)
+        try:
+            if chosen.runtime == "tensorrt":
+                devices, model, steps = self._on_gpus(chosen, config, steps, account)
+                instances = len(devices)
+                # The CPU prepares pictures of the host's memory.
+                residents = getattr(model, "resident_devices", residents) if steps.pixels is None else residents
+            else:
+                instances = handle_policy(config).instances
+                model = self._opened(chosen.runtime, config).load(chosen.file, instances, dict(config.parameters))
+            inner = with_pictures(_reshaping(model, config), steps)
+            return _BookedModel(inner, account, instances, residents, tuple(devices))
+        except BaseException:
+            account.close()
+            raise
+
+    def _on_gpus(
+        self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
+    ) -> tuple[list[int], LoadedModel, Steps]:
+        from headrace.backends.process.backend import IsolatedBackend
+        from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
+        from headrace.repository.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
+
+        devices = devices_of(config)
+        backend, parameters = self._opened(chosen.runtime, config), backend_parameters(config, devices)
+        if not isinstance(backend, TensorRtBackend | IsolatedBackend):
+            return devices, backend.load(chosen.file, len(devices), parameters), steps
+        for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
+            self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
+        model = backend.load(chosen.file, len(devices), parameters, account)
+        try:
+            check_tensors(model, config, chosen.file.name)
+            if isinstance(model, TensorRtModel):
+                steps = join_steps(model, config, steps)
+        except BaseException:
+            model.close()
+            raise
+        return devices, model, steps
+
+    def _opened(self, runtime: str, config: ModelConfig) -> Backend:
+        """A backend, in this process or in one of the model's own."""
+        if config.isolation == "process":
+            from headrace.repository.isolation import isolated
+
+            return isolated(runtime, config)
+        return self.backend(runtime)
+
+    def _tensorrt_machine(self) -> Machine:
+        """This machine's first GPU as TensorRT sees it.
+
+        Raises:
+            Unsupported, ConfigError: there is no GPU or no TensorRT.
+        """
+        try:
+            self.backend("tensorrt")
+        except ConfigError as error:
+            if isinstance(error.__cause__, Unsupported):
+                raise error.__cause__ from None
+            raise
+        from headrace.repository.gpus import tensorrt_machine
+
+        return tensorrt_machine()
+
+
+def model_spec(folder: ModelFolder, version: int) -> ModelSpec:
+    """What callers may send and get."""
+    config = folder.config
+    batch = (-1,) if config.max_batch_size else ()
+    inputs = {
+        tensor.name: TensorSpec(
+            tensor.name, BY_CONFIG_NAME[tensor.data_type], (*batch, *tensor.dims), optional=tensor.optional
+        )
+        for tensor in config.served_input
+    }
+    outputs = {
+        tensor.name: TensorSpec(
+            tensor.name,
+            BY_CONFIG_NAME[tensor.data_type],
+            (*batch, *tensor.dims),
+            labels=folder.labels.get(tensor.name, ()),
+        )
+        for tensor in config.served_output
+    }
+    return ModelSpec(config.name, str(version), config.platform, inputs, outputs, config.max_batch_size)
+
+
+def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
+    """How the model treats its requests.
+
+    Args:
+        config: complete.
+        on_gpu: GPUs run it, else the CPU does.
+    """
+    batching = config.dynamic_batching
+    merge = batching is not None and config.max_batch_size > 0
+    batching = batching or DynamicBatching()
+    queue = batching.default_queue_policy
+    levels = max(batching.priority_levels, 1)
+    max_rows = max(config.max_batch_size if on_gpu else cpu_batch_size(config), 1)
+    return HandlePolicy(
+        batch=BatchPolicy(
+            max_rows=max_rows,
+            preferred_rows=tuple(sorted(rows for rows in batching.preferred_batch_size if rows <= max_rows)),
+            max_delay_ns=batching.max_queue_delay_microseconds * NS_PER_US,
+            merge=merge,
+            objective_ns=int((config.slo.p99_ms or 0) * NS_PER_MS),
+        ),
+        limits=_limits(batching),
+        instances=_instances(config),
+        split_oversized=config.oversize == "split",
+        preserve_ordering=batching.preserve_ordering,
+        levels=levels,
+        default_level=max(batching.default_priority_level, 1),
+        queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
+        demote_on_timeout=queue.timeout_action == "DELAY",
+        timeout_override=queue.allow_timeout_override,
+        fill_threads=max(1, min(_MOST_FILL_THREADS, cores() // 2)),
+        level_policies=_level_policies(batching),
+        aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
+        sharing=_sharing(config.fair_sharing),
+        rate_limits=_rate_limits(config.rate_limits),
+    )
+
+
+def cpu_batch_size(config: ModelConfig) -> int:
+    """Rows that run together at most where the CPU runs a model; 0 if it has no batch dimension."""
+    bound = config.cpu_max_batch_size
+    return config.max_batch_size if bound is None else min(config.max_batch_size, bound)
+
+
+def _queue_policies(batching: DynamicBatching) -> dict[int, QueuePolicy]:
+    """Every level's own by 1-based level; none where there is but one queue."""
+    own, levels = batching.priority_queue_policy, range(1, batching.priority_levels + 1)
+    return {level: own.get(level, batching.default_queue_policy) for level in levels}
+
+
+def _limits(batching: DynamicBatching) -> QueueLimits:
+    """What may wait at all: where levels have bounds of their own, room for as many as those allow."""
+    default = QueueLimits()
+    queues = _queue_policies(batching) or {1: batching.default_queue_policy}
+    sizes = [queue.max_queue_size for queue in queues.values()]
+    return replace(default, max_count=sum(sizes) if all(sizes) else max(default.max_count, sum(sizes)))
+
+
+def _level_policies(batching: DynamicBatching) -> dict[int, LevelPolicy]:
+    return {
+        level: LevelPolicy(
+            max_count=queue.max_queue_size,
+            queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
+            demote_on_timeout=queue.timeout_action == "DELAY",
+            timeout_override=queue.allow_timeout_override,
+        )
+        for level, queue in _queue_policies(batching).items()
+    }
+
+
+def _sharing(told: FairSharing | None) -> Sharing | None:
+    return None if told is None else Sharing(dict(told.weights), told.default_weight)
+
+
+def _rate_limits(told: ConfiguredLimits | None) -> RateLimits | None:
+    if told is None:
+        return None
+    quotas = {client: Quota(limit.requests_per_s, limit.most_at_once) for client, limit in told.clients.items()}
+    default = told.default
+    return RateLimits(quotas, None if default is None else Quota(default.requests_per_s, default.most_at_once))
+
+
+def _instances(config: ModelConfig) -> int:
+    """How many run on the CPU: groups for GPUs say nothing of that where the CPU serves in their place."""
+    off_gpu = [group for group in config.instance_group if config.backend != "tensorrt" or group.kind != "KIND_GPU"]
+    return sum(group.count for group in off_gpu) or 1
+
+
+def _look(file: Path) -> tuple[int, int, int]:
+    """Size, time of change and inode of a file, zeros if it cannot be seen."""
+    try:
+        seen = file.stat()
+    except OSError:
+        return 0, 0, 0
+    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class _BookedModel:
+    """A model and the account of its memory, which is closed with it.
+
+    Attributes:
+        inner: the model.
+        account: of its memory.
+        instances: how many executions may be asked for.
+        resident_devices: numbers of the GPUs that read inputs where they lie.
+        devices: number of the GPU of each instance; empty on the CPU.
+        last: called once it is closed, e.g. to keep its profile.
+    """
+
+    inner: LoadedModel
+    account: Account
+    instances: int
+    resident_devices: frozenset[int]
+    devices: tuple[int, ...]
+    last: list[Callable[[], None]] = field(default_factory=list)
+
+    def execution(self, index: int) -> Execution:
+        return self.inner.execution(index)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.account.close()
+        for call in self.last:
+            call()
+
+
+def _reshaping(model: LoadedModel, config: ModelConfig) -> LoadedModel:
+    inputs = {tensor.name: tensor.reshape.shape for tensor in config.input if tensor.reshape is not None}
+    outputs = {tensor.name: tensor.dims for tensor in config.output if tensor.reshape is not None}
+    return _ReshapingModel(model, inputs, outputs, config.max_batch_size > 0) if inputs or outputs else model
+
+
+@dataclass(frozen=True, slots=True)
+class _ReshapingModel:
+    inner: LoadedModel
+    inputs: dict[str, tuple[int, ...]]
+    outputs: dict[str, tuple[int, ...]]
+    batched: bool
+
+    def execution(self, index: int) -> Execution:
+        return ReshapingExecution(self.inner.execution(index), self.inputs, self.outputs, self.batched)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,137 @@
+"""What the server's own page shows: every version with its state, and what those that serve have counted so far.
+
+All figures are totals since the version was loaded. Rates, percentiles of the last minute and curves follow from the difference
+of two answers, and are made by whoever watches: the server keeps no history, and no request pays for being watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from headrace.config.layer_report import read_layers
+from headrace.config.stamps import is_artefact_name
+from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
+from headrace.core.errors import ConfigError, NotFound
+from headrace.observability.histogram import FIRST_NATIVE, SCHEMA
+from headrace.repository.registry import PLACEMENT, Registry
+from headrace.repository.repository import find
+from headrace.scheduling.handle import ModelHandle
+
+# One answer serves all who ask within this time, and longer where there are so many models that making it takes long: however
+# many watch, it takes no more than a small part of the interpreter's time.
+_FRESH_NS = 400 * NS_PER_MS
+_SHARE = 20
+
+
+class Overview:
+    """Tells how all models fare; called on the event loop.
+
+    Args:
+        registry: of the models.
+        repositories: where their folders are.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(self, registry: Registry, repositories: Sequence[Path], clock: Clock = monotonic_ns) -> None:
+        self._registry = registry
+        self._repositories = repositories
+        self._clock = clock
+        self._started_ns = clock()
+        self._stale_ns = self._started_ns
+        self._last: Mapping[str, object] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def status(self) -> Mapping[str, object]:
+        """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
+        if self._looking is None and self._clock() >= self._stale_ns:
+            self._looking = asyncio.create_task(self._refresh())
+        if self._looking is not None:
+            # It is made for all who ask: one who leaves takes it from nobody.
+            await asyncio.shield(self._looking)
+        return self._last
+
+    async def layers(self, model: str, version: str) -> Mapping[str, object]:
+        """How long each layer of what serves takes, as `headrace inspect --publish` has measured it.
+
+        Raises:
+            NotFound, Unavailable: no such version.
+            NotFound: nobody has measured what serves it.
+        """
+        handle = self._registry.lease(model, version)
+        try:
+            number, engine = handle.spec.version, str(handle.spec.parameters.get("engine.file", ""))
+        finally:
+            handle.release()
+        found = find(self._repositories, model)
+        cure = f"measure them with `headrace inspect {model} --version {number} --publish`"
+        try:
+            report = None if found is None else await asyncio.to_thread(read_layers, found.path / number)
+        except ConfigError as error:
+            raise NotFound(str(error)) from None
+        if report is None:
+            raise NotFound(f"nobody has measured the layers of model '{model}' version {number}: {cure}")
+        # Of an engine that serves no more nobody wants to know; a model's own file has no name of an engine.
+        if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
+            raise NotFound(
+                f"the layers that were measured are those of {report.artefact}, which does not serve: {cure}"
+            )
+        return report.to_json()
+
+    async def _refresh(self) -> None:
+        try:
+            now_ns = self._clock()
+            # Not on the event loop: of a thousand models it takes a tenth of a second.
+            self._last = await asyncio.to_thread(self._look, now_ns)
+            self._stale_ns = now_ns + max(_FRESH_NS, _SHARE * (self._clock() - now_ns))
+        finally:
+            self._looking = None
+
+    def _look(self, now_ns: int) -> Mapping[str, object]:
+        handles = {(model, version): handle for model, version, handle in self._registry.sources()}
+        models = []
+        for row in self._registry.index():
+            handle = handles.get((str(row["name"]), str(row["version"])))
+            models.append({**row, "serving": None if handle is None else _serving(handle)})
+        models_ready, models_expected = self._registry.model_counts()
+        return {
+            "time_ns": now_ns,
+            "uptime_ns": now_ns - self._started_ns,
+            "ready": self._registry.ready(),
+            "models_ready": models_ready,
+            "models_expected": models_expected,
+            "buckets_per_doubling": 1 << SCHEMA,
+            "models": models,
+        }
+
+
+def _serving(handle: ModelHandle) -> Mapping[str, object]:
+    spec, totals, load = handle.spec, handle.recorder.totals(), handle.load()
+    latency = totals.phases["total"].native
+    return {
+        "platform": spec.platform,
+        "engine": str(spec.parameters.get("engine.precision", "")),
+        **{name: str(spec.parameters.get(f"headrace.{name}", "")) for name in PLACEMENT},
+        "max_batch_size": spec.max_batch_size and handle.policy.batch.max_rows,
+        "instances": handle.policy.instances,
+        "living": load.instances,
+        "restarts": handle.restarts,
+        "parked": handle.parked,
+        "queued": load.depth,
+        "wait_ns": load.wait_ns,
+        "in_flight": load.in_flight,
+        "late": load.late,
+        "requests": totals.requests,
+        "rows": totals.rows,
+        "failures": dict(totals.failures),
+        "batches": dict(totals.reasons),
+        "sizes": {str(rows): size.count for rows, size in sorted(totals.sizes.items())},
+        "queue_ns": totals.queue_ns,
+        "assembly_ns": totals.assembly_ns,
+        "compute_ns": totals.compute_ns,
+        "split_ns": totals.split_ns,
+        "total_ns": totals.request_ns,
+        # What counts as zero goes to the number below the first, which ends where that begins.
+        "latency": {str(FIRST_NATIVE - 1 + place): int(latency[place]) for place in latency.nonzero()[0].tolist()},
+    }

@@ -1,0 +1,416 @@
+"""The control thread: brings what is served in line with what is wanted, at start, on request, and as folders change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from headrace.config.config_json import read_config_json
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
+from headrace.core.model_config import name_problem
+from headrace.repository.builds import BUILDER, Builds, Order
+from headrace.repository.deployment import Deployments, Source
+from headrace.repository.draining import Drains
+from headrace.repository.file_look import GONE, look_at_model
+from headrace.repository.lifecycle import State
+from headrace.repository.loader import Loader
+from headrace.repository.overrides import PrivateFolder, check_files
+from headrace.repository.registry import Registry
+from headrace.repository.repository import Found, Skipped, find, scan
+from headrace.repository.watcher import Watcher
+
+logger = logging.getLogger("headrace.control")
+
+# Each may hold the files of an upload; they are worked on one after the other.
+MAX_WAITING_COMMANDS = 64
+_NOT_LOADED = "not loaded"
+# At start, models that are still being copied hold up the others by this many settle times at most.
+_START_SETTLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """What should be served.
+
+    Attributes:
+        repositories: folders of models.
+        names: the models wanted at start, None for all.
+        only: by repository, the models that it is reduced to; a repository that is not listed has all of its models.
+    """
+
+    repositories: Sequence[Path]
+    names: frozenset[str] | None = None
+    only: Mapping[Path, frozenset[str]] = field(default_factory=dict)
+
+    def offers(self, repository: Path, name: str) -> bool:
+        """True if a model of a repository may be served."""
+        return repository not in self.only or name in self.only[repository]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPolicy:
+    """Who may change what is served while the server runs.
+
+    Attributes:
+        mode: nobody; clients ("explicit"); the files themselves ("poll").
+        allow_override: a load request may bring its own configuration and files.
+        poll_interval_s: between two looks at the repositories, in seconds.
+        settle_s: how long a model's files must have stayed the same before they are loaded, in seconds.
+    """
+
+    mode: Literal["none", "explicit", "poll"] = "none"
+    allow_override: bool = False
+    poll_interval_s: float = 2.0
+    settle_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    act: Callable[[], None]
+    outcome: Future[None]
+
+
+class Reconciler:
+    """Loads at start, serves commands or watches the folders, closes at the end; on a thread of its own.
+
+    `load` and `unload` are called on the event loop, the rest by the server's wiring. Ownership: `_waiting` and `_ended` are
+    guarded by `_lock`; everything else belongs to the control thread.
+
+    Args:
+        desired: what should be served.
+        loader: makes handles.
+        registry: where they are published.
+        on_loaded: called from the control thread when the first loading is over, with an error if that failed as a whole; and
+            with the error that ends the control thread, if one does.
+        control: who may change what is served.
+        builder: the command that builds engines, without the model that it is for.
+    """
+
+    def __init__(
+        self,
+        desired: Desired,
+        loader: Loader,
+        registry: Registry,
+        on_loaded: Callable[[BaseException | None], None],
+        control: ControlPolicy | None = None,
+        builder: Sequence[str] = BUILDER,
+    ) -> None:
+        self._desired = desired
+        self._registry = registry
+        self._on_loaded = on_loaded
+        self._control = control or ControlPolicy()
+        self._residency = loader.residency
+        self._residency.on_wanted = self._memory_wanted
+        self._drains = Drains(registry, self._residency.forget)
+        if loader.state is not None:
+            builder = (*builder, "--state-dir", str(loader.state))
+        self._builds = Builds(builder, self._engine_built, self._engine_progress)
+        self._deployments = Deployments(loader, registry, self._drains, self._builds)
+        self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
+        self._repository_lost = False
+        self._skipped: set[Skipped] = set()
+        self._next_look_ns = 0
+        self._memory_ns: int | None = None  # when those that wait for memory may have it
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._ended = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="control", daemon=True)
+        self._close_timeout_s = 0.0
+        self._clean = True
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Close every model, serving what is queued; True if all of it ended within `timeout_s`."""
+        self._close_timeout_s = timeout_s
+        self._stop.set()
+        self._commands.put(None)
+        self._builds.stop()
+        # A load that hangs in a library must not keep the process, so it too has only so long.
+        self._thread.join(2 * timeout_s + 1)
+        self._builds.join()
+        return self._clean and not self._thread.is_alive()
+
+    # On the event loop: `Repository` of the front ends
+
+    async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        """Load a model, or load it anew; returns when the new versions serve. What serves is replaced without a gap.
+
+        Args:
+            name: of the model.
+            config: a configuration in Triton's JSON that takes the place of the model's own, or None.
+            files: by path in the model's folder, all that the model is to be made of; needs `config`.
+
+        Raises:
+            Forbidden: not switched on (model control, or overrides).
+            NotFound: no repository has the model.
+            BadRequest: the name, or a file, cannot be taken.
+            ConfigError: it cannot be served; what served before still does.
+            Overloaded: too many loads wait.
+            Unavailable: the server is stopping.
+        """
+        self._check(name)
+        if (config is not None or files) and not self._control.allow_override:
+            option = "--allow-model-override"
+            raise Forbidden(
+                f"a load request may not bring its own configuration or files: start the server with {option}"
+            )
+        if files and config is None:
+            raise BadRequest(
+                "a load request with files needs the parameter 'config' too; '{}' has it completed from them"
+            )
+        await self._do(lambda: self._load(name, config, files))
+
+    async def unload(self, name: str, dependents: bool) -> None:
+        """Stop serving a model; returns when nothing new is taken. What it has is answered in the background.
+
+        Args:
+            name: of the model.
+            dependents: unload the models with it that only it needs; there are none, each model stands for itself.
+
+        Raises:
+            Forbidden: not switched on.
+            NotFound: no such model.
+            BadRequest: the name cannot be a model's.
+            Overloaded: too many commands wait.
+            Unavailable: the server is stopping.
+        """
+        self._check(name)
+        await self._do(lambda: self._unload(name))
+
+    def _check(self, name: str) -> None:
+        if self._control.mode != "explicit":
+            raise Forbidden(
+                "explicit model load / unload is not allowed: start the server with --model-control explicit"
+            )
+        problem = name_problem(name)
+        if problem is not None:
+            raise BadRequest(f"{problem.message}: {problem.cure}")
+
+    async def _do(self, act: Callable[[], None]) -> None:
+        outcome: Future[None] = Future()
+        outcome.set_running_or_notify_cancel()  # who leaves does not call the work off
+        with self._lock:
+            if self._ended or self._stop.is_set():
+                raise Unavailable("the server is stopping")
+            if self._waiting >= MAX_WAITING_COMMANDS:
+                raise Overloaded(f"{self._waiting} loads and unloads wait already")
+            self._waiting += 1
+            self._commands.put(_Command(act, outcome))
+        await asyncio.wrap_future(outcome)
+
+    # On the thread that builds
+
+    def _engine_built(self, order: Order, failure: str) -> None:
+        self._post(lambda: self._deployments.built(order, failure))
+
+    def _engine_progress(self, order: Order) -> None:
+        self._post(lambda: self._deployments.progress(order))
+
+    # On any thread
+
+    def _memory_wanted(self) -> None:
+        self._post(lambda: None)  # after every command it is seen to who waits for memory
+
+    def _post(self, act: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended:
+                self._waiting += 1
+                self._commands.put(_Command(act, Future()))
+
+    # On the control thread
+
+    def _main(self) -> None:
+        try:
+            self._load_first()
+            self._builds.start()
+            self._registry.set_complete(True)
+            self._on_loaded(None)
+            self._next_look_ns = monotonic_ns() + self._pause_ns()
+            while self._serve_one():
+                self._memory_ns = self._residency.serve()
+        except BaseException as error:  # the owner must learn that nothing will be loaded any more
+            self._refuse_commands()
+            self._on_loaded(error)
+            self._stop.wait()
+        self._refuse_commands()
+        self._registry.set_complete(False)
+        self._deployments.unload_all()
+        self._clean = self._drains.wait(self._close_timeout_s)
+
+    def _serve_one(self) -> bool:
+        """Wait for a command, or for the time of the next look; False when it is time to stop."""
+        try:
+            command = self._commands.get(timeout=self._wait_s())
+        except queue.Empty:
+            if self._control.mode == "poll" and monotonic_ns() >= self._next_look_ns:
+                self._look()
+                self._next_look_ns = monotonic_ns() + self._pause_ns()
+            return True
+        if command is None:
+            return False
+        try:
+            command.act()
+        except HeadraceError as error:
+            command.outcome.set_exception(error)
+        except Exception:
+            logger.exception("a load or unload failed")
+            command.outcome.set_exception(HeadraceError("the server could not do this; its log has the cause"))
+        except BaseException:
+            command.outcome.set_exception(Unavailable("the server is stopping"))
+            raise
+        else:
+            command.outcome.set_result(None)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+        return True
+
+    def _refuse_commands(self) -> None:
+        with self._lock:
+            self._ended = True
+        self._residency.end(Unavailable("the server is stopping"))
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command.outcome.set_exception(Unavailable("the server is stopping"))
+
+    def _load_first(self) -> None:
+        found = self._scan()
+        wanted = self._desired.names
+        for model in found:
+            if model.problem is not None:
+                logger.error("%s", model.problem)
+        if self._control.mode == "poll":
+            self._load_settled(found)
+            return
+        if self._control.mode == "explicit":
+            self._list(found)
+        models = [m for m in found if m.problem is None and (wanted is None or m.name in wanted)]
+        for name in sorted((wanted or frozenset()) - {model.name for model in models}):
+            reason = "the model repository has no folder of this name"
+            logger.error("model %s is not served: %s", name, reason)
+            self._registry.mark(name, "", State.UNAVAILABLE, reason)
+        for model in models:
+            self._registry.forget(model.name, "")
+            self._registry.mark(model.name, "", State.UNKNOWN)
+        for model in models:
+            if self._stop.is_set():
+                return
+            self._try_to_load(model)
+
+    def _scan(self) -> list[Found]:
+        """The models of all repositories; each folder that cannot be a model is logged once."""
+        skipped: set[Skipped] = set()
+        found = scan(self._desired.repositories, self._registry.names(), skipped.add)
+        for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
+            logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
+        self._skipped = skipped
+        return [model for model in found if self._desired.offers(model.repository, model.name)]
+
+    def _try_to_load(self, model: Found) -> None:
+        try:
+            self._deployments.load(Source(model.name, model.path, model.repository))
+        except ConfigError:
+            return  # told in the log and in the index
+        except Exception:  # one model must not take the others down
+            logger.exception("model %s could not be loaded", model.name)
+
+    def _load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
+        self._list_again()
+        document = None if config is None else read_config_json(config)
+        if document is None or not files:
+            model = find(self._desired.repositories, name)
+            if model is None or not self._desired.offers(model.repository, name):
+                raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
+            self._deployments.load(Source(name, model.path, model.repository, document))
+            return
+        check_files(files, document)
+        private = PrivateFolder(name, files)
+        try:
+            self._deployments.load(Source(name, private.path, private.repository, document, private))
+        finally:
+            private.release()
+
+    def _unload(self, name: str) -> None:
+        self._list_again()
+        if name not in self._registry.names():
+            raise NotFound(f"model '{name}' is not found{self._registry.suggestion(name)}")
+        self._deployments.unload(name)
+
+    def _list_again(self) -> None:
+        try:
+            self._list(self._scan())
+        except (HeadraceError, OSError) as error:
+            logger.warning("a model repository cannot be read: %s", error)
+
+    def _list(self, found: Sequence[Found]) -> None:
+        """The index has every model there is, loaded or not, and forgets those that are gone."""
+        names = {model.name for model in found}
+        known = self._registry.names()
+        for name in known - names:
+            self._registry.prune(name)
+        for name in names - known:
+            if name_problem(name) is None:
+                self._registry.mark(name, "", State.UNLOADED, _NOT_LOADED)
+
+    # Polling
+
+    def _wait_s(self) -> float | None:
+        """Until the next look at the folders, or until somebody may have memory; None: for a command."""
+        times_ns = [] if self._memory_ns is None else [self._memory_ns]
+        if self._control.mode == "poll":
+            times_ns.append(self._next_look_ns)
+        return max(min(times_ns) - monotonic_ns(), 0) / NS_PER_S if times_ns else None
+
+    def _pause_ns(self) -> int:
+        control, pause_s = self._control, self._control.poll_interval_s
+        return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.restless else pause_s) * NS_PER_S)
+
+    def _load_settled(self, found: Sequence[Found]) -> None:
+        """The first loading while folders are watched: what is being copied just now is left for later."""
+        pause_s = max(self._control.settle_s / 2, 0.05)
+        self._act_on(found)
+        for _ in range(2 * _START_SETTLES):
+            if not self._watcher.restless or self._stop.wait(pause_s):
+                return
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            found = self._scan()
+        except (HeadraceError, OSError) as error:
+            # A disk that is away for a moment is no wish to unload everything.
+            if not self._repository_lost:
+                logger.error("a model repository cannot be watched: %s", error)
+            self._repository_lost = True
+            return
+        self._repository_lost = False
+        self._act_on(found)
+
+    def _act_on(self, found: Sequence[Found]) -> None:
+        models = {model.name: model for model in found if model.problem is None}
+        looks = {name: look for name, model in models.items() if (look := look_at_model(model.path)) != GONE}
+        for name in looks.keys() - self._registry.names():
+            self._registry.mark(name, "", State.UNKNOWN)
+        for name in self._watcher.see(looks, monotonic_ns()):
+            if self._stop.is_set():
+                return
+            if name in looks:
+                self._try_to_load(models[name])
+            else:
+                self._deployments.unload(name)
+        for name in self._registry.names() - self._watcher.names:
+            self._registry.prune(name)

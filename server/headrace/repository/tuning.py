@@ -1,0 +1,426 @@
+"""Measures a model with different numbers of instances and batch sizes, and recommends a change that exceeds the spread.
+
+Every pair of settings is run several times, in two passes over all pairs: a machine that becomes slower meanwhile shows up as
+spread. A change is recommended only if the slowest run of the new setting is faster than the fastest run of the present one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from headrace.config.config_completion import instances_on_each_gpu
+from headrace.config.config_edit import read_config_file
+from headrace.config.config_reader import ModelFolder, served_versions
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, Finding, HeadraceError
+from headrace.core.model_config import ModelConfig
+from headrace.core.request import InferRequest
+from headrace.core.scheduling_config import InstanceGroup
+from headrace.repository.artefacts import Plan
+from headrace.repository.loader import Loader, handle_policy
+from headrace.repository.measuring import MAX_INPUT_BYTES, sizes
+from headrace.repository.tuning_inputs import TuningInputs, tuning_inputs
+from headrace.scheduling.handle import ModelHandle
+
+# Callers for each instance: while one batch runs, the next one waits.
+_CALLERS = 2
+# A setting with this share of the best throughput counts as equal to it; the one with the shorter batches is taken.
+_NEARLY = 0.97
+_CLOSE_S = 30.0
+# The search for a batch size ends after so many doublings without a gain, or at a batch that takes so long.
+_DOUBLINGS = 3
+_LONGEST_BATCH_NS = 2 * NS_PER_S
+# Up to here every batch size is measured; beyond, the search decides.
+_FEW_ROWS = 16
+# A batch may take this share of the memory that is free.
+_MEMORY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The measurements of one pair of settings.
+
+    Attributes:
+        instances: Number of instances.
+        rows: Rows of each batch.
+        runs_hz: Rows a second of all instances together, one number for each run.
+        median_ns: Median compute time of a batch, all instances at work, in nanoseconds.
+        p95_ns: 95th percentile of the same.
+    """
+
+    instances: int
+    rows: int
+    runs_hz: tuple[float, ...]
+    median_ns: int
+    p95_ns: int
+
+    @property
+    def rows_hz(self) -> float:
+        """Median of the runs."""
+        return median(self.runs_hz)
+
+    @property
+    def low_hz(self) -> float:
+        """Slowest run."""
+        return min(self.runs_hz)
+
+    @property
+    def high_hz(self) -> float:
+        """Fastest run."""
+        return max(self.runs_hz)
+
+    def keeps(self, slo_ns: int) -> bool:
+        """Return True if answers keep to an objective; 0 is none.
+
+        A request that arrives just after a batch was taken waits until one of n instances is free, and for a batch of its own:
+        with n that work in turn, (n + 1) / n of a batch's time.
+        """
+        return not slo_ns or self.p95_ns * (self.instances + 1) <= slo_ns * self.instances
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Whether to change the configuration.
+
+    Attributes:
+        change: True if the best setting exceeds the present one by more than the spread.
+        reason: Why, or why not.
+    """
+
+    change: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """All measurements of a model.
+
+    Attributes:
+        points: In the order of instances and rows.
+        now: The setting of the configuration; None if it was not measured.
+        best: The setting to take; None if none keeps to the objective.
+        advice: Whether to take it.
+        inputs: Where the inputs come from.
+        runtime: What ran the model: runtime and file.
+        limit: Why no larger batch was measured.
+    """
+
+    points: Sequence[Point]
+    now: Point | None
+    best: Point | None
+    advice: Advice
+    inputs: str
+    runtime: str
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure.
+
+    Attributes:
+        counts: Numbers of instances; that of the configuration is added.
+        seconds: Length of one run.
+        repeats: Runs of each pair.
+        slo_ns: Latency objective in nanoseconds; 0: none.
+        max_rows: Largest batch to try; None: the configuration's, or what brings a gain where it has none.
+        input_file: An .npz with inputs.
+    """
+
+    counts: Sequence[int]
+    seconds: float = 0.2
+    repeats: int = 5
+    slo_ns: int = 0
+    max_rows: int | None = None
+    input_file: Path | None = None
+
+
+Report = Callable[[int, int, str], object]
+"""Called with the runs done, the runs there are, and what was measured last."""
+
+
+def sweep(folder: ModelFolder, options: Options, report: Report = lambda _done, _total, _text: None) -> Sweep:
+    """Run a model with each number of instances on batches of each size.
+
+    Args:
+        folder: The model's; its latest version is run.
+        options: How.
+        report: Called after each run.
+
+    Raises:
+        ConfigError: The model cannot be loaded, fails on the inputs, or no inputs can be made up for it.
+    """
+    return _Sweeper(folder, options, report).run()
+
+
+class _Sweeper:
+    """One sweep."""
+
+    def __init__(self, folder: ModelFolder, options: Options, report: Report) -> None:
+        self._folder = folder
+        self._options = options
+        self._report = report
+        self._version = served_versions(folder.config, folder.versions)[-1]
+        self._inputs = tuning_inputs(folder, options.input_file)
+        with _loop() as loop:
+            self._plan = Loader(Mailbox(loop)).plan(folder, self._version)
+        self._automatic = "max_batch_size" not in read_config_file(folder.path).document.data
+        if self._plan.waits:
+            cure = f"build it first: headrace build {folder.name}"
+            raise ConfigError([Finding(folder.name, None, "has no engine for this machine's GPU yet", cure)])
+        on_gpu = self._plan.runtime == "tensorrt"
+        batch = handle_policy(folder.config, on_gpu).batch
+        self._now = (_count(folder.config, on_gpu), batch.max_rows if batch.merge else 1)
+        self._counts = sorted({*options.counts, self._now[0]})
+        self._done, self._total = 0, 0
+
+    def run(self) -> Sweep:
+        row_counts, limit = self._row_counts()
+        runs: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
+        passes = [number for number in (-(-self._options.repeats // 2), self._options.repeats // 2) if number]
+        self._total = self._done + self._options.repeats * len(self._counts) * len(row_counts)
+        for number, rounds in enumerate(passes):
+            for count in reversed(self._counts) if number else self._counts:
+                with self._loaded(count, max(row_counts)) as handle:
+                    for rows in row_counts * rounds:
+                        runs.setdefault((count, rows), []).append(self._measured(handle, count, rows))
+        points = [_point(*pair, runs[pair]) for pair in sorted(runs)]
+        now = next((point for point in points if (point.instances, point.rows) == self._now), None)
+        best = choose(points, self._options.slo_ns)
+        return Sweep(
+            points=points,
+            now=now,
+            best=best,
+            advice=advise(now, best, self._options.slo_ns),
+            inputs=self._inputs.origin,
+            runtime=f"{self._plan.runtime}, {self._plan.file.name}",
+            limit=limit,
+        )
+
+    def _row_counts(self) -> tuple[list[int], str]:
+        """Batch sizes to measure, and why there is no larger one."""
+        config, written = self._folder.config, self._folder.config.max_batch_size
+        if not written:
+            return [1], "the model has no batch dimension"
+        fitting = max(1, MAX_INPUT_BYTES // max(self._inputs.row_bytes, 1))
+        if self._plan.runtime != "onnxruntime" or self._plan.artefact is not None:
+            return sizes(config), f"{self._plan.file.name} takes batches of up to {written}"
+        if self._options.max_rows is not None:
+            most, limit = self._options.max_rows, f"--max-batch-size is {self._options.max_rows}"
+        elif self._automatic:
+            most, limit = fitting, ""
+        else:
+            most, limit = written, f"max_batch_size is {written} in the configuration; --max-batch-size N looks further"
+            if written <= _FEW_ROWS:
+                return sizes(config), limit
+        if most >= fitting:
+            most, limit = fitting, f"inputs of {fitting} rows fill {MAX_INPUT_BYTES} bytes"
+        return self._explored(most, limit)
+
+    def _explored(self, most: int, limit: str) -> tuple[list[int], str]:
+        """1, 2, 4 ... rows as long as more rows bring more, and memory and time allow."""
+        rows, best_hz, best_rows, stale = 1, 0.0, 1, 0
+        count, before = self._now[0], _peak_bytes()
+        tried = []
+        with self._loaded(count, most) as handle:
+            while rows <= most:
+                try:
+                    # Whatever else the machine does makes a run slower, never faster: the better one of two counts.
+                    rows_hz, _, p95_ns = max(self._measured(handle, count, rows) for _ in range(2))
+                except (HeadraceError, MemoryError) as error:
+                    if rows == 1:
+                        raise
+                    limit = f"a batch of {rows} rows fails: {error}"
+                    break
+                tried.append(rows)
+                stale = 0 if rows_hz * _NEARLY > best_hz else stale + 1
+                if rows_hz > best_hz:
+                    best_hz, best_rows = rows_hz, rows
+                grown, before = _peak_bytes() - before, _peak_bytes()
+                point = Point(count, rows, (rows_hz,), p95_ns, p95_ns)
+                found = _end_of_search(point, stale, grown, self._options.slo_ns)
+                if found:
+                    limit = found
+                    break
+                rows = min(rows * 2, most) if rows < most else most + 1
+        kept = {size for size in tried if size <= max(2 * best_rows, 1 << _DOUBLINGS)}
+        return sorted(kept | {self._now[1]} & set(range(1, most + 1))), limit
+
+    def _measured(self, handle: ModelHandle, count: int, rows: int) -> tuple[float, int, int]:
+        try:
+            run = _measured(handle, self._inputs, rows, self._options.seconds)
+        except ConfigError:
+            raise
+        except HeadraceError as error:
+            cure = "try the inputs of a real request: --input FILE.npz"
+            message = f"the model fails on a batch of {rows} rows ({self._inputs.origin}): {error}"
+            raise ConfigError([Finding(self._folder.name, None, message, cure)]) from error
+        self._done += 1
+        text = f"{count} instance{'s' * (count > 1)}, {rows} row{'s' * (rows > 1)}: {run[0]:,.0f} rows/s"
+        self._report(self._done, max(self._total, self._done), text)
+        return run
+
+    @contextmanager
+    def _loaded(self, count: int, most: int) -> Iterator[ModelHandle]:
+        """The version with so many instances, each request of up to `most` rows a batch of its own."""
+        config = self._folder.config
+        update: dict[str, object] = {"instance_group": (_group(config, count),)}
+        update |= {"dynamic_batching": None, "rate_limits": None}
+        if config.max_batch_size:
+            update |= {"max_batch_size": most, "cpu_max_batch_size": None}
+        folder = replace(self._folder, config=config.model_copy(update=update))
+        with _loop() as loop:
+            handle = Loader(Mailbox(loop), histograms=False).load(folder, self._version, _served(self._plan))
+            try:
+                yield handle
+            finally:
+                handle.close(_CLOSE_S)
+
+
+def choose(points: Sequence[Point], slo_ns: int = 0) -> Point | None:
+    """Return the setting with the shortest batches of those with (nearly) the best throughput; None if all take too long.
+
+    Args:
+        points: To choose from.
+        slo_ns: Latency objective in nanoseconds; 0: none.
+    """
+    fit = [point for point in points if point.keeps(slo_ns)]
+    most = max((point.rows_hz for point in fit), default=0.0)
+    good = [point for point in fit if point.rows_hz >= _NEARLY * most]
+    return min(good, key=lambda point: (point.p95_ns, point.instances), default=None)
+
+
+def advise(now: Point | None, best: Point | None, slo_ns: int = 0) -> Advice:
+    """Compare the best setting with that of the configuration.
+
+    Args:
+        now: The configuration's; None if it was not measured.
+        best: What `choose` returned.
+        slo_ns: Latency objective in nanoseconds; 0: none.
+    """
+    if best is None:
+        return Advice(False, "no setting keeps to the objective: build a faster engine (`headrace build`), or raise it")
+    if now is None:
+        return Advice(False, "the setting of the configuration was not measured, there is nothing to compare with")
+    if (now.instances, now.rows) == (best.instances, best.rows):
+        return Advice(False, "the configuration has the best setting")
+    times = f"{best.rows_hz / now.rows_hz:.2f} times the configuration's {now.instances} x {now.rows} rows"
+    if not now.keeps(slo_ns):
+        return Advice(True, f"{times}, which miss the objective")
+    if best.low_hz <= now.high_hz:
+        spread = (
+            f"the configuration's runs reach {now.high_hz:,.0f}, the best setting's begin at {best.low_hz:,.0f} rows/s"
+        )
+        return Advice(False, f"{times}, within the spread: {spread}")
+    if best.rows_hz * _NEARLY <= now.rows_hz:
+        return Advice(False, f"{times}: not worth a change")
+    return Advice(True, f"{times}, beyond the spread of the runs")
+
+
+def default_counts(config: ModelConfig, cores: int) -> list[int]:
+    """1, 2, 4 ... instances up to the number of cores, and as many as the configuration has."""
+    return sorted({_count(config, False), *(1 << power for power in range(min(cores, 16).bit_length()))})
+
+
+@contextmanager
+def _loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that never runs: callers wait on threads of their own."""
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def _count(config: ModelConfig, on_gpu: bool) -> int:
+    """Instances of the configuration; on each GPU, where they run on GPUs."""
+    if on_gpu and all(group.is_default for group in config.instance_group):
+        return instances_on_each_gpu(config)
+    return sum(group.count for group in config.instance_group) or 1
+
+
+def _served(plan: Plan) -> Plan:
+    """The plan without a build in the background, which would take cores from the measurement."""
+    return replace(plan, build="")
+
+
+def _group(config: ModelConfig, count: int) -> InstanceGroup:
+    first = config.instance_group[0] if config.instance_group else InstanceGroup()
+    return first.model_copy(update={"count": count})
+
+
+def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) -> Point:
+    hz, medians_ns, p95s_ns = zip(*runs, strict=True)
+    return Point(instances, rows, tuple(hz), round(median(medians_ns)), round(median(p95s_ns)))
+
+
+def _end_of_search(point: Point, stale: int, grown_bytes: int, slo_ns: int) -> str:
+    """Why a batch of twice as many rows is not tried; "" if it is."""
+    if stale >= _DOUBLINGS:
+        return "more rows bring no more"
+    if not point.keeps(slo_ns):
+        return f"batches of {point.rows} rows miss the objective"
+    if point.p95_ns > _LONGEST_BATCH_NS:
+        return f"a batch of {point.rows} rows takes {point.p95_ns / NS_PER_S:.1f} s"
+    free_bytes = _free_bytes()
+    if free_bytes is not None and 2 * grown_bytes > _MEMORY_SHARE * free_bytes:
+        return f"a batch of {2 * point.rows} rows would take half of the free memory"
+    return ""
+
+
+def _measured(handle: ModelHandle, inputs: TuningInputs, rows: int, seconds: float) -> tuple[float, int, int]:
+    """Rows a second of all instances, and the median and 95th percentile of a batch's compute time in nanoseconds."""
+    batch, done = inputs.batch(rows), threading.Event()
+    instances = handle.alive
+
+    def infer() -> None:
+        handle.infer_blocking(InferRequest(inputs=batch, rows=rows, shape_key=None, received_ns=monotonic_ns()))
+
+    def call(_caller: int) -> int:
+        batches = 0
+        while not done.is_set():
+            infer()
+            batches += 1
+        return batches
+
+    for _ in range(instances):
+        infer()
+    with ThreadPoolExecutor(instances * _CALLERS) as callers:
+        begun_ns = monotonic_ns()
+        try:
+            called = [callers.submit(call, number) for number in range(instances * _CALLERS)]
+            done.wait(seconds)
+        finally:
+            done.set()
+        batches = sum(each.result() for each in called)
+        took_s = (monotonic_ns() - begun_ns) / NS_PER_S
+    profile = handle.profile
+    return batches * rows / took_s, profile.estimate_ns(rows, instances), profile.promise_ns(rows, instances)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _free_bytes() -> int | None:
+    """Memory that the machine and the container leave; None where the system does not tell."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
+    with suppress(OSError, ValueError):
+        control = Path("/sys/fs/cgroup")
+        found.append(int((control / "memory.max").read_text()) - int((control / "memory.current").read_text()))
+    return min(found, default=None)

@@ -1,0 +1,274 @@
+"""`headrace validate`: loads every model of a repository as the server does, and reports all that is wrong, without serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
+from headrace.core.command_line import did_you_mean
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput
+from headrace.repository.file_repository import open_paths
+from headrace.repository.repository import Skipped, folder_names, folders, is_model_folder
+
+TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "headrace.repository.trial_load")
+_READY, _LOADING = "READY", "LOADING"
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The outcome for one model's folder.
+
+    Attributes:
+        model: the model, None if its folder cannot be read as one.
+        findings: errors and warnings; those of the files in the order of file and line, then those of loading.
+        states: version, state and reason as the index of a server would have them; empty where nothing was loaded.
+        substitutes: version and reason where the CPU serves though the configuration asks for a GPU.
+        skipped: the folder is not a model's, and why.
+    """
+
+    model: ModelFolder | None
+    findings: tuple[Finding, ...]
+    states: tuple[tuple[str, str, str], ...] = ()
+    substitutes: tuple[tuple[str, str], ...] = ()
+    skipped: Skipped | None = None
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """The versions that a server would serve."""
+        return tuple(version for version, state, _ in self.states if state == _READY)
+
+
+def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspection]:
+    """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
+
+    Args:
+        path: a repository, one model's folder, or an ONNX file; findings name files relative to it (to the folder around a
+            model or file).
+        load: load the models too, in a process of their own; False: only read their files.
+        state_dir: of the server, where engines of read-only folders lie; "" for none.
+    """
+    # "." and ".." have no name that a model could have; links stay as they are, for the reader to judge.
+    path = Path(os.path.abspath(path))
+    if path.is_file() and path.suffix == ".onnx":
+        with open_paths([path]) as named:
+            return inspect(named.repositories[0], load, state_dir)
+    if not path.is_dir():
+        state = "is not a folder" if path.exists() else "does not exist"
+        suggestion = did_you_mean(path.name, folder_names(path.parent))
+        cure = " ".join(filter(None, (suggestion, "name a model repository, or one model's folder")))
+        return [_only(Finding(path.name, None, state, cure))]
+    if is_model_folder(path):
+        inspections = [_read(path, path.parent)]
+        return _loaded(inspections, path.parent, state_dir) if load else inspections
+    try:
+        models, skipped = folders(path)
+    except ConfigError as error:
+        return [_only(replace(error.findings[0], path=path.name))]
+    if not models:
+        cure = "put each model in a folder of its own: <model>/1/model.onnx"
+        empty = _only(Finding(path.name, None, "holds no models", cure, fatal=False))
+        return [*(Inspection(None, (), skipped=folder) for folder in skipped), empty]
+    inspections = [_read(folder, path) for folder in models]
+    notes = [Inspection(None, (), skipped=folder) for folder in skipped]
+    return [*notes, *(_loaded(inspections, path, state_dir) if load else inspections)]
+
+
+def _only(finding: Finding) -> Inspection:
+    return Inspection(None, (finding,))
+
+
+def _read(folder: Path, repository: Path) -> Inspection:
+    try:
+        model = read_model_folder(folder, repository)
+    except ConfigError as error:
+        return Inspection(None, tuple(error.findings))
+    return Inspection(model, model.findings)
+
+
+def _loaded(inspections: Sequence[Inspection], repository: Path, state_dir: str) -> list[Inspection]:
+    """The inspections, with what came of loading the models that could be read."""
+    models = [inspection.model for inspection in inspections if inspection.model is not None]
+    outcomes = load_in_child(models, repository, state_dir)
+    return [
+        inspection if inspection.model is None else _with_outcome(inspection, inspection.model, outcomes)
+        for inspection in inspections
+    ]
+
+
+def _with_outcome(inspection: Inspection, model: ModelFolder, outcomes: Mapping[str, Any]) -> Inspection:
+    outcome = outcomes[model.name]
+    findings = [_below_model(Finding(*finding), model) for finding in outcome["findings"]]
+    states = tuple((version, state, reason) for version, state, reason in outcome["states"])
+    substitutes = tuple((version, reason) for version, reason in outcome["substitutes"])
+    return replace(inspection, findings=(*inspection.findings, *findings), states=states, substitutes=substitutes)
+
+
+def _below_model(finding: Finding, model: ModelFolder) -> Finding:
+    """A finding of loading, which may name a file of a version without its folder, with the model in front."""
+    if finding.path == model.name or finding.path.startswith(f"{model.name}/"):
+        return finding
+    if finding.path.startswith(f"{model.name} "):
+        return replace(finding, path=model.name)
+    return replace(finding, path=model.name, message=f"{finding.path} {finding.message}")
+
+
+def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: str = "") -> dict[str, dict[str, Any]]:
+    """Load models as the server does, in a process of their own, which a crash of a runtime ends.
+
+    Args:
+        models: to load, one after the other.
+        repository: that their folders are in.
+        state_dir: as for `inspect`.
+
+    Returns:
+        By model name what `headrace.repository.trial_load` reports.
+    """
+    outcomes: dict[str, dict[str, Any]] = {}
+    waiting = list(models)
+    while waiting:
+        listed = [(model.name, str(model.path), str(repository)) for model in waiting]
+        order = json.dumps({"state_dir": os.path.expanduser(state_dir), "models": listed})
+        with tempfile.TemporaryFile() as errors:
+            child = subprocess.run(TRIAL_LOAD, input=order.encode(), stdout=subprocess.PIPE, stderr=errors, check=False)
+            lines = child.stdout.splitlines()
+            for model, line in zip(waiting, lines, strict=False):
+                outcomes[model.name] = json.loads(line)
+            waiting = waiting[len(lines) :]
+            if waiting:
+                # The first without a line is the one that ended the process; the others get a new one.
+                crashed = waiting.pop(0)
+                outcomes[crashed.name] = _crash(crashed.name, child.returncode, _last_line(errors))
+    return outcomes
+
+
+def _last_line(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 2000, 0))
+    text: str = file.read().decode("utf-8", "replace")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _crash(name: str, status: int, detail: str) -> dict[str, Any]:
+    ending = f"status {status}"
+    if status < 0:
+        ending = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    message = f"loading the model ends the process with {ending}" + (f": {detail[:400]}" if detail else "")
+    cure = "check the model's file and the libraries of its runtime; `isolation: process` keeps the server alive"
+    return {"states": [], "findings": [[name, None, message, cure, True]], "substitutes": []}
+
+
+def main(paths: Sequence[Path], console: Console, load: bool = True, strict: bool = False, state_dir: str = "") -> int:
+    """Print what is wrong in `paths`, a line for each good model, and a summary.
+
+    Args:
+        paths: repositories, or folders of single models.
+        console: where to print.
+        load: as for `inspect`.
+        strict: a model that the CPU serves in place of a GPU is an error, as with `headrace serve --strict`.
+        state_dir: as for `inspect`.
+
+    Returns:
+        The exit status: 1 if a model is not served (with `strict` also if `headrace serve --strict` would not start), else 0.
+    """
+    counts: Counter[str] = Counter()
+    for path in paths:
+        single = path.is_dir() and is_model_folder(path)
+        for inspection in inspect(path, load, state_dir):
+            if strict:
+                inspection = _strict(inspection)
+            if inspection.skipped is not None:
+                _print_skipped(inspection.skipped, path, console)
+            for finding in inspection.findings:
+                counts["error" if finding.fatal else "warning"] += 1
+                _print_finding(_from_here(finding, path, single), console)
+            if inspection.model is None:
+                continue
+            if inspection.ready or not load:
+                counts["model"] += 1
+                _print_model(inspection.model, inspection, console)
+            _print_states(inspection.model, inspection, console)
+    told = [
+        _counted(counts["model"], "good model"),
+        _counted(counts["error"], "error"),
+        _counted(counts["warning"], "warning"),
+    ]
+    console.print(Text(", ".join(told), style="bold red" if counts["error"] else "bold green"))
+    return 1 if counts["error"] else 0
+
+
+def _from_here(finding: Finding, path: Path, single: bool) -> Finding:
+    """The finding with its file as it can be opened from where the command was typed."""
+    if path.is_file() or finding.path == os.path.basename(os.path.abspath(path)):
+        return replace(finding, path=str(path))
+    if single:
+        return replace(finding, path=str(path / Path(*Path(finding.path).parts[1:])))
+    return replace(finding, path=str(path / finding.path))
+
+
+def _print_finding(finding: Finding, console: Console) -> None:
+    text = Text(str(finding))
+    text.stylize("red" if finding.fatal else "yellow", len(finding.path))
+    console.print(text, soft_wrap=True)
+
+
+def _print_skipped(skipped: Skipped, path: Path, console: Console) -> None:
+    shown = path / skipped.path.name
+    console.print(Text(f"{shown}: note: skipped: {skipped.reason}", style="dim"), soft_wrap=True)
+
+
+def _print_model(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+    served = inspection.ready or tuple(map(str, served_versions(model.config, model.versions)))
+    line = f" {', '.join(served)}: {signature_line(model.config)}"
+    console.print(Text.assemble(("OK ", "green"), (model.name, "bold"), line), soft_wrap=True)
+
+
+def _print_states(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+    """What the index says beside a version that serves, or that is still loading: its engine is built first."""
+    for version, state, reason in inspection.states:
+        if version and reason and state in (_READY, _LOADING):
+            word = "" if state == _READY else f"{state}: "
+            console.print(Text(f"   {model.name} {version}: note: {word}{reason}", style="dim"), soft_wrap=True)
+
+
+def _strict(inspection: Inspection) -> Inspection:
+    """The inspection with an error for each version that the CPU serves in place of a GPU."""
+    if inspection.model is None:
+        return inspection
+    cure = "write fallback: onnxruntime, or remove KIND_GPU and backend: tensorrt"
+    errors = [
+        Finding(f"{inspection.model.name}/{version}", None, f"asks for a GPU: {reason}", cure)
+        for version, reason in inspection.substitutes
+    ]
+    return replace(inspection, findings=(*inspection.findings, *errors))
+
+
+def signature_line(config: ModelConfig) -> str:
+    """A model's inputs, outputs and batching in one line, e.g. `x FP32[-1,16] -> y FP32[-1,16], batches of up to 4`."""
+    batched = config.max_batch_size > 0
+    inputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_input)
+    outputs = ", ".join(_tensor(tensor, batched) for tensor in config.served_output)
+    batching = f", batches of up to {config.max_batch_size}" if batched else ", no batching"
+    return f"{inputs} -> {outputs}{batching}"
+
+
+def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
+    shape = ",".join(map(str, (-1, *tensor.dims) if batched else tensor.dims))
+    return f"{tensor.name} {tensor.data_type.removeprefix('TYPE_')}[{shape}]"
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"

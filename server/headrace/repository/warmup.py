@@ -1,0 +1,154 @@
+"""Requests that every instance answers before a version serves: `model_warmup` of the configuration.
+
+What the fields mean is told by Triton's published message `ModelWarmup`: a data file holds the values of one row, which is
+repeated for every row of the batch; here it may as well hold all rows. BYTES elements are a length of four bytes, little-endian,
+and that many bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace.backends.base import Execution
+from headrace.config.document import refuse
+from headrace.config.warmup_check import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.core.model_config import ModelConfig, ModelInput, WarmupInput
+from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
+
+logger = logging.getLogger("headrace.warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """One request to warm up with.
+
+    Attributes:
+        name: for the log.
+        inputs: as a request would bring them.
+        count: how many times it is run.
+    """
+
+    name: str
+    inputs: dict[str, Array]
+    count: int
+
+
+class WarmUp:
+    """Runs warm-ups; called by each instance on its own thread with its own execution.
+
+    Args:
+        model: for the log.
+        warmups: what to run.
+        then: called with the execution afterwards.
+    """
+
+    def __init__(
+        self, model: str, warmups: list[Warmup], then: Callable[[Execution], None] = lambda _execution: None
+    ) -> None:
+        self._model = model
+        self._warmups = warmups
+        self._then = then
+
+    def __call__(self, execution: Execution) -> None:
+        """Run all warm-ups; what the execution raises goes on to the caller, and with it the loading fails."""
+        for warmup in self._warmups:
+            logger.debug("model %s warms up with %s", self._model, warmup.name)
+            for _ in range(warmup.count):
+                execution.run(dict(warmup.inputs))
+        self._then(execution)
+
+
+def make_warmups(config: ModelConfig, folder: Path) -> list[Warmup]:
+    """The warm-ups with their data.
+
+    Raises:
+        ConfigError: a data file cannot be read, or has changed since `warmup_problems` found nothing wrong.
+    """
+    known = {tensor.name: tensor for tensor in config.served_input}
+    warmups: list[Warmup] = []
+    for index, warmup in enumerate(config.model_warmup):
+        rows = warmup.batch_size if config.max_batch_size else 0
+        inputs = {name: _data(feed, known[name], rows, folder) for name, feed in warmup.inputs.items()}
+        warmups.append(Warmup(warmup.name or str(index), inputs, max(warmup.count, 1)))
+    return warmups
+
+
+def one_row(tensor: ModelInput) -> Array:
+    """Made-up values for an input without free dimensions: (1, *dims)."""
+    return _random(BY_CONFIG_NAME[tensor.data_type], (1, *tensor.dims))
+
+
+def _data(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path) -> Array:
+    """The array of one input: (rows, *dims), or dims if `rows` is 0, which says that there is no batch dimension."""
+    kind = BY_CONFIG_NAME[tensor.data_type]
+    dims = feed_dims(feed, tensor)
+    shape = (rows, *dims) if rows else dims
+    if feed.input_data_file:
+        return _from_file(folder / FOLDER / feed.input_data_file, kind, shape, dims)
+    return _random(kind, shape) if feed.random_data else _zeros(kind, shape)
+
+
+def _zeros(kind: Datatype, shape: tuple[int, ...]) -> Array:
+    zeros: Array = np.full(shape, b"", dtype=object) if kind is BYTES else np.zeros(shape, kind.dtype)
+    return zeros
+
+
+def _random(kind: Datatype, shape: tuple[int, ...]) -> Array:
+    """Floats in [0, 1); whole numbers 0 and 1, so that an index stays within its table; texts of such a number."""
+    rng = np.random.default_rng()
+    values: Array
+    if kind is BYTES:
+        values = np.empty(shape, dtype=object)
+        values.reshape(-1)[:] = [b"%d" % bit for bit in rng.integers(0, 2, math.prod(shape)).tolist()]
+    elif kind is BF16:  # the upper half of a single-precision number
+        values = (rng.random(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    elif kind.dtype.kind == "f":
+        values = rng.random(shape, np.float32).astype(kind.dtype)
+    else:
+        values = rng.integers(0, 2, shape).astype(kind.dtype)
+    return values
+
+
+def _from_file(path: Path, kind: Datatype, shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
+    name = f"{path.parent.parent.name}/{FOLDER}/{path.name}"
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+    values = _texts(content, name) if kind is BYTES else _numbers(content, kind, name)
+    if values.size == math.prod(shape):
+        return values.reshape(shape)
+    if values.size != math.prod(dims):
+        message = f"has {values.size} elements, one row takes {math.prod(dims)}"
+        raise refuse(name, None, message, "write the values of one row, or those of all rows")
+    return np.ascontiguousarray(np.broadcast_to(values.reshape(dims), shape))
+
+
+def _numbers(content: bytes, kind: Datatype, name: str) -> Array:
+    if len(content) % kind.size_bytes:
+        raise refuse(name, None, f"{len(content)} bytes are no whole number of {kind.name} values", "write raw values")
+    values: Array = np.frombuffer(content, kind.dtype).copy()
+    return values
+
+
+def _texts(content: bytes, name: str) -> Array:
+    texts: list[bytes] = []
+    at = 0
+    while at < len(content):
+        length = struct.unpack_from("<I", content, at)[0] if at + 4 <= len(content) else len(content)
+        if at + 4 + length > len(content):
+            cure = "write the length of every element in four bytes, little-endian, in front of it"
+            raise refuse(name, None, f"ends within the element that begins at byte {at}", cure)
+        texts.append(content[at + 4 : at + 4 + length])
+        at += 4 + length
+    values = np.empty(len(texts), dtype=object)
+    values[:] = texts
+    return values

@@ -1,0 +1,269 @@
+"""The decision when a batch closes, as a plain function of a view, the time and a policy.
+
+No clock, no lock, no queue in here: the scheduler asks, the simulator asks, tests ask in virtual time.
+
+Where nothing is due, the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an
+idle instance that asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever
+waits, when the oldest has waited for the allowed delay.
+
+Where something is due and the times of batches are known, the dues rule (`_in_time`). Preferred sizes do not matter then, and the
+allowed delay ends at the latest start. No instance waits beyond what is allowed: simulated with batches of 450 + 60 n us, 32 rows
+at the most and 20 ms promised, Poisson arrivals at 0.3 and 0.8 of capacity, all in time with each rule:
+
+    rule                       p50 at 0.3   p99 at 0.3   p50 at 0.8   p99 at 0.8   device busy at 0.8
+    run what waits                0.94 ms      1.49 ms      2.00 ms      3.59 ms         100 %
+    wait for the latest start     5.80 ms     11.36 ms      3.70 ms      5.81 ms          80 %
+    wait a quarter of 20 ms       4.11 ms      6.78 ms      3.70 ms      5.81 ms          81 %
+
+The time that is saved is worth something to other models on the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from headrace.scheduling.order import FAR_NS
+
+
+class CloseReason(Enum):
+    """Why a batch was closed; the value is the label in the metrics."""
+
+    FULL = "full"
+    """The next request would not fit."""
+    PREFERRED = "preferred"
+    """A preferred size was reached."""
+    DELAY = "delay"
+    """The oldest request had waited for the allowed delay."""
+    IDLE = "idle"
+    """An instance was idle and waiting is not allowed."""
+    SINGLE = "single"
+    """The model does not merge requests."""
+    DEADLINE = "deadline"
+    """One more row, or a moment longer, and a member would have been late."""
+    DRAIN = "drain"
+    """The model is being unloaded: nothing more will join."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """How requests may be merged.
+
+    Attributes:
+        max_rows: rows in one batch, at least 1.
+        preferred_rows: sizes worth closing a batch for, ascending.
+        max_delay_ns: how long the oldest request may be kept waiting for company while an instance is idle.
+        merge: False runs every request alone.
+        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+    """
+
+    max_rows: int = 1
+    preferred_rows: tuple[int, ...] = ()
+    max_delay_ns: int = 0
+    merge: bool = True
+    objective_ns: int = 0
+
+
+class LaneView(Protocol):
+    """What the decision may look at: requests that may share a batch, in the order in which they are to be served."""
+
+    @property
+    def count(self) -> int:
+        """Requests waiting."""
+
+    @property
+    def total_rows(self) -> int:
+        """Rows waiting, over all requests."""
+
+    @property
+    def oldest_ns(self) -> int:
+        """When the one that waits longest was queued."""
+
+    def due_from_ns(self, count: int) -> int:
+        """None of the first `count` requests is due earlier."""
+
+    def row_counts(self) -> Iterable[int]:
+        """Rows of each request, first to be served first."""
+
+    def members(self) -> Iterable[tuple[int, int]]:
+        """The same, and when each is due; `FAR_NS`: never, or it will be late in any case."""
+
+
+class Plan(NamedTuple):
+    """What batches take; see `headrace.scheduling.plan`. All by rows from 0 to the most that a batch holds.
+
+    Attributes:
+        promises_ns: what nearly all keep to, from now to the answers.
+        estimates_ns: what they take as a rule.
+        best: of the batches with no more rows, the one with the most rows a second that leaves time for who comes after it.
+        instances: how many pull.
+    """
+
+    promises_ns: Sequence[int]
+    estimates_ns: Sequence[int]
+    best: Sequence[int]
+    instances: int = 1
+
+
+@dataclass(slots=True)  # not frozen, which would double what making one costs, once a batch
+class Take:
+    """Close a batch with the first `count` requests."""
+
+    count: int
+    reason: CloseReason
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Some requests cannot be in time any more, or only at the cost of more others: put them last, and ask again.
+
+    Attributes:
+        places: theirs in the order of serving, from 0, ascending.
+    """
+
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Ask again at `time_ns` (monotonic), or when something was queued."""
+
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing waits."""
+
+
+Decision = Take | Skip | WaitUntil | Idle
+
+IDLE = Idle()
+
+
+def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None = None) -> Decision:
+    """What an idle instance should do with the requests in `view`.
+
+    Args:
+        view: what waits.
+        now_ns: monotonic, when a batch would begin to be computed.
+        policy: how requests may be merged.
+        plan: what batches take; None: unknown, or nothing is due, so that it does not matter when anything is.
+    """
+    count = view.count
+    if count == 0:
+        return IDLE
+    if plan is not None:
+        return _in_time(view, now_ns, policy, plan)
+    if not policy.merge:
+        return Take(1, CloseReason.SINGLE)
+    if policy.preferred_rows:
+        preferred = _preferred(view, policy.preferred_rows)
+        if preferred:
+            return Take(preferred, CloseReason.PREFERRED)
+    if view.total_rows > policy.max_rows:
+        fitting = _fitting(view, policy.max_rows)
+        if fitting < count:
+            return Take(fitting, CloseReason.FULL)
+    if view.total_rows >= policy.max_rows:
+        return Take(count, CloseReason.FULL)
+    if policy.max_delay_ns <= 0:
+        return Take(count, CloseReason.IDLE)
+    closes_ns = view.oldest_ns + policy.max_delay_ns
+    if now_ns >= closes_ns:
+        return Take(count, CloseReason.DELAY)
+    return WaitUntil(closes_ns)
+
+
+def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+    """The best batch that has all its members in time, and those behind it."""
+    most, promises_ns = policy.max_rows, plan.promises_ns
+    wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
+    if view.total_rows > wanted > 0:  # as for most batches under load
+        first_rows = 1 if view.count == view.total_rows else next(iter(view.row_counts()))
+        size = max(wanted, min(first_rows, most))  # a request is never cut
+        if now_ns + promises_ns[size] <= view.due_from_ns(wanted):
+            return Take(_fitting(view, wanted), CloseReason.FULL)
+    rows = count = 0
+    due_ns = FAR_NS
+    for member_rows, member_due_ns in view.members():
+        more = rows + member_rows
+        if count and more > wanted:
+            return Take(count, CloseReason.FULL if policy.merge else CloseReason.SINGLE)
+        due_ns = min(due_ns, member_due_ns)
+        if now_ns + promises_ns[min(more, most)] > due_ns:
+            break
+        rows, count = more, count + 1
+    else:
+        if rows >= plan.best[most]:
+            return Take(count, CloseReason.FULL)
+        return _worth_waiting(view, now_ns, policy, due_ns - promises_ns[rows + 1])
+    if count:  # a smaller batch would do for these: and for those behind it?
+        behind = plan.best[min(view.total_rows - rows, most)]
+        if now_ns + promises_ns[min(rows, most)] // plan.instances + promises_ns[behind] <= member_due_ns:
+            return Take(count, CloseReason.DEADLINE)
+    return _without_late(view, now_ns, policy, plan)
+
+
+def _worth_waiting(view: LaneView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
+    """All that wait fit: run them, or keep them for the allowed delay, but not beyond the latest start of a larger batch."""
+    if policy.max_delay_ns <= 0 or not policy.merge:
+        return Take(view.count, CloseReason.IDLE)
+    closes_ns = view.oldest_ns + policy.max_delay_ns
+    if now_ns >= closes_ns:
+        return Take(view.count, CloseReason.DELAY)
+    if now_ns >= latest_ns:
+        return Take(view.count, CloseReason.DEADLINE)
+    return WaitUntil(min(closes_ns, latest_ns))
+
+
+def _without_late(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+    """Rather than one small batch after the other for the sake of those who are nearly too late, go on with those who are not.
+
+    Those that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
+    (early drop in Nexus: H. Shen and others, SOSP 2019). Where others would take their place, so do those that may be late.
+    """
+    most, left, rows = policy.max_rows, view.total_rows, 0
+    late: list[int] = []
+    wanted = plan.best[min(left, most)] if policy.merge else 1
+    for place, (member_rows, due_ns) in enumerate(view.members()):
+        if rows and rows + member_rows > wanted:
+            break
+        size = max(wanted, min(member_rows, most))
+        takes_ns = plan.estimates_ns if left - member_rows < wanted else plan.promises_ns
+        if now_ns + takes_ns[size] <= due_ns:
+            rows += member_rows
+        else:
+            late.append(place)
+            left -= member_rows
+            wanted = plan.best[min(left, most)] if policy.merge else 1
+    if late:
+        return Skip(tuple(late))
+    return Take(_fitting(view, wanted), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
+
+
+def _fitting(view: LaneView, max_rows: int) -> int:
+    """How many requests from the front fit in `max_rows`; at least one, since an oversized one can only go alone."""
+    if view.count == view.total_rows:
+        return min(view.count, max(max_rows, 1))
+    rows = count = 0
+    for request_rows in view.row_counts():
+        rows += request_rows
+        if rows > max_rows:
+            break
+        count += 1
+    return max(count, 1)
+
+
+def _preferred(view: LaneView, preferred_rows: tuple[int, ...]) -> int:
+    """How many requests from the front make the largest preferred size that can be made exactly; 0 if none can."""
+    rows = best = 0
+    for count, request_rows in enumerate(view.row_counts(), start=1):
+        rows += request_rows
+        if rows in preferred_rows:
+            best = count
+        if rows >= preferred_rows[-1]:
+            break
+    return best

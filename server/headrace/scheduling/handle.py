@@ -1,0 +1,414 @@
+"""One loaded version of a model as the rest of the server sees it: `ModelHandle`.
+
+The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to another
+process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop, `infer_blocking` and `release` on any
+other thread of a program that holds a lease; the rest by the control thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from headrace.backends.base import Execution, LoadedModel, Standing, is_pipelined
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
+from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.core.load import LevelLoad, Load
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import BYTES, ModelSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.admission import Admission
+from headrace.scheduling.alarms import Alarms
+from headrace.scheduling.answers import Answers
+from headrace.scheduling.crew import Crew
+from headrace.scheduling.instance import OnDeath, Runner, WarmUp
+from headrace.scheduling.order import FAR_NS, Order
+from headrace.scheduling.outlook import Outlook
+from headrace.scheduling.output_check import OutputCheck, OutputMismatch
+from headrace.scheduling.pace import Pace
+from headrace.scheduling.pipeline import Pipeline
+from headrace.scheduling.plan import Planner
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.profile import Profile
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.quotas import Quotas
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.sequencer import Sequencer
+from headrace.scheduling.serial import SerialRunner
+
+logger = logging.getLogger("headrace.model")
+
+_LATE = "the request's deadline had passed before it was queued"
+
+
+class ModelHandle:
+    """A loaded version with its queue and its instances.
+
+    Args:
+        spec: what callers may send and get.
+        policy: how requests are treated.
+        model: what runs; owned by the handle, closed with it.
+        mailbox: of the event loop on which callers wait.
+        recorder: counts.
+        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
+        on_wanted: called with the handle, on any thread, when a request waits while it is parked; once for each parking, and
+            perhaps once more than needed.
+        on_back: called on a thread of its own with the number of instances that live, once one that had died serves again.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        used_ns: when the last request came, monotonic; 0 if none has.
+        profile: how long batches compute.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        policy: HandlePolicy,
+        model: LoadedModel,
+        mailbox: Mailbox,
+        recorder: Recorder,
+        on_dead: Callable[[int], None] = lambda _left: None,
+        clock: Clock = monotonic_ns,
+        on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
+        on_back: Callable[[int], None] = lambda _living: None,
+    ) -> None:
+        self.spec = spec
+        self.policy = policy
+        self.recorder = recorder
+        self.used_ns = 0
+        self._mailbox = mailbox
+        self._on_wanted = on_wanted
+        self._clock = clock
+        order = Order(policy.aging_ns, policy.sharing, policy.batch.max_rows)
+        self._scheduler = Scheduler(
+            policy.batch, policy.queue_limits, policy.levels, clock, mailbox.loop.call_soon, order
+        )
+        sequencer = Sequencer() if policy.preserve_ordering else None
+        deliver = settle_all if sequencer is None else sequencer.deliver
+        self._admission = Admission(
+            spec,
+            policy.batch.max_rows,
+            policy.split_oversized,
+            policy.limits.max_count,
+            policy.levels,
+            policy.default_level,
+            self._scheduler.discard,
+            sequencer,
+            policy.batch.objective_ns,
+        )
+        self.profile = Profile()
+        planner = Planner(self.profile, policy.batch)
+        self._scheduler.plan_by(planner)
+        self._outlook = Outlook(
+            planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), shared=policy.sharing is not None
+        )
+        self._scheduler.on_dropped = self._outlook.missed
+        self._scheduler.retry_after_s = self._outlook.retry_after_s
+        self._answers = Answers(
+            recorder, deliver, planner.batch, OutputCheck(spec), self.profile, self._outlook, self._stop_batching
+        )
+        self._alarms = Alarms(policy, self._scheduler, clock)
+        self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
+        self._lock = threading.Lock()  # guards _leases, _closing, _wanted, and the first mismatch of outputs
+        self._leases, self._wanted, self._closing = 0, False, False
+        self._idle = threading.Event()
+        self._idle.set()
+        name = f"{spec.name}/{spec.version}"
+        self._crew = Crew(name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock)
+
+    def start(self, warm_up: WarmUp | None = None) -> None:
+        """Start the instances and wait until each is open and warm.
+
+        Args:
+            warm_up: called with the execution of each instance, on the instance's own thread.
+
+        Raises:
+            ConfigError: an instance failed; the others have ended and the model is closed.
+        """
+        self._crew.start(warm_up)
+
+    # On the event loop
+
+    def lease(self) -> bool:
+        """Take a lease; False if the version is being closed. The registry calls this."""
+        with self._lock:
+            if self._closing:
+                return False
+            self._leases += 1
+            self._idle.clear()
+        return True
+
+    def release(self) -> None:
+        """Give a lease back."""
+        with self._lock:
+            self._leases -= 1
+            if self._leases == 0:
+                self._idle.set()
+
+    def admit(self) -> None:
+        """Refuse early, before a request is decoded.
+
+        Raises:
+            Unavailable: no instance is left, or the model's process is not to be had for some time.
+        """
+        if not self.ready:
+            raise self._crew.dead()
+        if self._crew.isolated is not None:
+            self._crew.admit()
+
+    def infer(self, request: InferRequest) -> LoopCompletion:
+        """Queue a request; await what is returned for the answer.
+
+        Raises:
+            BadRequest: more rows than a batch holds, and the model does not split.
+            DeadlineExceeded: the deadline has passed already.
+            Overloaded: the queue is full.
+            WouldMiss: it would be answered too late.
+            QuotaExceeded: its client asks for more than it may.
+            Unavailable: the model is being unloaded or its instances have died.
+        """
+        now_ns = self._clock()
+        completion = LoopCompletion(self._mailbox)
+        entries = self._admitted(request, completion, now_ns)
+        try:
+            self._scheduler.enqueue(entries)
+        except Unavailable:
+            _withdraw(completion, entries)
+            raise
+        if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
+            self._want()
+        if request.deadline_ns or self._alarms.timeouts:
+            self._alarms.set(request, completion, entries, now_ns)
+        return completion
+
+    def infer_blocking(self, request: InferRequest) -> InferResponse:
+        """Run a request and wait for its answer, on any thread that has nothing else to do (the event loop has).
+
+        Where nothing else waits, an instance sleeps and its execution is `prompt`, the calling thread runs the request itself
+        from beginning to end: no other is woken for it. Everything else waits in the queue, as with `infer`; so does a request
+        with a deadline, since nobody could call this thread back from a device.
+
+        Raises:
+            HeadraceError: as `infer` raises, or as the request was answered.
+        """
+        now_ns = self._clock()
+        completion = ThreadCompletion()
+        entries = self._admitted(request, completion, now_ns)
+        try:
+            self._scheduler.run(entries, stays=not request.deadline_ns and len(entries) == 1)
+            if self._crew.parked:  # after the queueing, as in `infer`
+                self._want()
+            self._alarms.wait(request, completion, entries, now_ns)
+        except BaseException:  # refused, or the caller is called off: nobody waits for an answer any more
+            _withdraw(completion, entries)
+            raise
+        outcome = completion.outcome
+        assert outcome is not None, "whoever is told has an outcome"
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _admitted(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
+        """The entries of a request that is taken, for the queue; raises as `infer` does."""
+        if request.deadline_ns and request.deadline_ns <= now_ns:
+            raise DeadlineExceeded(_LATE)
+        if self._quotas is not None:
+            self._quotas.charge(request.client, now_ns)
+        entries = self._admission.entries(request, completion, now_ns)
+        if entries[-1].due_ns != FAR_NS:
+            try:
+                self._outlook.admit(entries, now_ns)
+            except Unavailable:
+                _withdraw(completion, entries)
+                raise
+        self.used_ns = now_ns
+        return entries
+
+    def failed(self, error: HeadraceError, received_ns: int) -> None:
+        """Count a request that was answered with an error."""
+        self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
+
+    # By whoever asks
+
+    @property
+    def ready(self) -> bool:
+        """True while at least one instance lives, or will once somebody asks."""
+        return self._crew.alive > 0 or self._crew.parked
+
+    @property
+    def standing(self) -> Standing | None:
+        """How the model's own process fares; None if it has none (now)."""
+        return self._crew.standing
+
+    @property
+    def alive(self) -> int:
+        """Instances that live."""
+        return self._crew.alive
+
+    @property
+    def restarts(self) -> int:
+        """Instances that died and were started anew."""
+        return self._crew.restarts
+
+    @property
+    def parked(self) -> bool:
+        """True while the model is out of memory and requests wait for `unpark`."""
+        return self._crew.parked
+
+    @property
+    def closing(self) -> bool:
+        """True once it is being closed: it takes no new leases."""
+        return self._closing
+
+    @property
+    def in_flight(self) -> int:
+        """Requests between lease and release."""
+        return self._leases
+
+    @property
+    def depth(self) -> int:
+        """Requests in the queue."""
+        return self._scheduler.depth
+
+    def load(self, by_level: bool = True) -> Load:
+        """How busy it is.
+
+        Args:
+            by_level: each priority level by itself, too, which takes as long as there are levels.
+        """
+        now_ns, outlook, scheduler = self._clock(), self._outlook, self._scheduler
+        under_way = outlook.under_way()
+        levels = tuple(
+            LevelLoad(level, *scheduler.waiting(level - 1), outlook.wait_ns(level - 1, now_ns))
+            for level in range(1, self.policy.levels + 1 if by_level else 1)
+        )
+        return Load(
+            depth=scheduler.depth,
+            rows=scheduler.waiting_rows,
+            in_flight=self._leases,
+            running_rows=sum([rows for work in under_way for _, rows in work.batches]),
+            instances=self._crew.alive,
+            wait_ns=outlook.wait_ns(self.policy.default_level - 1, now_ns),
+            drain_ns=outlook.drain_ns(now_ns),
+            rows_hz=outlook.rows_hz,
+            late=outlook.late,
+            levels=levels,
+        )
+
+    # By the control thread
+
+    def close(self, timeout_s: float | None) -> bool:
+        """Serve what is queued, end the instances, give the model back.
+
+        A second thread may call it to set an end to a call that waits for ever.
+
+        Args:
+            timeout_s: how long all of it may take; None: as long as it does.
+
+        Returns:
+            False if something still ran after `timeout_s`; its callers have got an error, and its memory is not freed.
+        """
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        with self._lock:
+            self._closing = True
+        self._crew.hush()
+        self._idle.wait(timeout_s)
+        self._scheduler.close()
+        left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+        error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
+        return self._crew.close(left_s, error)
+
+    def park(self, timeout_s: float) -> bool:
+        """Answer what is being run, end the instances and close the model; leases, queue and counts stay.
+
+        From here on a request waits in the queue, under all its limits, and `on_wanted` is called.
+
+        Args:
+            timeout_s: how long it may take.
+
+        Returns:
+            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+        """
+        with self._lock:
+            self._wanted = False
+        parked = self._crew.park(timeout_s)
+        if parked and self._scheduler.depth:
+            self._want()
+        return parked
+
+    def unpark(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
+        """Serve again.
+
+        Args:
+            model: what runs from here on; owned by the handle, closed in any case.
+            warm_up: as in `start`.
+
+        Returns:
+            False if there was no need: it is closed or not parked.
+
+        Raises:
+            ConfigError: an instance failed; it stays parked.
+        """
+        with self._lock:
+            self._wanted = False
+        try:
+            return self._crew.unpark(model, warm_up)
+        finally:
+            if self._crew.parked and self._scheduler.depth:
+                self._want()
+
+    def refuse(self, error: HeadraceError) -> None:
+        """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
+        with self._lock:
+            self._wanted = False
+        settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
+
+    def _stop_batching(self, mismatch: OutputMismatch) -> None:
+        """Neither merge nor split any more: the model's outputs are not those of the rows sent. From any thread."""
+        with self._lock:
+            known = self._admission.mismatch is not None
+            self._admission.mismatch = mismatch
+        if known:
+            return
+        self.policy = replace(self.policy, batch=replace(self.policy.batch, merge=False))
+        self._scheduler.stop_merging()
+        self._outlook.stop_merging()
+        logger.error(
+            "model %s/%s runs every request alone until it is loaded again: %s",
+            self.spec.name,
+            self.spec.version,
+            mismatch,
+        )
+
+    def _want(self) -> None:
+        with self._lock:
+            known, self._wanted = self._wanted, True
+        if not known:
+            self._on_wanted(self)
+
+    def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> Runner:
+        """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
+        scheduler, answers, clock = self._scheduler, self._answers, self._clock
+        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, answers, clock)
+        inputs = self.spec.inputs
+        numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
+        if not (is_pipelined(execution) and numbers):
+            return serial
+        batch = self.policy.batch
+        pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
+        threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0
+        return Pipeline(
+            name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
+        )
+
+
+def _withdraw(completion: Completion, entries: list[Entry]) -> None:
+    """Nobody waits for a request: it leaves the queue if it is there, a sequencer waits for none of its entries, and nothing
+    keeps its inputs."""
+    completion.withdraw()
+    for entry in entries:
+        entry.completion.withdraw()

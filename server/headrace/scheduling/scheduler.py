@@ -1,0 +1,367 @@
+"""Where requests wait and idle instances pull: a lock around the queue, the decision, and who sleeps.
+
+There is no scheduler thread. `next_batch` is the loop an instance runs: ask `poll`, sleep until its answer can change, ask
+again. `poll` never blocks, so tests and the simulator drive it in virtual time.
+
+Ownership: every attribute is guarded by `_lock`. Lock order: nothing else is taken while it is held, and no completion is
+settled under it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+
+from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.completion import settle_all
+from headrace.core.errors import QueueTimeout, Unavailable
+from headrace.scheduling.batching import IDLE, BatchPolicy, Idle, WaitUntil
+from headrace.scheduling.order import FAR_NS, Order
+from headrace.scheduling.plan import Planner
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.selection import Batch, QueueLimits, Selection
+from headrace.scheduling.shortcut import Claim, Shortcut
+
+_FOREVER = -1.0
+
+
+class Scheduler:
+    """The queue of one model version and the instances that pull from it.
+
+    Args:
+        policy: how requests may be merged.
+        limits: what may wait at most.
+        levels: number of priority levels (one more is kept for demoted requests).
+        clock: monotonic nanoseconds.
+        defer: calls back once the caller of `enqueue` is done with what it has at hand: on an event loop `call_soon`, so that
+            requests which arrive together are woken for once and run together.
+        order: which request goes first; by priority, then by when it is due, if absent.
+
+    Attributes:
+        on_dropped: told of entries that were given up since they could not be in time any more; called without the lock.
+        retry_after_s: when who finds the queue full should come back, in seconds; given the time, and called under the lock.
+    """
+
+    def __init__(
+        self,
+        policy: BatchPolicy,
+        limits: QueueLimits | None = None,
+        levels: int = 1,
+        clock: Clock = monotonic_ns,
+        defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
+        order: Order | None = None,
+    ) -> None:
+        self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
+        self.retry_after_s: Callable[[int], float] = lambda _now_ns: 1.0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order(), self._retry_s)
+        self._queue = self._selection.queue
+        self._defer = defer
+        self._waking = False  # `_wake` is about to be called
+        self._sleepers: list[threading.Lock] = []
+        self._timed_sleepers = 0
+        self._shortcuts: dict[threading.Lock, Shortcut] = {}  # of sleepers without an alarm
+        self._changed: set[threading.Lock] = set()  # sleepers whose shortcut was taken
+        self._recent: threading.Lock | None = None  # the last of them
+        self._closed = False
+        self._paused = False
+        self._failure: Exception | None = None
+
+    # What the front of the house calls
+
+    def enqueue(self, entries: list[Entry]) -> None:
+        """Queue the entries of one request together, or none of them.
+
+        Raises:
+            Overloaded: the queue is full.
+            Unavailable: the model is being unloaded, or all its instances have died.
+        """
+        with self._lock:
+            if self._closed:
+                raise self._failure or Unavailable("the model is being unloaded")
+            self._selection.push(entries)
+            waking, self._waking = self._waking, True
+        if self._selection.dropped:
+            self._settle_dropped()
+        if not waking:
+            self._defer(self._wake)
+
+    def run(self, entries: list[Entry], stays: bool) -> None:
+        """As `enqueue`, from any thread, and without waiting for others that may come.
+
+        Args:
+            entries: of one request.
+            stays: the calling thread has nothing else to do. If there is just one entry, and an instance's shortcut takes it,
+                this thread runs it, and it has been settled on return (or handed to whoever keeps answers in order).
+        """
+        with self._lock:
+            if self._closed:
+                raise self._failure or Unavailable("the model is being unloaded")
+            self._selection.push(entries)
+            claim = self._claim(stays=True) if stays else None
+        if self._selection.dropped:
+            self._settle_dropped()
+        if claim is None:
+            self._wake()
+        else:
+            claim.shortcut.run(claim.batch, partial(self._go_on, claim))
+
+    def _wake(self) -> None:
+        """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
+        with self._lock:
+            self._waking = False
+            if not self._sleepers or not self._worth_waking():
+                return
+            claim = self._claim(stays=False)
+            sleeper = None if claim else self._sleepers.pop()
+        if self._selection.dropped:
+            self._settle_dropped()
+        if claim is not None:
+            claim.shortcut.take(claim.batch)
+            self._go_on(claim)
+        elif sleeper is not None:
+            sleeper.release()
+
+    def _claim(self, stays: bool) -> Claim | None:
+        """The only request that waits, taken out, if it may be run at once by a shortcut."""
+        entry = None if self._paused else self._queue.only
+        if entry is None:
+            return None
+        for sleeper in self._lenders():
+            shortcut = self._shortcuts.get(sleeper)
+            if shortcut is None or not shortcut.takes(entry, stays):
+                continue
+            answer = self._selection.poll(self._clock(), 0, self._closed)
+            if not isinstance(answer, Batch):
+                return None
+            self._sleepers.remove(sleeper)
+            self._changed.add(sleeper)
+            self._recent = sleeper
+            return Claim(sleeper, shortcut, answer)
+        return None
+
+    def _lenders(self) -> Iterable[threading.Lock]:
+        """Those who sleep, first the one whose shortcut was taken last: a single caller finds its threads and memory warm."""
+        recent, sleepers = self._recent, self._sleepers
+        if recent is None or recent not in sleepers:
+            return reversed(sleepers)
+        return (recent, *reversed(sleepers)) if len(sleepers) > 1 else sleepers
+
+    def _go_on(self, claim: Claim) -> None:
+        """Let the thread sleep on, or wake it up."""
+        with self._lock:
+            # Whoever had to wake it meanwhile did not find it asleep.
+            if not (self._closed or self._paused or self._queue.count or claim.shortcut.calls()):
+                self._sleepers.insert(0, claim.sleeper)  # busy: those that are not are woken first
+                return
+        claim.sleeper.release()
+
+    def discard(self, entry: Entry) -> None:
+        """Forget an entry whose caller has gone or whose deadline has passed; a no-op once it is being run."""
+        with self._lock:
+            self._queue.discard(entry)
+
+    def expire(self, entry: Entry, demote: bool) -> None:
+        """The queue policy's timeout of an entry has passed: refuse it, or serve it after all others.
+
+        A no-op once the entry is being run.
+        """
+        with self._lock:
+            if demote:
+                self._queue.put_last(entry)
+                return
+            if not self._queue.discard(entry):
+                return
+            retry_after_s = self._retry_s()
+        entry.completion.settle(QueueTimeout("the request waited longer than the queue policy allows", retry_after_s))
+
+    @property
+    def depth(self) -> int:
+        """Requests waiting now."""
+        return self._queue.count
+
+    # What instances call
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows waiting now."""
+        return self._queue.total_rows
+
+    def waiting(self, level: int) -> tuple[int, int]:
+        """Requests of a priority level that wait, and their rows."""
+        with self._lock:
+            return self._queue.level(level)
+
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        """As `Queue.place`."""
+        with self._lock:
+            return self._queue.place(entry)
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        """About how many rows would be served before such a request, if it were queued now.
+
+        Args:
+            level: its priority, from 0.
+            due_ns: monotonic; `FAR_NS`: never.
+            client: who asks.
+        """
+        with self._lock:
+            return self._queue.rows_ahead(level, due_ns, self._clock(), client)
+
+    def poll(self, now_ns: int, begins_ns: int = 0) -> Batch | WaitUntil | Idle:
+        """What an idle instance should do at `now_ns`; never blocks.
+
+        Of the lanes that are ready, that with the most urgent request wins; see `headrace.scheduling.order`.
+
+        Args:
+            now_ns: monotonic.
+            begins_ns: when a batch would begin to be computed, if that is later.
+        """
+        with self._lock:
+            answer = self._selection.poll(now_ns, begins_ns, self._closed)
+        if self._selection.dropped:
+            self._settle_dropped()
+        return answer
+
+    def next_batch(
+        self,
+        sleeper: threading.Lock,
+        interrupted: Callable[[], bool] = lambda: False,
+        busy: bool = False,
+        shortcut: Shortcut | None = None,
+        begins_ns: int = 0,
+    ) -> Batch | None:
+        """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
+        and `interrupted` says so.
+
+        Args:
+            sleeper: a lock that the calling thread owns and holds, on which it sleeps.
+            interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
+            busy: the instance has batches under way: those that have none are woken first.
+            shortcut: called in its place, by whoever calls `enqueue` (or where `defer` calls back), while the thread sleeps.
+            begins_ns: when a batch would begin to be computed, if it would not at once.
+        """
+        while True:
+            if self._selection.dropped:
+                self._settle_dropped()
+            with self._lock:
+                self._shortcuts.pop(sleeper, None)
+                changed = sleeper in self._changed
+                self._changed.discard(sleeper)
+                if self._paused:
+                    return None
+                answer = IDLE if changed else self._selection.poll(self._clock(), begins_ns, self._closed)
+                if type(answer) is Batch or changed or interrupted():
+                    # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
+                    if self._queue.count and self._sleepers and self._worth_waking():
+                        self._sleepers.pop().release()
+                    return answer if type(answer) is Batch else None
+                if self._closed:
+                    return None
+                timeout_s = _FOREVER
+                if type(answer) is WaitUntil:
+                    timeout_s = max(answer.time_ns - self._clock(), 0) / NS_PER_S
+                    self._timed_sleepers += 1
+                elif shortcut is not None:
+                    self._shortcuts[sleeper] = shortcut
+                self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # woken from the end
+            woken = sleeper.acquire(timeout=timeout_s)
+            if timeout_s is not _FOREVER:
+                with self._lock:
+                    self._timed_sleepers -= 1
+                    if woken:
+                        continue
+                    if sleeper in self._sleepers:
+                        self._sleepers.remove(sleeper)
+                        continue
+                sleeper.acquire()  # somebody woke us in the moment our time was up: consume that
+
+    def interrupt(self, sleeper: threading.Lock) -> None:
+        """From any thread: have the `next_batch` that sleeps on `sleeper`, if one does, ask whether it is interrupted."""
+        with self._lock:
+            if sleeper not in self._sleepers:
+                return  # it is awake, or about to be: it asks anyway
+            self._sleepers.remove(sleeper)
+        sleeper.release()
+
+    def plan_by(self, planner: Planner) -> None:
+        """Keep to what requests are due, by what is known of the times of batches."""
+        self._selection.planner = planner
+
+    def stop_merging(self) -> None:
+        """Run every request alone from here on; batches that were taken already are not affected."""
+        with self._lock:
+            self._selection.policy = replace(self._selection.policy, merge=False)
+
+    def set_instances(self, count: int) -> None:
+        """How many instances pull."""
+        if self._selection.planner is not None:
+            self._selection.planner.instances = max(count, 1)
+
+    # What the owner calls
+
+    def pause(self) -> None:
+        """Hand out nothing more until `resume`: `next_batch` answers None, whatever waits; requests are queued as before."""
+        with self._lock:
+            self._paused = True
+            sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            sleeper.release()
+
+    def resume(self) -> None:
+        """Hand out again; whoever is to pull asks `next_batch` from here on."""
+        with self._lock:
+            self._paused = False
+
+    def drop(self) -> list[Entry]:
+        """Give up what waits, and take more: the caller settles the entries returned."""
+        with self._lock:
+            return self._queue.clear()
+
+    def close(self) -> None:
+        """Accept nothing more; what waits is still served, without delay."""
+        with self._lock:
+            sleepers = self._shut()
+        for sleeper in sleepers:
+            sleeper.release()
+
+    def fail(self, error: Exception) -> list[Entry]:
+        """Accept nothing more and give up what waits: the caller settles the entries returned."""
+        with self._lock:
+            self._failure = error
+            entries = self._queue.clear()
+            sleepers = self._shut()  # under the same lock: nothing may be queued after the clearing
+        for sleeper in sleepers:
+            sleeper.release()
+        return entries
+
+    def reopen(self) -> None:
+        """Accept again after `fail`; a no-op after `close` alone."""
+        with self._lock:
+            if self._failure is not None:
+                self._closed, self._failure = False, None
+
+    def _shut(self) -> list[threading.Lock]:
+        """Close, and give the sleepers to wake once the lock is released."""
+        self._closed = True
+        sleepers, self._sleepers = self._sleepers, []
+        return sleepers
+
+    def _worth_waking(self) -> bool:
+        """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""
+        if not self._timed_sleepers:
+            return bool(self._queue.count)
+        return self._selection.ready(self._clock())
+
+    def _settle_dropped(self) -> None:
+        """Without the lock: tell those whose requests were given up."""
+        with self._lock:
+            dropped, self._selection.dropped = self._selection.dropped, []
+        settle_all([(entry.completion, error) for entry, error in dropped])
+        self.on_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
+
+    def _retry_s(self) -> float:
+        return self.retry_after_s(self._clock())

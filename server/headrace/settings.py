@@ -1,0 +1,473 @@
+"""What the command line and the environment say. The only reader of the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.core.limits import LIMIT_HELP, Limits
+from headrace.core.names import CLIENT_HEADER
+from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
+from headrace.triton_flags import ALIASES
+
+PREFIX = "HEADRACE_"
+_TRUE = {"1", "true", "yes", "on"}
+_HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+# They mean something of their own to the front ends.
+_TAKEN_HEADERS = frozenset(
+    (
+        *(
+            "accept-encoding",
+            "content-encoding",
+            "content-length",
+            "content-type",
+            "endpoint-load-metrics-format",
+            "host",
+            "traceparent",
+            "tracestate",
+        ),
+        *("inference-header-content-length", "te", "x-request-timeout-ms"),
+    )
+)
+_METRICS_SWITCHES = ("counter_latencies", "summary_latencies", "histogram_latencies")
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to serve; every field is an option of `headrace serve` and a variable `HEADRACE_<FIELD>`.
+
+    Attributes:
+        model_repository: folders with one folder a model.
+        id: name of the server in its metadata, as tritonserver's --id.
+        host: address to listen on.
+        http_port: for HTTP; 0 lets the system choose.
+        grpc_port: for gRPC; 0 lets the system choose.
+        grpc_engine: grpcio, or fast (our own HTTP/2).
+        grpc: serve gRPC at all.
+        metrics_port: for /metrics, None for the HTTP port.
+        model_control: none loads everything at start, explicit only what `load_model` names and what clients ask for, poll
+            watches the folders.
+        poll_interval_s: how often model control poll looks.
+        load_model: models to load at start; "*" is all.
+        strict: refuse to start if a model cannot be served.
+        ready_when: the server is ready while a model serves (any), or while every model that should be served is READY (all).
+        allow_client_shm: let clients register shared memory.
+        allow_model_override: let a load request bring its own configuration.
+        trace_file: where traces go.
+        telemetry: what is told of requests; each field is an option of its own.
+        log_format: text or json.
+        client_header: of HTTP and gRPC, names the client that a request is from; in lower case.
+        limits: on what clients may send; most are options of their own.
+        gpu_memory_fraction: of each GPU's memory, what all models together may take.
+        profile_s: how long each model is measured before it serves, 0 for not at all.
+        state_dir: what is to outlive the process is kept there (profiles of models), "" for nowhere.
+        drain_timeout_s: how long shutdown waits for requests in flight.
+        keep_alive_timeout_s: how long an HTTP connection stays open between requests.
+        metrics: keep latency histograms and serve /metrics.
+        metrics_config: which metrics under Triton's names there are.
+        tls_cert: certificate chain (PEM) for both front ends, "" for no TLS.
+        tls_key: its private key (PEM).
+        tls_client_ca: clients must show a certificate that one of these (PEM) signed, "" if they need none.
+    """
+
+    model_repository: tuple[Path, ...]
+    id: str = "headrace"
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    grpc_engine: str = "grpcio"
+    grpc: bool = True
+    metrics_port: int | None = None
+    model_control: Literal["none", "explicit", "poll"] = "none"
+    poll_interval_s: float = 2.0
+    load_model: tuple[str, ...] = ()
+    strict: bool = False
+    ready_when: Literal["any", "all"] = "any"
+    allow_client_shm: bool = False
+    allow_model_override: bool = False
+    trace_file: str = ""
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    log_format: str = "text"
+    client_header: str = CLIENT_HEADER
+    limits: Limits = field(default_factory=Limits)
+    gpu_memory_fraction: float = 0.9
+    profile_s: float = 0.25
+    state_dir: str = "~/.cache/headrace/state"
+    drain_timeout_s: float = 30.0
+    # Proxies keep idle connections to what is behind them for 60 s (most of them); whoever closes first must not be the server,
+    # or a request that is under way to it is lost.
+    keep_alive_timeout_s: float = 75.0
+    metrics: bool = True
+    metrics_config: TritonMetrics = field(default_factory=TritonMetrics)
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] | None = None) -> None:
+    """Declare the options of `headrace serve`, with defaults from the environment.
+
+    Raises:
+        ValueError: a variable has a value that the option does not take; names both.
+    """
+    env = _Environment(os.environ if environ is None else environ)
+    add = parser.add_argument
+    _add_repositories(parser, env)
+    server_id = env.text("ID", "headrace")
+    add("--id", default=server_id, metavar="NAME", help="name of the server in its metadata (%(default)s)")
+    add("--host", default=env.text("HOST", "127.0.0.1"), help="address to listen on (%(default)s)")
+    add("--http-port", type=_port, default=env.port("HTTP_PORT", 8000), metavar="N", help="HTTP port (%(default)s)")
+    add("--grpc-port", type=_port, default=env.port("GRPC_PORT", 8001), metavar="N", help="gRPC port (%(default)s)")
+    metrics_port = env.port("METRICS_PORT", None)
+    add("--metrics-port", type=_port, default=metrics_port, metavar="N", help="port of /metrics (the HTTP port)")
+    _add_flag(parser, env, "strict", "refuse to start if a model cannot be served")
+    ready_when = env.choice("READY_WHEN", "any", ("any", "all"))
+    text = "ready while a model serves, or while every model that should be served is READY (%(default)s)"
+    add("--ready-when", choices=("any", "all"), default=ready_when, help=text)
+    _add_flag(parser, env, "allow-client-shm", "let clients register shared memory")
+    _add_flag(parser, env, "allow-model-override", "let a load request bring its own configuration")
+    add("--trace-file", default=env.text("TRACE_FILE", ""), metavar="FILE", help="write traces to this file")
+    log_format = env.choice("LOG_FORMAT", "text", ("text", "json"))
+    add("--log-format", choices=("text", "json"), default=log_format, help="of the log (%(default)s)")
+    client = env.header("CLIENT_HEADER", CLIENT_HEADER)
+    text = "header (and gRPC metadata) that names the client, for quotas and fair shares (%(default)s)"
+    add("--client-header", type=_header, default=client, metavar="NAME", help=text)
+    _add_limits(parser, env)
+    fraction = env.fraction("GPU_MEMORY_FRACTION", 0.9)
+    text = "of each GPU's memory, for all models together (%(default)s)"
+    add("--gpu-memory-fraction", type=_fraction, default=fraction, metavar="F", help=text)
+    _add_telemetry(parser, env)
+    _add_state(parser, env)
+    _add_timeouts(parser, env)
+    _add_grpc(parser, env)
+    _add_tls(parser, env)
+    poll = env.seconds("POLL_INTERVAL_S", 2.0)
+    add(
+        *names("--poll-interval-s"),
+        type=_seconds,
+        default=poll,
+        metavar="S",
+        help="of --model-control poll (%(default)s)",
+    )
+    add(
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=env.flag("METRICS", True),
+        help="latency histograms and /metrics (on)",
+    )
+    _add_metrics_config(parser, env)
+
+
+def names(option: str) -> list[str]:
+    """An option with the names that tritonserver has for it."""
+    return [option, *(flag for flag, ours in ALIASES.items() if ours == option)]
+
+
+def add_state(parser: argparse.ArgumentParser) -> None:
+    """Declare `--state-dir` for a command that loads models as the server does."""
+    _add_state(parser, _Environment(os.environ))
+
+
+def wants_json_log(arguments: Sequence[str]) -> bool:
+    """Whether arguments that may not parse, or else the environment, ask for a log in JSON; only `serve` has one."""
+    if list(arguments[:1]) != ["serve"]:
+        return False
+    for index, word in reversed(list(enumerate(arguments))):
+        if word.startswith("--log-format="):
+            return word == "--log-format=json"
+        if word == "--log-format":
+            return list(arguments[index + 1 : index + 2]) == ["json"]
+    return os.environ.get(f"{PREFIX}LOG_FORMAT", "") == "json"
+
+
+def from_arguments(args: argparse.Namespace) -> Settings:
+    """Settings out of parsed arguments."""
+    return Settings(
+        model_repository=_repositories(args),
+        id=args.id,
+        host=args.host,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        model_control=args.model_control,
+        load_model=tuple(args.load_model or args.default_load_model),
+        strict=args.strict,
+        ready_when=args.ready_when,
+        allow_client_shm=args.allow_client_shm,
+        allow_model_override=args.allow_model_override,
+        trace_file=args.trace_file,
+        telemetry=Telemetry(**{field.name: getattr(args, field.name) for field in fields(Telemetry)}),
+        log_format=args.log_format,
+        client_header=args.client_header,
+        limits=Limits(**{name: getattr(args, name) for name in LIMIT_HELP}),
+        gpu_memory_fraction=args.gpu_memory_fraction,
+        profile_s=args.profile_s,
+        state_dir=args.state_dir,
+        drain_timeout_s=args.drain_timeout_s,
+        keep_alive_timeout_s=args.keep_alive_timeout_s,
+        metrics=args.metrics,
+        metrics_config=TritonMetrics(**dict(args.metrics_config or args.default_metrics_config)),
+        grpc_engine=args.grpc_engine,
+        grpc=args.grpc,
+        poll_interval_s=args.poll_interval_s,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        tls_client_ca=args.tls_client_ca,
+    )
+
+
+def _repositories(args: argparse.Namespace) -> tuple[Path, ...]:
+    """Those that options name; the default only where no path is named either."""
+    named = args.model_repository or ([] if args.path else args.default_model_repository)
+    return tuple(Path(folder) for folder in named)
+
+
+def _add_repositories(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    add = parser.add_argument
+    repositories = env.list("MODEL_REPOSITORY") or ["model_repository"]
+    add(
+        *names("--model-repository"),
+        action="append",
+        metavar="DIR",
+        help=f"folder of models, repeatable ({repositories[0]})",
+    )
+    text = "a repository, the folder of one model, or a model file (model.onnx), in place of --model-repository"
+    add("path", nargs="*", type=Path, metavar="PATH", help=text)
+    parser.set_defaults(default_model_repository=repositories, default_load_model=env.list("LOAD_MODEL"))
+    control = env.choice("MODEL_CONTROL", "none", ("none", "explicit", "poll"))
+    add(
+        *names("--model-control"),
+        choices=("none", "explicit", "poll"),
+        default=control,
+        help="who loads models (%(default)s)",
+    )
+    add(
+        "--load-model", action="append", metavar="NAME", help="load at start, with --model-control explicit; repeatable"
+    )
+
+
+def with_state(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """The command line of `headrace build`, with the server's state folder where the environment names one and the line does not.
+
+    Args:
+        words: the command and its arguments.
+        environ: in place of the process's.
+    """
+    state = _Environment(os.environ if environ is None else environ).text("STATE_DIR", "")
+    named = any(word.partition("=")[0] == "--state-dir" for word in words)
+    if words[:1] != ["build"] or named or not state:
+        return list(words)
+    return [words[0], "--state-dir", state, *words[1:]]
+
+
+def _add_state(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    state, text = (
+        env.text("STATE_DIR", "~/.cache/headrace/state"),
+        "where profiles, and engines of folders that cannot be written, outlive the process (%(default)s; '': nowhere)",
+    )
+    parser.add_argument("--state-dir", default=state, metavar="DIR", help=text)
+
+
+def _add_limits(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    defaults = Limits().table()
+    for name, help_text in LIMIT_HELP.items():
+        kind, metavar = (_positive_seconds, "S") if name.endswith("_s") else (_positive, "N")
+        value = env.positive(name.upper(), defaults[name], kind)
+        text = f"{help_text} (%(default)s)"
+        option = names(f"--{name.replace('_', '-')}")
+        parser.add_argument(*option, type=kind, default=value, metavar=metavar, help=text)
+
+
+def _add_telemetry(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    add, default = parser.add_argument, Telemetry()
+    text = "URL of an OpenTelemetry receiver of spans, http://host:4317 (none)"
+    add("--otlp-endpoint", default=env.text("OTLP_ENDPOINT", ""), metavar="URL", help=text)
+    chosen = env.choice("OTLP_PROTOCOL", default.otlp_protocol, OTLP_PROTOCOLS)
+    add("--otlp-protocol", choices=OTLP_PROTOCOLS, default=chosen, help="of --otlp-endpoint (%(default)s)")
+    text = "trace one in N requests that bring no trace (%(default)s; 0: none)"
+    rate = env.positive("TRACE_RATE", default.trace_rate, _size)
+    add("--trace-rate", type=_size, default=rate, metavar="N", help=text)
+    mode = env.choice("REQUEST_LOG", default.request_log, REQUEST_LOG_MODES)
+    add("--request-log", choices=REQUEST_LOG_MODES, default=mode, help="a line for each request (%(default)s)")
+    file = env.text("REQUEST_LOG_FILE", "")
+    add("--request-log-file", default=file, metavar="FILE", help="where it goes, as JSON (standard error)")
+
+
+def _add_metrics_config(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    words = env.text("METRICS_CONFIG", "").split()
+    parser.set_defaults(default_metrics_config=[env.parsed("METRICS_CONFIG", word, _metrics_setting) for word in words])
+    text = (
+        "as in Triton: summary_latencies, histogram_latencies, counter_latencies=true|false, summary_quantiles=0.5,0.99"
+    )
+    parser.add_argument(
+        "--metrics-config", action="append", type=_metrics_setting, metavar="NAME=VALUE", help=f"{text}; repeatable"
+    )
+
+
+def _add_timeouts(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    for option, seconds, text in (
+        ("profile-s", 0.25, "measure each model before it serves (%(default)s; 0: do not)"),
+        ("drain-timeout-s", 30.0, "wait for requests at shutdown (%(default)s)"),
+        ("keep-alive-timeout-s", 75.0, "keep an HTTP connection between requests (%(default)s)"),
+    ):
+        default = env.seconds(option.replace("-", "_").upper(), seconds)
+        parser.add_argument(*names(f"--{option}"), type=_seconds, default=default, metavar="S", help=text)
+
+
+def _add_grpc(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    engine = env.choice("GRPC_ENGINE", "grpcio", ("grpcio", "fast"))
+    parser.add_argument(
+        "--grpc-engine", choices=("grpcio", "fast"), default=engine, help="fast: our own HTTP/2 (%(default)s)"
+    )
+    served = env.flag("GRPC", True)
+    parser.add_argument("--grpc", action=argparse.BooleanOptionalAction, default=served, help="serve gRPC (on)")
+
+
+def _add_tls(parser: argparse.ArgumentParser, env: _Environment) -> None:
+    for option, text in (
+        ("tls-cert", "certificate chain of the server (PEM): TLS on both front ends"),
+        ("tls-key", "private key of --tls-cert (PEM)"),
+        ("tls-client-ca", "clients must show a certificate signed by one of these (PEM)"),
+    ):
+        default = env.text(option.replace("-", "_").upper(), "")
+        parser.add_argument(f"--{option}", default=default, metavar="FILE", help=text)
+
+
+def _add_flag(parser: argparse.ArgumentParser, env: _Environment, name: str, text: str) -> None:
+    default = env.flag(name.replace("-", "_").upper(), False)
+    parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (0 to 65535)")
+    return int(text)
+
+
+def _metrics_setting(text: str) -> tuple[str, bool | tuple[float, ...]]:
+    """A name and value of `TritonMetrics`."""
+    name, _, value = text.partition("=")
+    if name in _METRICS_SWITCHES and value in ("true", "false"):
+        return name, value == "true"
+    if name == "summary_quantiles":
+        # Triton's form is QUANTILE:ERROR; ours have the error of the buckets, 9 %.
+        try:
+            quantiles = tuple(float(item.partition(":")[0]) for item in value.split(","))
+        except ValueError:
+            quantiles = ()
+        if quantiles and all(0 < quantile < 1 for quantile in quantiles) and len(set(quantiles)) == len(quantiles):
+            return name, tuple(sorted(quantiles))
+    allowed = f"{'=true|false, '.join(_METRICS_SWITCHES)}=true|false, or summary_quantiles=0.5:0.05,0.99:0.001"
+    raise argparse.ArgumentTypeError(f"{text!r} is no setting of metrics: write {allowed}")
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _header(text: str) -> str:
+    name = text.lower()
+    taken = name.startswith(("grpc-", "headrace-")) or name.endswith("-bin") or name in _TAKEN_HEADERS
+    if taken or not _HEADER.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be the header that names the client")
+    return name
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**62:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: more than 0 seconds")
+    return seconds
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction (more than 0, 1 at most)")
+    return value
+
+
+class _Environment:
+    """Reads `HEADRACE_` variables and says which one is wrong."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, name: str, default: str) -> str:
+        return self._environ.get(PREFIX + name, default)
+
+    def list(self, name: str) -> list[str]:
+        return [part for part in self.text(name, "").split(os.pathsep) if part]
+
+    def port(self, name: str, default: int | None) -> int | None:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else int(self.parsed(name, text, _port))
+
+    def seconds(self, name: str, default: float) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self.parsed(name, text, _seconds)
+
+    def header(self, name: str, default: str) -> str:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else str(self.parsed(name, text, _header))
+
+    def positive(self, name: str, default: float, parse: Callable[[str], float]) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self.parsed(name, text, parse)
+
+    def fraction(self, name: str, default: float) -> float:
+        text = self._environ.get(PREFIX + name)
+        return default if text is None else self.parsed(name, text, _fraction)
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self._environ.get(PREFIX + name)
+        if text is None:
+            return default
+        if text.lower() not in _TRUE | _FALSE:
+            raise ValueError(f"{PREFIX}{name}: {text!r} is neither true nor false")
+        return text.lower() in _TRUE
+
+    def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
+        text = self.text(name, default)
+        if text not in choices:
+            raise ValueError(f"{PREFIX}{name}: {text!r} is not one of {', '.join(choices)}")
+        return text
+
+    @staticmethod
+    def parsed(name: str, text: str, parse: object) -> Any:
+        try:
+            return parse(text)  # type: ignore[operator]
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{PREFIX}{name}: {error}") from error
+
+
+def tell_nobody() -> None:
+    """Keep ONNX Runtime, in this process and its children, from telling its maker what it runs; before it is imported."""
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"

@@ -1,0 +1,293 @@
+"""A server under attack: ways to send what no client library sends, and to see what became of the server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.grpc import service_pb2
+
+from tests.support.models import add_model, affine, busy, identity, row_sums, table_lookup
+from tests.support.serving import HOST, Server, serving
+
+pb: Any = service_pb2
+SERVICE = "/inference.GRPCInferenceService/"
+MAX_BODY_BYTES = 12 << 20
+OPTIONS = ("--model-control", "explicit", "--load-model", "*", "--allow-client-shm", "--allow-model-override")
+# What the server's memory may grow by under an attack: allocators keep a little, and other tests have left their marks.
+FLAT_BYTES = 48 << 20
+
+
+def build(repository: Path) -> Path:
+    """The models: `affine` and `identity_bytes` answer, `row_sums` takes any width, `busy` computes as long as it is told."""
+    add_model(repository, "affine", affine(), config="max_batch_size: 64\ndynamic_batching { }")
+    add_model(repository, "identity_bytes", identity("BYTES"))
+    add_model(repository, "row_sums", row_sums(), config="max_batch_size: 8\ndynamic_batching { }")
+    add_model(repository, "busy", busy())
+    add_model(repository, "table_lookup", table_lookup())
+    add_model(repository, "broken", b"this is no ONNX file")
+    return repository
+
+
+@contextmanager
+def attack(engine: str, folder: Path, *options: str) -> Iterator[Attacked]:
+    """A server of its own for the length of a `with`; then it must stop as every server does, with status 0."""
+    repository = build(folder / "models")
+    limits = ("--max-body-bytes", str(MAX_BODY_BYTES))
+    with serving(repository, folder, "--grpc-engine", engine, *limits, *OPTIONS, *options) as running:
+        yield Attacked(running, engine, repository)
+
+
+def x_json(**more: object) -> dict[str, Any]:
+    """The input of `affine` in JSON."""
+    return {"name": "X", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16, **more}
+
+
+def http_body(*inputs: object, **more: object) -> bytes:
+    """An inference request; of `affine` without arguments."""
+    return json.dumps({"inputs": list(inputs) or [x_json()], **more}).encode()
+
+
+def grpc_request(**more: object) -> Any:
+    """A request for `affine`."""
+    request = pb.ModelInferRequest(model_name="affine", **more)
+    request.inputs.add(name="X", datatype="FP32", shape=[1, 16])
+    request.raw_input_contents.append(bytes(64))
+    return request
+
+
+def busy_request(steps: int) -> Any:
+    """A request for `busy`, which computes for so many steps: some 30 us each, and not less than 50 in a ms."""
+    request = pb.ModelInferRequest(model_name="busy")
+    request.inputs.add(name="STEPS", datatype="INT64", shape=[1])
+    request.raw_input_contents.append(struct.pack("<q", steps))
+    return request
+
+
+@dataclass
+class Attacked:
+    """See the module.
+
+    Attributes:
+        server: its process and ports.
+        engine: of gRPC.
+        repository: the folder of its models.
+    """
+
+    server: Server
+    engine: str
+    repository: Path
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------------
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+        """Status and text of the error, "" if there is none."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        status, _, content = self.server.request("POST", path, body, named)
+        return status, _error(content)
+
+    def infer(self, body: bytes, model: str = "affine", **headers: str) -> tuple[int, str]:
+        """Status and text of the error of an inference request."""
+        return self.post(f"/v2/models/{model}/infer", body, **headers)
+
+    def connect(self) -> Wire:
+        """A connection for bytes of any kind."""
+        return Wire(socket.create_connection((HOST, self.server.port), timeout=20))
+
+    # --- gRPC ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """A channel of its own, which sends and takes messages of any size."""
+        unbounded = [
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        with grpc.insecure_channel(self.server.grpc_address, options=unbounded) as connected:
+            yield connected
+
+    def call(self, message: Any, method: str = "ModelInfer", **more: Any) -> tuple[str, str]:
+        """Code and text of a call that may fail; ("OK", "") if it does not."""
+        content = message if isinstance(message, bytes) else message.SerializeToString()
+        with self.channel() as channel:
+            try:
+                channel.unary_unary(SERVICE + method)(content, timeout=30, **more)
+            except grpc.RpcError as error:
+                return error.code().name, error.details() or ""
+        return "OK", ""
+
+    # --- What became of the server ------------------------------------------------------------------------------------
+
+    def samples(self, name: str, **labels: str) -> list[float]:
+        """The values of a metric with these labels."""
+        _, _, page = self.server.request("GET", "/metrics")
+        return [
+            sample.value
+            for family in text_string_to_metric_families(page.decode())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+
+    def reached(self, limit: str, protocol: str = "http") -> float:
+        """How often a limit was reached since the server was started."""
+        (count,) = self.samples("headrace_limit_hits_total", limit=limit, protocol=protocol)
+        return count
+
+    @contextmanager
+    def reaches(self, limit: str, protocol: str = "http", times: int = 1) -> Iterator[None]:
+        """Fail unless a limit is counted so often in the `with`; grpcio, which keeps the limits by itself, counts none."""
+        before = self.reached(limit, protocol)
+        yield
+        counts = protocol == "http" or self.engine == "fast"
+        met = self.reached(limit, protocol) - before
+        assert met == (times if counts else 0), f"{limit} was met {met:g} times"
+
+    def memory_bytes(self) -> int:
+        """What the process holds."""
+        return self._status("VmRSS") << 10
+
+    def peak_bytes(self) -> int:
+        """The most that it has held since `forget_peak`."""
+        return self._status("VmHWM") << 10
+
+    def forget_peak(self) -> int:
+        """Begin to watch for the peak anew; what the process holds now."""
+        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")
+        return self.memory_bytes()
+
+    def threads(self) -> int:
+        """How many it has."""
+        return self._status("Threads")
+
+    def descriptors(self) -> int:
+        """How many files and sockets are open."""
+        return len(list(Path(f"/proc/{self.server.process.pid}/fd").iterdir()))
+
+    def _status(self, name: str) -> int:
+        text = Path(f"/proc/{self.server.process.pid}/status").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1])
+
+    @contextmanager
+    def flat_memory(self, room_bytes: int = FLAT_BYTES) -> Iterator[None]:
+        """Fail if the server's memory grows beyond `room_bytes` at any moment of the `with`."""
+        self.still_serves()
+        before = self.forget_peak()
+        yield
+        grown = self.peak_bytes() - before
+        assert grown < room_bytes, f"the server's memory grew by {grown >> 20} MiB"
+
+    def still_serves(self) -> None:
+        """Fail unless both protocols serve as before, without a trace of a fault in the log."""
+        assert self.infer(http_body()) == (200, "")
+        assert self.call(grpc_request()) == ("OK", "")
+        text = self.server.text
+        assert "Traceback" not in text, text[max(0, text.index("Traceback") - 1000) :][:8000]
+
+
+class Wire:
+    """A TCP connection of HTTP/1.1."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def pour(self, parts: Iterable[bytes]) -> bool:
+        """Send all parts; False if the server has closed before."""
+        try:
+            for part in parts:
+                self.socket.sendall(part)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def answer(self) -> tuple[int, str]:
+        """Status and error text of an answer; (0, "") if the server closes instead."""
+        data = b""
+        try:
+            while b"\r\n\r\n" not in data or len(data) < _size(data):
+                more = self.socket.recv(65536)
+                if not more:
+                    break
+                data += more
+        except ConnectionResetError:
+            pass
+        if not data:
+            return 0, ""
+        head, _, body = data.partition(b"\r\n\r\n")
+        return int(head.split()[1]), _error(body)
+
+    def closed(self) -> bool:
+        """Read until the server closes; fails with a time-out if it does not."""
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        return True
+
+
+def head(path: str = "/v2/models/affine/infer", *headers: str) -> bytes:
+    """Request line and headers."""
+    return "\r\n".join((f"POST {path} HTTP/1.1", "Host: test", *headers, "", "")).encode()
+
+
+def is_idle(attacked: Attacked, model: str) -> bool:
+    """Nothing in the queue, nothing in flight."""
+    names = ("headrace_in_flight", "headrace_queue_depth")
+    return not any(sum(attacked.samples(name, model=model)) for name in names)
+
+
+def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Wait until a condition holds."""
+    end_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end_s, "it never became true"
+        time.sleep(0.02)
+
+
+def is_closed(sock: socket.socket, within_s: float) -> bool:
+    """True if the other side closes in time; what it says before is dropped."""
+    sock.settimeout(within_s)
+    with closing(sock):
+        try:
+            while sock.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        except TimeoutError:
+            return False
+    return True
+
+
+def _size(data: bytes) -> int:
+    answer_head, _, _ = data.partition(b"\r\n\r\n")
+    for line in answer_head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return len(answer_head) + 4 + int(line.split(b":")[1])
+    return len(data)
+
+
+def _error(content: bytes) -> str:
+    if not content:
+        return ""
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        pytest.fail(f"the answer is no JSON: {content[:200]!r}")
+    return str(answer.get("error", "")) if isinstance(answer, dict) else ""

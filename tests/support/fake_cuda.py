@@ -1,0 +1,333 @@
+"""A GPU without a GPU: stands for PyCUDA and for the part of libcuda that we call ourselves.
+
+Device memory is host memory under its real address, so what runs on the fake can read and write it. Time is virtual: work that is
+launched takes `work_us` on the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.errors import Unsupported
+from headrace.cuda import device, driver, libcuda
+from headrace.cuda.kernels import loading
+
+
+class FakeCuda:
+    """State of the fake GPU.
+
+    Attributes:
+        depth: how many contexts are pushed.
+        live: addresses of allocated device and pinned memory.
+        device_blocks: sizes of allocated device memory, by address.
+        room_bytes: device memory that is left.
+        captured: work recorded while a graph is captured, None outside of that.
+        busy: True if something was queued on the stream that nobody has waited for.
+        refuse_capture: makes captures fail.
+        now_us: the stream's clock.
+        work_us: what one launch takes.
+        registered: sizes of the host's memory that is pinned, by address.
+        refuse_pinning: makes that fail.
+        exported: arrays that stand for memory of another process, by IPC handle.
+        opened: how often each of them is open here, by address.
+        broken_ipc: makes copies of such memory fail.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.live: set[int] = set()
+        self.device_blocks: dict[int, int] = {}
+        self.room_bytes = 1 << 30
+        self.captured: list[Callable[[], None]] | None = None
+        self.busy = False
+        self.refuse_capture = False
+        self.now_us = 0.0
+        self.work_us = 50.0
+        self.launches = 0
+        self.capability = (9, 0)
+        self.devices = 1
+        self.graphs: set[int] = set()
+        self.registered: dict[int, int] = {}
+        self.refuse_pinning = False
+        self.exported: dict[bytes, Any] = {}
+        self.opened: Counter[int] = Counter()
+        self.broken_ipc = False
+
+    def used_bytes(self) -> int:
+        """Device memory that is allocated."""
+        return sum(self.device_blocks.values())
+
+    def submit(self, work: Callable[[], None], stream: int = 77) -> None:
+        """Queue work on a stream: done at once, or recorded for a graph."""
+        assert self.depth > 0, "no context is current"
+        if self.captured is not None:
+            self.captured.append(work)
+            return
+        work()
+        self.launches += 1
+        self.now_us += self.work_us
+
+
+class _Pinned:
+    """Owner of pinned memory, as PyCUDA hangs it below an array."""
+
+    def __init__(self, cuda: FakeCuda, size: int) -> None:
+        self._cuda = cuda
+        self._block = ctypes.create_string_buffer(size)
+        self.address = ctypes.addressof(self._block)
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+        cuda.live.add(self.address)
+
+    def free(self) -> None:
+        self._cuda.live.remove(self.address)
+
+
+class DriverError(Exception):
+    """`pycuda.driver.Error`."""
+
+
+class OutOfMemory(DriverError):
+    """`pycuda.driver.MemoryError`."""
+
+
+def _driver_module(cuda: FakeCuda) -> ModuleType:
+    module: Any = ModuleType("pycuda.driver")
+    module.Error, module.MemoryError = DriverError, OutOfMemory
+    module.init = lambda: None
+    module.get_driver_version = lambda: 13000
+    _add_devices(module, cuda)
+    _add_streams(module, cuda)
+    _add_memory(module, cuda)
+    _add_shared_memory(module, cuda)
+    return module
+
+
+def _add_devices(module: Any, cuda: FakeCuda) -> None:
+    class Context:
+        def push(self) -> None:
+            cuda.depth += 1
+
+        @staticmethod
+        def pop() -> None:
+            assert cuda.depth > 0
+            cuda.depth -= 1
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            assert 0 <= ordinal < cuda.devices
+
+        @staticmethod
+        def count() -> int:
+            return cuda.devices
+
+        def name(self) -> str:
+            return "Fake H1"
+
+        def compute_capability(self) -> tuple[int, int]:
+            return cuda.capability
+
+        def total_memory(self) -> int:
+            return 1 << 30
+
+        def retain_primary_context(self) -> Context:
+            return Context()
+
+    module.Context, module.Device = Context, Device
+
+
+def _add_streams(module: Any, cuda: FakeCuda) -> None:
+    class Stream:
+        handle = 77
+
+        def __init__(self, flags: int) -> None:
+            assert flags == 1
+            assert cuda.depth > 0
+
+        def synchronize(self) -> None:
+            assert cuda.captured is None, "waiting spoils a capture"
+            cuda.busy = False
+
+    class Event:
+        def __init__(self) -> None:
+            self.at_us = 0.0
+
+        def record(self, stream: Stream) -> None:
+            self.at_us = cuda.now_us
+
+        def time_since(self, earlier: Event) -> float:
+            return (self.at_us - earlier.at_us) / 1000
+
+    def htod(target: int, source: Any, stream: Stream) -> None:
+        assert cuda.captured is None
+        assert source.flags.c_contiguous
+        cuda.busy = True
+        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+
+    def dtoh(target: Any, source: int, stream: Stream) -> None:
+        assert cuda.captured is None
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    module.Stream, module.Event = Stream, Event
+    module.memcpy_htod_async, module.memcpy_dtoh_async = htod, dtoh
+
+
+def _add_memory(module: Any, cuda: FakeCuda) -> None:
+    class Allocation:
+        def __init__(self, size: int) -> None:
+            assert cuda.depth > 0
+            if size > cuda.room_bytes:
+                raise OutOfMemory("cuMemAlloc failed: out of memory")
+            self._block = ctypes.create_string_buffer(size)
+            self._address = ctypes.addressof(self._block)
+            cuda.live.add(self._address)
+            cuda.device_blocks[self._address] = size
+
+        def __int__(self) -> int:
+            return self._address
+
+        def free(self) -> None:
+            assert cuda.depth > 0
+            cuda.live.remove(self._address)
+            del cuda.device_blocks[self._address]
+
+    def pagelocked_empty(size: int, dtype: Any) -> Any:
+        assert np.dtype(dtype) == np.uint8
+        return np.asarray(_Pinned(cuda, size))
+
+    module.mem_alloc, module.pagelocked_empty = Allocation, pagelocked_empty
+
+
+def _add_shared_memory(module: Any, cuda: FakeCuda) -> None:
+    class IPCMemoryHandle:
+        """Opens what `FakeCuda.exported` has under the handle."""
+
+        def __init__(self, handle: bytearray) -> None:
+            assert cuda.depth > 0
+            if bytes(handle) not in cuda.exported:
+                raise DriverError("cuIpcOpenMemHandle failed: invalid resource handle")
+            self._array = cuda.exported[bytes(handle)]
+            cuda.opened[int(self)] += 1
+            cuda.live.add(int(self))
+
+        def __int__(self) -> int:
+            return int(self._array.ctypes.data)
+
+        def close(self) -> None:
+            assert cuda.depth > 0
+            cuda.opened[int(self)] -= 1
+            if not cuda.opened[int(self)]:
+                cuda.live.remove(int(self))
+
+    def address_range(address: int) -> tuple[int, int]:
+        sizes = {array.ctypes.data: array.nbytes for array in cuda.exported.values()}
+        return address, sizes[address]
+
+    def dtoh_now(target: Any, source: int) -> None:
+        assert cuda.depth > 0
+        if cuda.broken_ipc:
+            raise DriverError("cuMemcpyDtoH failed: invalid argument")
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    def htod_now(target: int, source: Any) -> None:
+        assert cuda.depth > 0
+        if cuda.broken_ipc:
+            raise DriverError("cuMemcpyHtoD failed: invalid argument")
+        content = bytes(source)
+        ctypes.memmove(target, content, len(content))
+
+    module.IPCMemoryHandle, module.mem_get_address_range = IPCMemoryHandle, address_range
+    module.memcpy_dtoh, module.memcpy_htod = dtoh_now, htod_now
+
+
+class _Library:
+    """libcuda, as far as graphs need it."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._work: dict[int, list[Callable[[], None]]] = {}
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: int) -> int:  # noqa: N802
+        self._cuda.captured = []
+        return 0
+
+    def cuStreamEndCapture(self, stream: Any, graph: Any) -> int:  # noqa: N802
+        work, self._cuda.captured = self._cuda.captured, None
+        assert work is not None
+        if self._cuda.refuse_capture:
+            return 901
+        number = len(self._work) + 1
+        self._work[number] = work
+        graph._obj.value = number
+        self._cuda.graphs.add(number)
+        return 0
+
+    def cuGraphInstantiateWithFlags(self, executable: Any, graph: Any, flags: Any) -> int:  # noqa: N802
+        executable._obj.value = graph.value + 1000
+        self._cuda.graphs.add(graph.value + 1000)
+        return 0
+
+    def cuGraphUpload(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        return 0
+
+    def cuGraphDestroy(self, graph: Any) -> int:  # noqa: N802
+        self._cuda.graphs.remove(graph.value)
+        return 0
+
+    def cuGraphExecDestroy(self, executable: Any) -> int:  # noqa: N802
+        self._cuda.graphs.remove(executable.value)
+        return 0
+
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> int:  # noqa: N802
+        for work in self._work[executable.value - 1000]:
+            self._cuda.submit(work, stream.value)
+        return 0
+
+    def cuMemHostRegister_v2(self, address: Any, size: Any, flags: int) -> int:  # noqa: N802
+        assert self._cuda.depth > 0
+        assert flags == 3
+        if self._cuda.refuse_pinning:
+            return 801
+        assert address.value not in self._cuda.registered
+        self._cuda.registered[address.value] = size.value
+        return 0
+
+    def cuMemHostUnregister(self, address: Any) -> int:  # noqa: N802
+        assert self._cuda.depth > 0
+        del self._cuda.registered[address.value]
+        return 0
+
+    def cuMemHostGetDevicePointer_v2(self, found: Any, address: Any, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        pinned = any(start <= address.value < start + size for start, size in self._cuda.registered.items())
+        found._obj.value = address.value
+        return 0 if pinned else 1
+
+    def cuGetErrorName(self, result: int, text: Any) -> int:  # noqa: N802
+        text._obj.value = b"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+        return 0
+
+
+def _no_compiler(*_: object) -> bytes:
+    raise Unsupported("NVRTC is not there: the GPU is a fake")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+    """Let `headrace.cuda` find the fake until the test is over."""
+    package: Any = ModuleType("pycuda")
+    package.driver = _driver_module(cuda)
+    monkeypatch.setitem(sys.modules, "pycuda", package)
+    monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
+    monkeypatch.setattr(driver, "_contexts", {})
+    monkeypatch.setattr(device, "driver_major", lambda: 580)
+    monkeypatch.setattr(device, "is_visible", lambda: cuda.devices > 0)
+    # There is a compiler on some machines, but never a GPU behind this that would load what it makes.
+    monkeypatch.setattr(loading, "compile_cuda", _no_compiler)
+    library = _Library(cuda)
+    monkeypatch.setattr(libcuda, "library", lambda: library)

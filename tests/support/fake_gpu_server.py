@@ -1,0 +1,93 @@
+"""`python -m tests.support.fake_gpu_server serve ...`: a real server in a process whose GPU and TensorRT are fakes.
+
+The GPU fetches rows where they lie, and clients share its memory by handles that name files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace import app
+from headrace.__main__ import main
+from headrace.backends.tensorrt import backend as tensorrt_backend
+from headrace.core.tensor import Array
+from headrace.cuda import nvml
+
+from tests.support import fake_builder, fake_nvml
+from tests.support.fake_gpu import install_gpu
+from tests.support.fake_streams import LateCuda
+
+ORDERS = "FAKE_BUILDER_ORDERS"
+HANDLE_BYTES = 64
+SHARED = "/dev/shm"
+
+
+class Exported(dict[bytes, Array]):
+    """Memory of other processes by handle: the names of files, filled up with zeros."""
+
+    def __contains__(self, handle: object) -> bool:
+        assert isinstance(handle, bytes)
+        path = Path(SHARED, handle.rstrip(b"\0").decode())
+        if not path.is_file():
+            return False
+        self[handle] = np.memmap(path, np.uint8, "r")
+        return True
+
+
+class Memory:
+    """This process's memory as a GPU reads it: what is not there any more is no signal, but zeros."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/mem", os.O_RDONLY)
+
+    def read(self, address: int, size_bytes: int) -> bytes:
+        try:
+            found = os.pread(self._file, size_bytes, address)
+        except OSError:
+            found = b""
+        return found.ljust(size_bytes, b"\0")
+
+
+class FakeGather:
+    """Stands for `headrace.cuda.kernels.rows.RowGather`."""
+
+    def __init__(self, cuda: LateCuda, memory: Memory) -> None:
+        self._cuda = cuda
+        self._memory = memory
+
+    def launch(
+        self, stream: Any, addresses: int, row_bytes: int, rows: int, total: int, destination: int, blocks: int
+    ) -> None:
+        def gather() -> None:
+            table = struct.unpack(f"={rows}Q", ctypes.string_at(addresses, 8 * rows))
+            for row in range(total):
+                values = self._memory.read(table[min(row, rows - 1)], row_bytes)
+                ctypes.memmove(destination + row * row_bytes, values, row_bytes)
+
+        self._cuda.submit(gather, stream.handle)
+
+    def close(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    patch = pytest.MonkeyPatch()
+    if ORDERS in os.environ:  # a builder for tests, since the real one has no GPU
+        patch.setattr(
+            app, "Reconciler", partial(app.Reconciler, builder=fake_builder.command(Path(os.environ[ORDERS])))
+        )
+    cuda = install_gpu(patch)
+    cuda.exported = Exported()
+    memory = Memory()
+    patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
+    fake_nvml.install(patch, fake_nvml.FakeNvml())
+    patch.setattr(nvml, "pci_addresses", lambda: ["0000:01:00.0"])
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""A pipelined model under the test's control: y = 2x, whose flights land when the test lets them.
+
+It holds the data plane to the contract of `headrace.backends.base.PipelinedExecution`: `depth`, threads, order, and who owns which
+memory when. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from headrace.backends.base import ExecutionLost, Flight
+from headrace.core.resident import PINNED, is_resident
+from headrace.core.tensor import Array
+
+from tests.support.fakes import InstanceKilledError
+from tests.support.residents import read
+
+# A row that starts with one of these makes the call of that name do it.
+RAISES = {"begin": -11.0, "launch": -12.0, "finish": -13.0}
+DIES = {"begin": -21.0, "launch": -22.0, "finish": -23.0}
+LOST = {"begin": -31.0, "launch": -32.0, "finish": -33.0}
+
+
+@dataclass
+class _Batch:
+    number: int
+    buffer: Array
+    launched: bool = False
+
+
+@dataclass
+class FakePipeline:
+    """One execution (and its model).
+
+    Attributes:
+        depth: flights that may be open.
+        device: of the GPU that it pretends to run on, which reads resident rows when it comes to the batch; None: it takes none.
+        manual: a flight lands only when `land` says so.
+        prompt: another thread may begin and launch in the instance's place, and finish in the finisher's.
+        finishers: which threads finished.
+        log: "begin 0", "launch 0", "finish 0", "discard 0", "run", "close" as they happen; numbers count the `begin`s.
+        batches: the values of the flights finished or run, first column.
+        most_open: the most flights that were open at once.
+        during_fill: called at the end of `begin`.
+        hanging: the call that does not come back until `let_go`.
+        violations: of the contract, by whoever drives this.
+    """
+
+    depth: int = 2
+    device: int | None = None
+    manual: bool = False
+    prompt: bool = False
+    finishers: list[threading.Thread] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    batches: list[list[float]] = field(default_factory=list)
+    most_open: int = 0
+    during_fill: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._permits = threading.Semaphore(0)
+        self._count = 0
+        self._open: set[int] = set()
+        self._in_the_air: list[int] = []
+        self._threads: dict[str, int] = {}
+        self._finishing = threading.Lock()
+        self.hanging: str | None = None
+        self._released = threading.Event()
+        self.violations: list[str] = []
+
+    # What the test calls
+
+    def land(self, flights: int = 1) -> None:
+        """Let so many flights come back."""
+        self._permits.release(flights)
+
+    def let_go(self) -> None:
+        """Land everything from now on; what hangs goes on."""
+        self.manual = False
+        self.hanging = None
+        self._released.set()
+        self._permits.release(10_000)
+
+    def wait_for(self, *events: str) -> None:
+        """Until all of `events` are in the log."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: all(event in self.log for event in events), 10)
+        assert done, f"{events} did not all happen: {self.log}"
+
+    # What the data plane calls
+
+    def execution(self, index: int) -> FakePipeline:
+        return self
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        self._expect(not self._open, "run while flights are open")
+        self._on("instance")
+        self.note("run")
+        self.batches.append(_firsts(inputs["x"]))
+        self._misbehave("finish", inputs["x"])
+        return {"y": np.asarray(inputs["x"]) * 2}
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        self._on("instance")
+        if not is_resident(like["x"]):
+            self._misbehave("begin", like["x"])
+        number, self._count = self._count, self._count + 1
+        with self._changed:
+            self._open.add(number)
+            self.most_open = max(self.most_open, len(self._open))
+            self._expect(len(self._open) <= self.depth, "more flights open than depth")
+        shape = (rows, *like["x"].shape[1:]) if rows else like["x"].shape  # 0: a model without a batch dimension
+        buffer = np.full(shape, np.nan, like["x"].dtype)
+        self.note(f"begin {number}")
+        self.during_fill()
+        return Flight({"x": buffer}, rows or 1, _Batch(number, buffer), self.device)
+
+    def launch(self, flight: Flight) -> None:
+        self._on("instance")
+        batch = self._batch(flight)
+        unread = np.isnan(batch.buffer)  # type: ignore[call-overload]
+        for name, row, rows in flight.residents:
+            self._expect(name == "x" and rows.device in (PINNED, self.device), "residents that this GPU cannot read")
+            self._expect(bool(unread[row : row + len(rows)].all()), "residents that were copied too")
+            unread[row : row + len(rows)] = False
+        self._expect(not unread.any(), "launched before it was full")
+        try:
+            self._misbehave("launch", _values(flight, batch))
+        except BaseException:
+            self._give_back(batch)
+            raise
+        batch.launched = True
+        self._in_the_air.append(batch.number)
+        self.note(f"launch {batch.number}")
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        self.finishers.append(threading.current_thread())
+        self._expect(self._finishing.acquire(blocking=False), "two finish at the same time")
+        try:
+            return self._finish(flight)
+        finally:
+            self._finishing.release()
+
+    def _finish(self, flight: Flight) -> dict[str, Array]:
+        self._on("finisher")
+        batch = self._batch(flight)
+        self._expect(batch.launched, "finished before it was launched")
+        self.note(f"finishing {batch.number}")
+        if self.manual:
+            self._permits.acquire()
+        self._expect(self._in_the_air.pop(0) == batch.number, "finished out of turn")
+        x = _values(flight, batch)  # only now: whoever touched the inputs after the launch is found out
+        batch.buffer.fill(np.nan)
+        self._give_back(batch)
+        self.batches.append(_firsts(x))
+        self.note(f"finish {batch.number}")
+        self._misbehave("finish", x)
+        return {"y": x * 2}
+
+    def discard(self, flight: Flight) -> None:
+        self._on("instance")
+        batch = self._batch(flight)
+        self._expect(not batch.launched, "discarded after the launch")
+        self._give_back(batch)
+        self.note(f"discard {batch.number}")
+
+    def close(self) -> None:
+        self._expect(not self._finishing.locked(), "closed while somebody finishes")
+        self.note("close")
+
+    # Within
+
+    def note(self, event: str) -> None:
+        """Write something into the log."""
+        with self._changed:
+            self.log.append(event)
+            self._changed.notify_all()
+
+    def _on(self, role: str) -> None:
+        if self.prompt:
+            finishes = threading.current_thread().name.endswith("finisher")
+            self._expect(role == "finisher" or not finishes, "not on the instance's thread")
+            return
+        ident = self._threads.setdefault(role, threading.get_ident())
+        other = [thread for name, thread in self._threads.items() if name != role]
+        self._expect(ident == threading.get_ident() and ident not in other, f"not on the {role}'s thread")
+
+    def _batch(self, flight: Flight) -> _Batch:
+        assert isinstance(flight.handle, _Batch)
+        self._expect(flight.handle.number in self._open, "a flight that is not open")
+        return flight.handle
+
+    def _give_back(self, batch: _Batch) -> None:
+        with self._changed:
+            self._open.remove(batch.number)
+
+    def _misbehave(self, call: str, x: Array) -> None:
+        if self.hanging == call:
+            self.note(f"{call} hangs")
+            assert self._released.wait(20), "the test forgot to let go"
+        values = _firsts(x)
+        if DIES[call] in values:
+            raise InstanceKilledError
+        if LOST[call] in values:
+            raise ExecutionLost("sticky: /secret/path")
+        if RAISES[call] in values:
+            raise RuntimeError("poisoned: /secret/path")
+
+    def _expect(self, right: bool, what: str) -> None:
+        if not right:
+            self.violations.append(what)
+
+
+def _firsts(x: Array) -> list[float]:
+    """The first column; all there is of a single number or row."""
+    values = np.asarray(x)
+    return [float(row) for row in (values.reshape(len(values), -1)[:, 0] if values.ndim > 1 else values.reshape(-1))]  # type: ignore[arg-type]
+
+
+def _values(flight: Flight, batch: _Batch) -> Array:
+    """What the GPU computes on."""
+    x = np.array(batch.buffer)
+    for _, row, rows in flight.residents:
+        x[row : row + len(rows)] = read(rows).reshape(-1, *x.shape[1:])
+    return x

@@ -1,0 +1,29 @@
+"""TensorRT on a simulated GPU in a process of a model's own; a plan that holds `crash` ends the process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel
+from headrace.core.ledger import Account
+
+from tests.support.fake_gpu import install_gpu
+
+FACTORY = "tests.support.fake_tensorrt_child:Backend"
+
+
+class Backend:
+    """See `headrace.backends.base.Backend`."""
+
+    def __init__(self) -> None:
+        install_gpu(pytest.MonkeyPatch())
+        self._inner = TensorRtBackend()
+
+    def load(
+        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+    ) -> TensorRtModel:
+        if file.read_bytes() == b"crash":
+            os.abort()
+        return self._inner.load(file, instances, parameters, account)

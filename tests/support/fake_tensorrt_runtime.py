@@ -1,0 +1,204 @@
+"""The runtime side of the fake TensorRT: plans are run by ONNX Runtime, unoptimised."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import enum
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+from headrace_engines.onnx_graph import OnnxRunner
+from onnx import helper
+
+from tests.support.fake_cuda import FakeCuda
+
+MAGIC = b"PLAN"
+
+
+class DataType(enum.Enum):
+    FLOAT, HALF, INT8, INT32, BOOL, UINT8, FP8, BF16, INT64 = range(9)
+
+    @property
+    def itemsize(self) -> int:
+        return {"FLOAT": 4, "HALF": 2, "BF16": 2, "INT32": 4, "INT64": 8}.get(self.name, 1)
+
+
+ONNX_TYPES = {1: DataType.FLOAT, 10: DataType.HALF, 7: DataType.INT64, 6: DataType.INT32, 9: DataType.BOOL}
+_NUMPY = {v: helper.tensor_dtype_to_np_dtype(k) for k, v in ONNX_TYPES.items()}
+
+
+class FakeRuntime:
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any) -> None:
+        assert cuda.depth > 0, "the real one ends the process here"
+        self._trt, self._cuda, self._logger = trt, cuda, logger
+
+    def deserialize_cuda_engine(self, plan: bytes) -> _Engine | None:
+        if not plan.startswith(MAGIC):
+            self._logger.log(1, "Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed.")
+            return None
+        try:
+            told = json.loads(plan[len(MAGIC) :])
+        except ValueError:
+            self._logger.log(1, "Serialization assertion failed: the plan is cut off.")
+            return None
+        if told["version"] != self._trt.__version__:
+            text = "The engine plan file is not compatible with this version of TensorRT, expecting library version"
+            self._logger.log(1, f"{text} {self._trt.__version__} got {told['version']}")
+            return None
+        return _Engine(self._trt, self._cuda, self._logger, told)
+
+
+class _Engine:
+    device_memory_size_v2 = 4096
+
+    def __init__(self, trt: Any, cuda: FakeCuda, logger: Any, told: dict[str, Any]) -> None:
+        self.trt, self.cuda, self.logger = trt, cuda, logger
+        self.model = onnx.ModelProto.FromString(base64.b64decode(told["onnx"]))
+        self.runner = OnnxRunner(self.model, optimize=False)
+        self.profiles = told["profiles"] or [{}]
+        self.num_optimization_profiles = len(self.profiles)
+        graph = self.model.graph
+        self.values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output)}
+        self.inputs = [value.name for value in graph.input]
+        self.names = [*self.inputs, *[value.name for value in graph.output]]
+        self.num_io_tensors = len(self.names)
+        if not trt.__version__.startswith("10."):
+            self.get_engine_stat = lambda stat: 12345
+
+    def get_tensor_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return self.trt.TensorIOMode.INPUT if name in self.inputs else self.trt.TensorIOMode.OUTPUT
+
+    def get_tensor_location(self, name: str) -> Any:
+        return self.trt.TensorLocation.DEVICE
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return ONNX_TYPES[self.values[name].elem_type]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        return [d.dim_value if d.HasField("dim_value") else -1 for d in self.values[name].shape.dim]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> Any:
+        return self.profiles[profile][name]
+
+    def create_execution_context(self, strategy: Any = None) -> _Context | None:
+        self.trt.state.contexts += 1
+        self.trt.state.log("creating a context")
+        made = _Context(self, owns_memory=strategy is None)
+        self.trt.state.made.append(made)
+        return made
+
+    def create_engine_inspector(self) -> Any:
+        dequantized = {node.output[0] for node in self.model.graph.node if node.op_type == "DequantizeLinear"}
+        layers = [
+            {
+                "Name": node.name,
+                "LayerType": node.op_type,
+                "Inputs": [
+                    {
+                        "Name": node.input[0],
+                        "Format/Datatype": f"Row major linear {'INT8' if node.input[0] in dequantized else 'FP32'}",
+                    }
+                ],
+                "Outputs": [],
+                "TacticName": f"fake_{node.op_type.lower()}",
+                "Metadata": f"[ONNX Layer: {node.name}]",
+            }
+            for node in self.model.graph.node
+        ]
+        text = json.dumps({"Layers": layers, "Bindings": self.names})
+        return SimpleNamespace(execution_context=None, get_engine_information=lambda form: text)
+
+
+class _Context:
+    def __init__(self, engine: _Engine, owns_memory: bool) -> None:
+        self._engine = engine
+        self._scratch: int | None = 0 if owns_memory else None
+        self.active_optimization_profile = 0
+        self.profiler: Any = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._allocators: dict[str, Any] = {}
+
+    def set_device_memory(self, memory: int, size: int) -> None:
+        assert memory
+        assert size == self._engine.device_memory_size_v2
+        self._scratch = memory
+
+    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        self.active_optimization_profile = index
+        self._shapes.clear()
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        ranges = self._engine.profiles[self.active_optimization_profile].get(name)
+        if ranges is not None and not all(a <= s <= b for a, s, b in zip(ranges[0], shape, ranges[2], strict=True)):
+            return False
+        self._shapes[name] = shape
+        return True
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address
+        self._addresses[name] = address
+        return True
+
+    def set_output_allocator(self, name: str, allocator: Any) -> bool:
+        self._allocators[name] = allocator
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> list[int]:
+        if self._engine.trt.state.late_shapes:
+            return [-1 for _ in self._engine.get_tensor_shape(name)]
+        return list(self._run(zeros=True)[name].shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream
+        assert self._scratch is not None, "nobody has given it device memory"
+        if self._engine.trt.state.broken:
+            return False
+        done: list[bool] = []
+        cuda = self._engine.cuda
+        if cuda.captured is None:
+            cuda.now_us += getattr(cuda, "enqueue_us", 0)
+        cuda.submit(lambda: done.append(self._execute()), stream)
+        return all(done)
+
+    def _execute(self) -> bool:
+        cuda = self._engine.cuda
+        cuda.now_us += getattr(cuda, "row_us", 0) * [*self._shapes.values(), (1,)][0][0]
+        for name, values in self._run(zeros=False).items():
+            values = np.ascontiguousarray(values)
+            address = self._addresses.get(name)
+            if self._engine.trt.state.late_shapes:
+                address = self._allocators[name].reallocate_output_async(name, 0, values.nbytes, 256, 77)
+                if not address:
+                    return False
+                self._allocators[name].notify_shape(name, values.shape)
+            assert address
+            ctypes.memmove(address, values.ctypes.data, values.nbytes)
+        if self.profiler is not None:
+            for number, node in enumerate(self._engine.model.graph.node):
+                self.profiler.report_layer_time(node.name, 0.01 * (number + 1))
+        return True
+
+    def _run(self, zeros: bool) -> dict[str, Any]:
+        feeds = {}
+        for name, shape in self._shapes.items():
+            kind = self._engine.get_tensor_dtype(name)
+            feeds[name] = np.zeros(shape, _NUMPY[kind]) if zeros else array_at(self._addresses[name], shape, kind)
+        return self._engine.runner.run(feeds)
+
+
+def array_at(address: int, shape: Any, kind: DataType) -> Any:
+    dtype = np.dtype(_NUMPY[kind])
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(ctypes.string_at(address, size), dtype).reshape(shape)

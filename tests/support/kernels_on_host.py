@@ -1,0 +1,173 @@
+"""Compiles our CUDA kernels for the host, where the fake driver launches them: block after block, a block's threads in turns.
+
+What it shows is that the kernels' arithmetic, indices and synchronisation are right; not what a GPU's compiler makes of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.fake_cuda import FakeCuda
+
+# Light headers and no threads of the system: a kernel is compiled and run in a fraction of a second. A block's threads take
+# turns at every barrier, in one order and then in the other: a barrier that is missing gives wrong results every time.
+_PRELUDE = """
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#define __global__
+#define __device__
+#define __shared__ static
+#define __launch_bounds__(threads)
+struct Index { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+static Index threadIdx, blockIdx, blockDim, gridDim;
+static ucontext_t the_block, each_thread[1024];
+static void __syncthreads() { swapcontext(&each_thread[threadIdx.x], &the_block); }
+template <class T> static T __shfl_xor_sync(unsigned, T mine, int mask) {
+    static T all[1024];
+    all[threadIdx.x] = mine;
+    __syncthreads();
+    const T found = all[threadIdx.x ^ mask];
+    __syncthreads();
+    return found;
+}
+static int __float_as_int(float f) { int i; std::memcpy(&i, &f, 4); return i; }
+static float __int_as_float(unsigned i) { float f; std::memcpy(&f, &i, 4); return f; }
+static unsigned short to_half(float f) { _Float16 h = f; unsigned short u; std::memcpy(&u, &h, 2); return u; }
+static float from_half(unsigned short u) { _Float16 h; std::memcpy(&h, &u, 2); return h; }
+"""
+_LAUNCH = """
+struct Any {
+    unsigned long long bits;
+    template <class T> operator T *() const { return (T *)bits; }
+    operator int() const { return (int)bits; }
+    operator unsigned long long() const { return bits; }
+};
+static void *the_body;
+static bool ended[1024];
+template <class Body> static void one_thread() {
+    (*static_cast<Body *>(the_body))();
+    ended[threadIdx.x] = true;
+}
+template <class Body> static void together(unsigned threads, Body &body) {
+    const size_t stack_bytes = 1 << 16;
+    static char *stacks = static_cast<char *>(std::malloc(1024 * stack_bytes));
+    the_body = &body;
+    for (unsigned t = 0; t < threads; ++t) {
+        ended[t] = false;
+        getcontext(&each_thread[t]);
+        each_thread[t].uc_stack.ss_sp = stacks + t * stack_bytes;
+        each_thread[t].uc_stack.ss_size = stack_bytes;
+        each_thread[t].uc_link = &the_block;
+        makecontext(&each_thread[t], one_thread<Body>, 0);
+    }
+    for (unsigned turn = 0, done = 0; !done; ++turn) {
+        for (unsigned n = 0; n < threads; ++n) {
+            threadIdx = {turn % 2 ? threads - 1 - n : n, 0, 0};
+            swapcontext(&the_block, &each_thread[threadIdx.x]);
+            done += ended[threadIdx.x];
+        }
+        if (done % threads) {
+            std::fprintf(stderr, "%u of %u threads of a block passed a barrier\\n", threads - done, threads);
+            std::abort();
+        }
+    }
+}
+template <class Body> static void each(unsigned gx, unsigned gy, unsigned threads, bool barriers, Body body) {
+    gridDim = {gx, gy, 1};
+    blockDim = {threads, 1, 1};
+    for (unsigned y = 0; y < gy; ++y)
+        for (unsigned x = 0; x < gx; ++x) {
+            blockIdx = {x, y, 0};
+            if (barriers) { together(threads, body); continue; }
+            for (unsigned t = 0; t < threads; ++t) { threadIdx = {t, 0, 0}; body(); }
+        }
+}
+"""
+
+
+class HostKernels:
+    """Stands for the compiler and for a module of kernels.
+
+    Args:
+        folder: for what is compiled.
+        cuda: where launches are submitted.
+    """
+
+    def __init__(self, folder: Path, cuda: FakeCuda) -> None:
+        self._folder = folder
+        self._cuda = cuda
+
+    def compile_cuda(self, source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
+        """As `headrace.cuda.nvrtc.compile_cuda`; gives the path of a shared library."""
+        # Half precision is the prelude's: the GPU's instructions mean nothing here.
+        source = source[source.index("//", source.index("from_half")) :]
+        text = [_PRELUDE, source, _LAUNCH]
+        together = str("__syncthreads" in source).lower()
+        for kernel, declared in re.findall(r"__global__ void (\w+)\(([^)]*)\)", source):
+            count = declared.count(",") + 1
+            taken = ", ".join(f"unsigned long long a{n}" for n in range(count))
+            handed = ", ".join(f"Any{{a{n}}}" for n in range(count))
+            body = f"each(gx, gy, t, {together}, [&] {{ {kernel}({handed}); }});"
+            text.append(f'extern "C" void run_{kernel}(unsigned gx, unsigned gy, unsigned t, {taken}) {{ {body} }}\n')
+        digest = hashlib.sha256("\0".join([*text, *options]).encode()).hexdigest()[:16]
+        library = self._folder / f"{digest}.so"
+        if not library.exists():
+            file = self._folder / f"{digest}.cpp"
+            file.write_text("".join(text))
+            command = [
+                "g++",
+                "-std=c++20",
+                "-O1",
+                "-w",
+                "-shared",
+                "-fPIC",
+                "-fno-gnu-unique",
+                *options,
+                "-o",
+                library,
+                file,
+            ]
+            subprocess.run(list(map(str, command)), check=True, timeout=100)
+        return str(library).encode()
+
+    def module_from_buffer(self, code: bytes) -> Any:
+        """As PyCUDA's."""
+        return _Module(ctypes.CDLL(code.decode()), self._cuda)
+
+
+class _Module:
+    def __init__(self, library: ctypes.CDLL, cuda: FakeCuda) -> None:
+        self._library = library
+        self._cuda = cuda
+
+    def get_function(self, name: str) -> _Function:
+        return _Function(getattr(self._library, f"run_{name}"), self._cuda)
+
+
+class _Function:
+    def __init__(self, run: Any, cuda: FakeCuda) -> None:
+        self._run = run
+        self._cuda = cuda
+        self._types = ""
+
+    def prepare(self, types: str) -> None:
+        assert set(types) <= set("Pi"), types
+        self._types = types
+
+    def prepared_async_call(
+        self, grid: tuple[int, int], block: tuple[int, int, int], stream: Any, *arguments: int
+    ) -> None:
+        assert len(arguments) == len(self._types)
+        assert all(type(argument) is int for argument in arguments), arguments
+        handed = [ctypes.c_ulonglong(argument) for argument in arguments]
+        self._cuda.submit(lambda: self._run(*map(ctypes.c_uint, (*grid, block[0])), *handed), stream.handle)

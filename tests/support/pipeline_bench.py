@@ -1,0 +1,128 @@
+"""One pipelined instance without an event loop, with callers that tests can wait for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from headrace.backends.base import Execution, PipelinedExecution
+from headrace.core.completion import settle_all
+from headrace.core.errors import Unavailable
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import FP32, Array, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.answers import Answers
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.instance import Instance, OnDeath, Runner
+from headrace.scheduling.output_check import OutputCheck
+from headrace.scheduling.pace import Pace
+from headrace.scheduling.pipeline import Pipeline
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.selection import Batch
+from headrace.scheduling.serial import SerialRunner
+
+from tests.support.fake_pipeline import FakePipeline
+from tests.support.fakes import SPEC
+from tests.support.slots import Slot
+
+# Its requests have rows of different widths.
+_ANY_WIDTH = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, -1))})
+
+
+class Caller(Slot):
+    """Waits for its answer."""
+
+    __slots__ = ("told_event",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told_event = threading.Event()
+
+    def notify(self) -> None:
+        super().notify()
+        self.told_event.set()
+
+    def answer(self) -> InferResponse | Exception:
+        assert self.told_event.wait(10), "no answer came"
+        assert self.outcome is not None
+        assert len(self.told) == 1
+        return self.outcome
+
+
+class Bench:
+    """One pipelined instance with its scheduler.
+
+    Args:
+        model: its execution.
+        batch: how requests are merged.
+        last: nobody else serves the queue: when the instance dies, what waits is given up.
+        pace: when it pulls while flights are open.
+    """
+
+    def __init__(
+        self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True, pace: Pace | None = None
+    ):
+        self.model = model
+        self.pace = pace
+        self.last = last
+        self.policy = batch or BatchPolicy(8)
+        self.clock: Callable[[], int] = itertools.count(1).__next__
+        self.scheduler = Scheduler(self.policy, clock=self.clock)
+        self.recorder = Recorder()
+        self.reports: list[int] = []
+        self.answers = Answers(self.recorder, settle_all, self.reports.append, OutputCheck(_ANY_WIDTH))
+        self.exits: list[BaseException | None] = []
+        self.instance = Instance("bench", lambda: model, self._runner, self._ended)
+        self.instance.start()
+        self.instance.opened.result(10)
+
+    def _ended(self, cause: BaseException | None) -> None:
+        self.exits.append(cause)
+        if cause is not None and self.last:
+            error = Unavailable("the only instance has died")
+            settle_all([(entry.completion, error) for entry in self.scheduler.fail(error)])
+
+    def _runner(self, execution: Execution, on_death: OnDeath) -> Runner:
+        serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
+        pipelined = cast("PipelinedExecution", execution)
+        return Pipeline(
+            "bench finisher", pipelined, self.scheduler, 1, serial, self.answers, on_death, self.pace, self.clock
+        )
+
+    def ask(self, *values: float, rows: int = 1) -> list[Caller]:
+        """Queue requests that come together, one a value."""
+        return self.queue([np.full((rows, 2), value, np.float32) for value in values])
+
+    def queue(self, arrays: list[Array]) -> list[Caller]:
+        entries = []
+        for array in arrays:
+            request = InferRequest(inputs={"x": array}, rows=len(array), shape_key=array.shape[1:], received_ns=0)
+            entries.append(Entry(request, Caller(), 0, 0))
+            entries[-1].leave = self.scheduler.discard
+            entries[-1].completion.after = entries[-1].on_settled
+        self.scheduler.enqueue(entries)
+        return [cast("Caller", entry.completion) for entry in entries]
+
+    def log_pulls(self) -> None:
+        """From now on the model's log says when the instance asks for a batch: "pull", or "pull busy" with flights open."""
+        next_batch = self.scheduler.next_batch
+
+        def logged(sleeper: threading.Lock, interrupted: Callable[[], bool], busy: bool, *more: Any) -> Batch | None:
+            self.model.note("pull busy" if busy else "pull")
+            return next_batch(sleeper, interrupted, busy, *more)
+
+        self.scheduler.next_batch = logged  # type: ignore[method-assign,assignment]
+
+    def close(self) -> None:
+        """End it; whatever was wrong with how the model was treated comes out now."""
+        self.scheduler.close()
+        self.model.let_go()
+        assert self.instance.join(10)
+        assert not self.model.violations
+        assert self.model.log.count("close") == 1
+        assert not any(thread.name.startswith("bench") for thread in threading.enumerate())

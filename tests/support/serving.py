@@ -1,0 +1,223 @@
+"""A real `headrace serve` in a process of its own, on a free port, stopped by SIGTERM and held to exit status 0."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+COMMAND = (sys.executable, "-m", "headrace")
+# Loading goes on while other tests use the cores; a hanging server must still fail before pytest's own timeout.
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+_BANNER = re.compile(r"Headrace listens on https?://\S+?:(\d+)\s")
+_GRPC = re.compile(r'(?:gRPC: |"grpc": ")\S+?:(\d+)')
+# The end of the banner as text, and as a line of a JSON log.
+_BANNER_END = re.compile(r'Ctrl-C stops it\.|"event": "listening".*\}\n')
+
+
+# Below the ports that systems give to sockets of port 0, and others in each process that runs tests: two programs started at
+# the same time never get one port.
+_ports = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
+def free_port() -> int:
+    """A free port, for programs that cannot choose one themselves."""
+    for port in _ports:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((HOST, port))
+            return port
+    raise AssertionError("no port is free")
+
+
+class ServerFailed(AssertionError):
+    """The server did not start, died, or did not stop as it should; the text has its log."""
+
+
+@dataclass
+class Server:
+    """A server process.
+
+    Attributes:
+        process: what was started.
+        log: the file with its standard output and standard error.
+        port: of HTTP; 0 until the banner tells.
+        grpc_port: of gRPC; 0 until the banner tells, and where gRPC is not served.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    port: int = 0
+    grpc_port: int = 0
+
+    @property
+    def address(self) -> str:
+        """host:port of HTTP, as tritonclient takes it."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """host:port of gRPC, as tritonclient takes it."""
+        return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served."""
+        return f"http://{self.address}"
+
+    @property
+    def text(self) -> str:
+        """All that the server has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Wait for the banner, which comes when all models are loaded, and read the ports from it.
+
+        Raises:
+            ServerFailed: the process ended, or said nothing in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := _BANNER.search(text := self.text)) is None or _BANNER_END.search(text) is None:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"the server exited with {self.process.returncode} at its start:\n{self.text}")
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"the server was not ready within {timeout_s:g} s:\n{self.text}")
+            time.sleep(0.02)
+        self.port = int(found[1])
+        grpc = _GRPC.search(text)
+        self.grpc_port = int(grpc[1]) if grpc is not None else 0
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 30.0,
+    ) -> tuple[int, Mapping[str, str], bytes]:
+        """One HTTP request on a connection of its own: status, headers (names in lower case) and body."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the process."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Wait for the process to end; its exit status.
+
+        Raises:
+            ServerFailed: it still runs after `timeout_s`; it is killed.
+        """
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise ServerFailed(f"the server still ran after {timeout_s:g} s:\n{self.text}") from None
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """SIGTERM, then the process must end with status 0 in time.
+
+        Raises:
+            ServerFailed: it had ended before, or does not end so.
+        """
+        if self.process.poll() is not None:
+            raise ServerFailed(f"the server died with {self.process.returncode}:\n{self.text}")
+        self.signal(signal.SIGTERM)
+        status = self.wait(timeout_s)
+        if status != 0:
+            raise ServerFailed(f"the server exited with {status} after SIGTERM, expected 0:\n{self.text}")
+
+
+def start(
+    repository: Path,
+    log: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = COMMAND,
+) -> Server:
+    """Start `headrace serve` on free ports and return at once; the caller must see to its end.
+
+    Args:
+        repository: the model repository; a second one can be named in `options`.
+        log: file for what the server prints.
+        options: of `headrace serve`; a later `--http-port` or `--grpc-port` takes the place of the free one.
+        env: environment variables to add; the test's own HEADRACE_ variables never reach the server.
+        command: what comes before `serve`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    inherited["HEADRACE_STATE_DIR"] = ""  # no test finds what another one left behind
+    ports = ["--host", HOST, "--http-port", "0", "--grpc-port", "0"]
+    words = [*command, "serve", "--model-repository", str(repository), *ports, *options]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            words, cwd=ROOT, env={**inherited, "COLUMNS": "200", **(env or {})}, stdout=stream, stderr=subprocess.STDOUT
+        )
+    return Server(process, log)
+
+
+@contextmanager
+def serving(repository: Path, folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready, for the length of a `with`; then stopped by SIGTERM, and its exit status must be 0.
+
+    A server that the body has stopped itself (`stop`) is left alone.
+
+    Args:
+        repository: the model repository.
+        folder: where its log goes, e.g. pytest's `tmp_path`.
+        options, env: as for `start`.
+
+    Raises:
+        ServerFailed: it does not start, or does not stop as it should.
+    """
+    server = start(repository, folder / f"{repository.name}.log", *options, env=env)
+    try:
+        server.wait_until_ready()
+        yield server
+    except BaseException:
+        server.process.kill()
+        server.process.wait()
+        raise
+    if server.process.returncode is None:
+        server.stop()
+    elif server.process.returncode != 0:
+        raise ServerFailed(f"the server exited with {server.process.returncode}:\n{server.text}")
+
+
+def look_quick(server: Server) -> int:
+    """Let `busy` be known for short batches: who would surely be late is refused at once, and not queued to be late.
+
+    Returns:
+        How many steps it does in about a second on this machine, now. Deadlines in tests are long and what they wait for takes
+        still longer: where something else has the processors for a moment, a short deadline is hopeless, and refused.
+    """
+    body = '{"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [%d]}]}'
+    steps, took_s = 1_000, 0.0
+    while took_s < 0.3:
+        steps *= 2
+        began = time.monotonic()
+        assert server.request("POST", "/v2/models/busy/infer", (body % steps).encode())[0] == 200
+        took_s = time.monotonic() - began
+    for _ in range(40):
+        assert server.request("POST", "/v2/models/busy/infer", (body % 1).encode())[0] == 200
+    return int(steps / took_s)

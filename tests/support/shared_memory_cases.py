@@ -1,0 +1,221 @@
+"""Clients that keep inputs in shared memory, and a server whose GPU fetches them: the same cases for a real GPU and for a fake.
+
+A case gets a server that serves `repository`, and whatever exports memory of the GPU.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from headrace.core.tensor import Array
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+from tests.gpu.tensorrt_networks import answers, convolutions, pictures
+from tests.support.serving import Server
+
+ROWS = 32
+ROW = (3, 16, 16)
+ROW_BYTES = 3 * 16 * 16 * 4
+OPTIONS = ("--allow-client-shm",)
+
+# What there is only a plan of cannot be asked for its tensors.
+CONFIG = f"""
+backend: tensorrt
+max_batch_size: {ROWS}
+dynamic_batching: {{}}
+input:
+- {{name: x, data_type: TYPE_FP32, dims: [3, 16, 16]}}
+output:
+- {{name: logits, data_type: TYPE_FP32, dims: [10]}}
+- {{name: top, data_type: TYPE_INT64, dims: []}}
+- {{name: positive, data_type: TYPE_BOOL, dims: [10]}}
+"""
+
+# Puts bytes into memory of the GPU that another process owns, for the length of a `with`; its IPC handle.
+Export = Callable[[bytes], AbstractContextManager[bytes]]
+
+
+def make_repository(folder: Path) -> Path:
+    """A repository with the model `m`, its plan alone, built by whatever TensorRT there is."""
+    version = folder / "repository" / "m" / "1"
+    version.mkdir(parents=True)
+    shapes = ShapeRange({"x": ((1, *ROW), (8, *ROW), (ROWS, *ROW))})
+    TensorRtTarget(optimization_level=1).build(convolutions(), Order("fp32", (shapes,)), version / "model.plan", silent)
+    (version.parent / "config.yaml").write_text(CONFIG)
+    return folder / "repository"
+
+
+def inputs_and_answers() -> tuple[Array, Array]:
+    """Inputs of 48 rows, and the answers of ONNX Runtime."""
+    x = pictures(48, seed=5)
+    return x, answers(convolutions(), {"x": x})["logits"]
+
+
+def ask(server: Server, region: str, rows: int, offset: int = 0) -> Array:
+    """Rows of a region through the model."""
+    return answer(server, question(region, rows, offset))
+
+
+def question(region: str, rows: int, offset: int) -> dict[str, Any]:
+    where = {
+        "shared_memory_region": region,
+        "shared_memory_offset": offset,
+        "shared_memory_byte_size": rows * ROW_BYTES,
+    }
+    return {"inputs": [{"name": "x", "shape": [rows, *ROW], "datatype": "FP32", "parameters": where}]}
+
+
+def send(server: Server, x: Array) -> Array:
+    """Rows in the request."""
+    shape: list[int] = list(x.shape)
+    return answer(
+        server, {"inputs": [{"name": "x", "shape": shape, "datatype": "FP32", "data": x.reshape(-1).tolist()}]}
+    )
+
+
+def answer(server: Server, asked: dict[str, Any]) -> Array:
+    asked["outputs"] = [{"name": "logits"}]
+    status, body = sent(server, asked)
+    assert status == 200, body
+    output = json.loads(body)["outputs"][0]
+    return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+def sent(server: Server, asked: dict[str, Any]) -> tuple[int, bytes]:
+    status, _, body = server.request("POST", "/v2/models/m/infer", json.dumps(asked).encode())
+    return status, body
+
+
+def call(server: Server, path: str, told: dict[str, Any] | None = None) -> None:
+    status, _, body = server.request("POST", f"/v2/{path}", json.dumps(told or {}).encode())
+    assert status == 200, body
+
+
+@contextmanager
+def system_region(server: Server, content: bytes) -> Iterator[Path]:
+    """Registered as "r"."""
+    path = Path("/dev/shm", f"test-{uuid.uuid4().hex}")
+    path.write_bytes(content)
+    try:
+        size = len(content)
+        told = {"key": f"/{path.name}", "offset": 0, "byte_size": size}
+        call(server, "systemsharedmemory/region/r/register", told)
+        yield path
+    finally:
+        call(server, "systemsharedmemory/region/r/unregister")
+        path.unlink()
+
+
+@contextmanager
+def cuda_region(server: Server, content: bytes, export: Export) -> Iterator[None]:
+    """Registered as "g"."""
+    with export(content) as handle:
+        raw_handle = {"b64": base64.b64encode(handle).decode()}
+        told = {"raw_handle": raw_handle, "device_id": 0, "byte_size": len(content)}
+        call(server, "cudasharedmemory/region/g/register", told)
+        try:
+            yield
+        finally:
+            call(server, "cudasharedmemory/region/g/unregister")
+
+
+def same(found: Array, right: Array) -> None:
+    """In TF32, and some fused otherwise than others; the answers of other rows are far away."""
+    np.testing.assert_allclose(found, right, atol=0.01 * float(np.abs(right).max()))
+
+
+def mapped(server: Server, path: Path) -> bool:
+    """True if the server has the file mapped, as it has once it is pinned."""
+    return path.name in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def until(condition: Any) -> None:
+    waiting = threading.Event()
+    for _ in range(500):
+        if condition():
+            return
+        waiting.wait(0.02)
+    raise AssertionError("it did not happen")
+
+
+def check_system_region(server: Server, right: tuple[Array, Array]) -> None:
+    x, y = right
+    with system_region(server, x.tobytes()) as path:
+        same(ask(server, "r", 8), y[:8])  # copied: nothing is pinned yet
+        until(lambda: mapped(server, path))
+        for rows in (1, 2, 3, 8, 31, 32, 48):  # the last is cut
+            same(ask(server, "r", rows), y[:rows])
+        same(ask(server, "r", 4, 7 * ROW_BYTES), y[7:11])
+        # What the client writes is what the next request sees.
+        with path.open("r+b") as file:
+            file.write(x[20:24].tobytes())
+        same(ask(server, "r", 4), y[20:24])
+    until(lambda: not mapped(server, path))
+
+
+def check_unaligned_rows(server: Server, right: tuple[Array, Array]) -> None:
+    x, y = right
+    with system_region(server, b"?" + x.tobytes()) as path:
+        for _ in range(3):
+            same(ask(server, "r", 5, 1 + ROW_BYTES), y[1:6])
+            until(lambda: mapped(server, path))
+
+
+def check_cuda_region(server: Server, right: tuple[Array, Array], export: Export) -> None:
+    x, y = right
+    with cuda_region(server, b"????" + x.tobytes(), export):
+        for rows in (1, 2, 3, 8, 31, 32, 44):
+            same(ask(server, "g", rows, 4), y[:rows])
+        same(ask(server, "g", 40, 4 + 3 * ROW_BYTES), y[3:43])
+
+
+def check_all_kinds_together(server: Server, right: tuple[Array, Array], export: Export) -> None:
+    x, y = right
+
+    def one(number: int) -> None:
+        first, rows = number % 40, 1 + number % 5
+        if number % 3 == 0:
+            found = send(server, x[first : first + rows])
+        else:
+            found = ask(server, "rg"[number % 3 - 1], rows, first * ROW_BYTES)
+        same(found, y[first : first + rows])
+
+    with system_region(server, x.tobytes()), cuda_region(server, x.tobytes(), export), ThreadPoolExecutor(24) as pool:
+        for _ in pool.map(one, range(600)):
+            pass
+
+
+def check_truncated_memory(server: Server, right: tuple[Array, Array]) -> None:
+    x, y = right
+    with system_region(server, x.tobytes()) as path:
+        ask(server, "r", 8)
+        until(lambda: mapped(server, path))
+        os.truncate(path, 0)
+        for rows in (1, 8, 32):
+            ask(server, "r", rows)  # of what was there when it was pinned
+            # Not aligned, it is copied by the host.
+            status, body = sent(server, question("r", rows, 1))
+            assert (status, b"smaller than when it was registered" in body) == (400, True), body
+        same(send(server, x[:4]), y[:4])
+    assert server.process.poll() is None
+
+
+def check_regions_come_and_go(server: Server, right: tuple[Array, Array]) -> None:
+    x, y = right
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(10):
+            with system_region(server, x.tobytes()):
+                for future in [pool.submit(ask, server, "r", 16) for _ in range(24)]:
+                    same(future.result(), y[:16])

@@ -1,0 +1,90 @@
+"""A pipelined execution in virtual time: a device of three engines that take what a cost model says.
+
+Copy in, compute and copy out each take one batch at a time, in the order of launch, as a GPU with a copy engine each way does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from headrace.backends.base import Flight
+from headrace.core.tensor import Array
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step takes for a batch: so much, and so much a row."""
+
+    fixed_ns: int = 0
+    row_ns: int = 0
+
+    def ns(self, rows: int) -> int:
+        return self.fixed_ns + self.row_ns * rows
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a batch takes on the way.
+
+    Attributes:
+        fill: the host copies the rows into the flight, on the instance's thread.
+        copy_in, compute, copy_out: on the device.
+    """
+
+    fill: Cost = field(default_factory=Cost)
+    copy_in: Cost = field(default_factory=Cost)
+    compute: Cost = field(default_factory=Cost)
+    copy_out: Cost = field(default_factory=Cost)
+
+
+@dataclass
+class VirtualPipeline:
+    """y = 2x, done when the engines are.
+
+    Attributes:
+        costs: of each step.
+        clock: virtual, nanoseconds.
+        spend: called with the nanoseconds that the thread is about to spend.
+        depth: flights that may be open.
+        done_ns: of each flight that is open, in the order of launch.
+        computing_ns: how long the compute engine was busy.
+    """
+
+    costs: CostModel
+    clock: Callable[[], int]
+    spend: Callable[[int], None]
+    depth: int = 2
+    done_ns: deque[int] = field(default_factory=deque)
+    computing_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._free_ns = [0, 0, 0]
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        assert len(self.done_ns) < self.depth
+        self.spend(self.costs.fill.ns(rows))  # which comes next, and is over at the launch
+        return Flight({name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}, rows)
+
+    def launch(self, flight: Flight) -> None:
+        at_ns = self.clock()
+        steps = (self.costs.copy_in, self.costs.compute, self.costs.copy_out)
+        for engine, cost in enumerate(steps):
+            at_ns = self._free_ns[engine] = max(at_ns, self._free_ns[engine]) + cost.ns(flight.rows)
+        self.computing_ns += self.costs.compute.ns(flight.rows)
+        self.done_ns.append(at_ns)
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        assert self.clock() >= self.done_ns.popleft(), "finished before the device was"
+        return {"y": flight.inputs["x"] * 2}
+
+    def discard(self, flight: Flight) -> None:
+        pass
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        raise AssertionError("nothing here needs the plain road")
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,158 @@
+"""`headrace health`: what a container's health check goes by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from headrace.__main__ import main
+from headrace.commands.health import Listening
+from headrace.commands.health import main as health
+from headrace.tls import TlsFiles
+
+from tests.support.certificates import Certificates
+
+NOWHERE = Listening(port=1)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers each path as told."""
+
+    told: ClassVar[dict[str, tuple[int, bytes]]] = {}
+
+    def do_GET(self) -> None:
+        status, body = self.told.get(self.path, (404, b"{}"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Peer(ThreadingHTTPServer):
+    """A server that answers by `told`."""
+
+    daemon_threads = True
+
+    def __init__(self, tls: TlsFiles | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        if tls is not None:
+            self.socket = tls.ssl_context(()).wrap_socket(self.socket, server_side=True)
+
+    def answer(self, **bodies: tuple[int, bytes]) -> None:
+        Answers.told = {f"/v2/health/{name}": told for name, told in bodies.items()}
+
+    @property
+    def here(self) -> Listening:
+        return Listening(port=self.server_port)
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    yield from _running(Peer())
+
+
+def _running(server: Peer) -> Iterator[Peer]:
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_ready_server_is_healthy(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.answer(ready=(200, b""))
+    assert health([], peer.here) == 0
+    assert capsys.readouterr().out == "ready\n"
+
+
+def test_a_server_that_loads_is_live_but_not_ready(peer: Peer, capsys: pytest.CaptureFixture[str]) -> None:
+    peer.answer(ready=(503, b'{"error": "models are being\\n\\u001b[31mloaded"}'), live=(200, b""))
+    assert health([], peer.here) == 1
+    assert f"{peer.here.url} is not ready: 503 models are being [31mloaded\n" == capsys.readouterr().err
+    assert health(["--live"], peer.here) == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'"text"', b"\xff\xfe", b"[" * 100_000])
+def test_an_answer_of_something_else_is_not_healthy(peer: Peer, body: bytes) -> None:
+    peer.answer(ready=(500, body))
+    assert health([], peer.here) == 1
+
+
+def test_nobody_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert health([], NOWHERE) == 1
+    assert "refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://[", "//"])
+def test_a_url_of_something_else_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert health(["--url", url], NOWHERE) == 1
+    assert "is not ready" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as silent:  # listens, and nobody serves
+        assert health(["--timeout", "0.05"], Listening(port=silent.server_port)) == 1
+    assert "timed out" in capsys.readouterr().err
+
+
+def test_its_own_certificate_is_trusted_and_no_other(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    tls = TlsFiles(str(certificates.server.certificate), str(certificates.server.key))
+    for server in _running(Peer(tls)):
+        server.answer(ready=(200, b""))
+        here = Listening(port=server.server_port, certificate=tls.certificate)
+        assert health([], here) == 0
+        stranger = Listening(port=server.server_port, certificate=str(certificates.stranger.certificate))
+        assert health([], stranger) == 1
+        assert health(["--url", f"https://127.0.0.1:{server.server_port}"], NOWHERE) == 1
+
+
+def test_it_shows_a_certificate_where_one_is_asked(tmp_path: Path) -> None:
+    certificates = Certificates(tmp_path)
+    own, client = certificates.server, certificates.client
+    for server in _running(Peer(TlsFiles(str(own.certificate), str(own.key), str(certificates.authority)))):
+        server.answer(ready=(200, b""))
+        here = Listening(port=server.server_port, certificate=str(own.certificate))
+        assert health([], here) == 1
+        assert health(["--client-cert", str(client.certificate), "--client-key", str(client.key)], here) == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("10.1.2.3", "http://10.1.2.3:8000"),
+        ("localhost", "http://localhost:8000"),
+    ],
+)
+def test_it_asks_where_the_server_listens(host: str, url: str) -> None:
+    assert Listening(host).url == url
+
+
+def test_the_environment_of_the_server_says_where_to_ask(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer.answer(ready=(200, b""))
+    monkeypatch.setenv("HEADRACE_HOST", "0.0.0.0")
+    monkeypatch.setenv("HEADRACE_HTTP_PORT", str(peer.server_port))
+    assert main(["health"]) == 0
+    monkeypatch.setenv("HEADRACE_HTTP_PORT", "eighty")
+    assert main(["health"]) == 2
+
+
+def test_it_imports_nothing_heavy() -> None:
+    code = "import sys; from headrace.__main__ import main; main(['health', '--url', 'http://127.0.0.1:1'])"
+    code += "; print([name for name in ('numpy', 'PIL', 'onnx', 'fastapi', 'grpc') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,114 @@
+"""The control thread in explicit mode over real folders and real models, for tests of loading and unloading."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from headrace.core.completion import Mailbox
+from headrace.core.errors import Forbidden, Unavailable
+from headrace.core.request import InferRequest
+from headrace.repository.builds import BUILDER
+from headrace.repository.loader import Loader
+from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.registry import Registry
+
+from tests.support.models import add_model, affine
+
+EXPLICIT = ControlPolicy("explicit", allow_override=True)
+X = np.ones((1, 16), np.float32)
+Check = Callable[[Reconciler, Registry], Coroutine[Any, Any, None]]
+
+
+def run(
+    repository: Path,
+    check: Check,
+    control: ControlPolicy = EXPLICIT,
+    names: frozenset[str] | None = None,
+    builder: Sequence[str] = BUILDER,
+    **loading: Any,
+) -> None:
+    """Start the control thread, check on the loop, stop; everything must have ended then.
+
+    Args:
+        repository: the models.
+        check: what is done meanwhile.
+        control: who may load.
+        names: the models wanted at start.
+        builder: builds engines.
+        loading: more for the `Loader`.
+    """
+
+    async def main() -> None:
+        registry, loaded = Registry(), threading.Event()
+        loader = Loader(
+            Mailbox(asyncio.get_running_loop()), on_dead=lambda name, number, _: registry.died(name, number), **loading
+        )
+        desired = Desired([repository], names)
+        reconciler = Reconciler(desired, loader, registry, lambda _: loaded.set(), control, builder)
+        reconciler.start()
+        assert await asyncio.to_thread(loaded.wait, 50)
+        try:
+            await check(reconciler, registry)
+        finally:
+            assert await asyncio.to_thread(reconciler.stop, 10)
+        with pytest.raises((Unavailable, Forbidden)):
+            await reconciler.load("m", None, {})
+        assert not [
+            thread.name
+            for thread in threading.enumerate()
+            if thread.name.startswith(("m/", "drain", "control", "builds"))
+        ]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def index(registry: Registry) -> dict[tuple[str, str], tuple[str, str]]:
+    return {(str(r["name"]), str(r["version"])): (str(r["state"]), str(r["reason"])) for r in registry.index()}
+
+
+async def ask(registry: Registry, name: str = "m", version: str = "") -> list[float]:
+    handle = registry.lease(name, version)
+    try:
+        request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=0)
+        answer: list[float] = (await handle.infer(request)).outputs["Y"][0].tolist()  # type: ignore[assignment]
+        return answer
+    finally:
+        handle.release()
+
+
+def expected(seed: int) -> list[float]:
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in affine(seed=seed).graph.initializer}
+    answer: list[float] = np.maximum(X @ weights["W"] + weights["B"], 0)[0].tolist()
+    return answer
+
+
+def same(answer: list[float], seed: int) -> bool:
+    return bool(np.allclose(answer, expected(seed), rtol=1e-4))
+
+
+def everything(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def put(repository: Path, seed: int, version: int = 1, config: str = "") -> None:
+    """Replace a version as a careful deployment does: a file beside, then renamed over the old one."""
+    folder = add_model(repository.parent / "staging", "m", affine(seed=seed), version=version)
+    (repository / "m" / str(version)).mkdir(parents=True, exist_ok=True)
+    (folder / str(version) / "model.onnx").rename(repository / "m" / str(version) / "model.onnx")
+    if config:
+        (repository / "m" / "config.yaml").write_text(config)

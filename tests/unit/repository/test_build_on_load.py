@@ -1,0 +1,337 @@
+"""build_on_load: the model serves at once, its engine takes over when it is built, and no request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.config.config_reader import ModelFolder
+from headrace.config.stamps import is_artefact_name
+from headrace.repository.artefacts import Plan
+from headrace.repository.loader import Loader
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace.scheduling.handle import ModelHandle
+
+from tests.support.fake_builder import command
+from tests.support.models import add_model, affine
+from tests.unit.repository.control_thread import EXPLICIT, Check, ask, index, put, run, same, until
+
+BUILT = "optimization: {precision: int8}\nbuild_on_load: true\n"
+POLL = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.2)
+ENGINE = affine(seed=2).SerializeToString()
+
+
+class Workshop:
+    """A repository with the model "m", a fake builder for it, and a count of the loads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repository = folder / "repository"
+        self.orders = folder / "orders"
+        put(self.repository, 1, config=BUILT)
+        self.command = command(self.orders)
+        (self.orders / "engine.onnx").write_bytes(ENGINE)
+        self.loads: list[str] = []
+
+    def calls(self) -> list[str]:
+        path = self.orders / "calls"
+        return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+    def hold(self) -> None:
+        (self.orders / "hold").touch()
+
+    def let_go(self) -> None:
+        (self.orders / "hold").unlink()
+
+    def run(self, check: Check, control: ControlPolicy = EXPLICIT) -> None:
+        """The control thread with the fake builder."""
+        real = Loader.load
+
+        def load(loader: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+            self.loads.append(chosen.file.name)
+            return real(loader, folder, version, chosen)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Loader, "load", load)
+            run(self.repository, check, control, None if control.mode == "poll" else frozenset({"m"}), self.command)
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)
+
+
+def reason_of(registry: Registry) -> str:
+    state, reason = index(registry)["m", "1"]
+    assert state == "READY"
+    return reason
+
+
+async def settled(registry: Registry) -> None:
+    """Wait until nothing is being built."""
+    await until(lambda: "usually a minute" not in reason_of(registry) and "waits to be" not in reason_of(registry))
+
+
+@pytest.mark.parametrize("control", [EXPLICIT, POLL, ControlPolicy("none")], ids=lambda control: control.mode)
+def test_the_engine_takes_over_when_it_is_built(workshop: Workshop, control: ControlPolicy) -> None:
+    workshop.hold()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert registry.ready()
+        assert same(await ask(registry), 1)
+        await until(lambda: workshop.calls() == ["started"])
+        waits = "building ONNX Runtime INT8, usually a minute or two; the CPU serves meanwhile"
+        assert reason_of(registry) == waits
+        workshop.let_go()
+        await settled(registry)
+        assert same(await ask(registry), 2)
+        assert reason_of(registry) == ""
+        # A watcher sees the files that the builder has put there; that is no reason to load anything.
+        await asyncio.sleep(4 * POLL.settle_s if control is POLL else 0.1)
+        assert [is_artefact_name(name) for name in workshop.loads] == [False, True]
+        assert reason_of(registry) == ""
+        assert workshop.calls() == ["started"]
+
+    workshop.run(check, control)
+
+
+def test_the_next_start_finds_the_engine(workshop: Workshop) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+
+    workshop.run(check)
+
+    async def again(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 2)
+
+    workshop.run(again)
+    assert workshop.calls() == ["started"]
+
+
+def test_a_failed_build_is_told_and_not_tried_again(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    (workshop.orders / "fail").write_text(f"{workshop.repository}/m: node 'x' cannot be quantised\n")
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        expected = "none is built; building it failed: m: node 'x' cannot be quantised"
+        assert reason_of(registry).endswith(expected)
+        await reconciler.load("m", None, {})
+        assert reason_of(registry).endswith(expected), "a load of the same is no new attempt"
+        assert same(await ask(registry), 1)
+        assert workshop.calls() == ["started"]
+        # What it was built from has changed: that is one.
+        (workshop.orders / "fail").unlink()
+        put(workshop.repository, 3)
+        await reconciler.load("m", None, {})
+        await settled(registry)
+        assert same(await ask(registry), 2)
+        assert workshop.calls() == ["started", "started"]
+
+    with caplog.at_level(logging.ERROR, "headrace"):
+        workshop.run(check)
+    assert [r.getMessage() for r in caplog.records] == [
+        "model m version 1: no engine was built: m: node 'x' cannot be quantised"
+    ]
+
+
+def test_a_model_that_is_loaded_anew_may_try_again(workshop: Workshop) -> None:
+    (workshop.orders / "fail").write_text("no\n")
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        (workshop.orders / "fail").unlink()
+        await reconciler.unload("m", False)
+        await reconciler.load("m", None, {})
+        await settled(registry)
+        assert same(await ask(registry), 2)
+
+    workshop.run(check)
+
+
+def test_new_samples_are_a_new_attempt(workshop: Workshop) -> None:
+    (workshop.orders / "fail").write_text("no samples\n")
+    told = "optimization: {precision: int8, calibration: {data: samples.npz}}\nbuild_on_load: true\n"
+    (workshop.repository / "m" / "config.yaml").write_text(told)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        (workshop.orders / "fail").unlink()
+        (workshop.repository / "m" / "samples.npz").write_bytes(b"x")
+        await until(lambda: len(workshop.calls()) == 2)
+        await settled(registry)
+        assert same(await ask(registry), 2)
+        assert len(workshop.calls()) == 2
+
+    workshop.run(check, POLL)
+
+
+def test_what_is_unloaded_is_not_built(workshop: Workshop) -> None:
+    workshop.hold()
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await until(lambda: workshop.calls() == ["started"])
+        await reconciler.unload("m", False)
+        await until(lambda: workshop.calls() == ["started", "stopped"])
+        workshop.let_go()
+        await asyncio.sleep(0.1)
+        assert index(registry)["m", "1"][0] == "UNAVAILABLE"
+        assert workshop.loads == ["model.onnx"]
+
+    workshop.run(check)
+
+
+def test_a_model_that_changes_while_it_is_built_gets_another_engine(workshop: Workshop) -> None:
+    workshop.hold()
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await until(lambda: workshop.calls() == ["started"])
+        put(workshop.repository, 3)
+        await reconciler.load("m", None, {})
+        await until(lambda: workshop.calls() == ["started", "stopped", "started"])
+        assert same(await ask(registry), 3)
+        workshop.let_go()
+        await settled(registry)
+        assert same(await ask(registry), 2)
+
+    workshop.run(check)
+
+
+def test_files_that_nobody_asked_to_load_are_not_loaded_by_a_builds_end(workshop: Workshop) -> None:
+    workshop.hold()
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await until(lambda: workshop.calls() == ["started"])
+        # Somebody is at work in the folder; the watcher, or a load request, is to say when it is done.
+        put(workshop.repository, 3)
+        workshop.let_go()
+        await until(lambda: bool(list((workshop.repository / "m" / "1").glob("model.*.onnx"))))
+        await until(lambda: "files have changed meanwhile: load the model again" in reason_of(registry))
+        assert same(await ask(registry), 1)
+        await reconciler.load("m", None, {})
+        assert same(await ask(registry), 2), "the engine was built from the new file"
+
+    workshop.run(check)
+
+
+def test_nothing_is_built_from_what_a_client_sends(workshop: Workshop) -> None:
+    content = affine(seed=4).SerializeToString()
+    said = '{"parameters": {"headrace.build_on_load": {"string_value": "true"}}}'
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        await reconciler.load("m", said, {"1/model.onnx": content})
+        assert same(await ask(registry), 4)
+        assert "headrace build m" in reason_of(registry)
+        await reconciler.load("m", said.replace("{", '{"max_batch_size": 2, ', 1), {})
+        assert same(await ask(registry), 1)
+        await asyncio.sleep(0.1)
+        assert workshop.calls() == ["started"]
+
+    workshop.run(check)
+
+
+def test_an_engine_that_does_not_load_is_not_built_again(workshop: Workshop) -> None:
+    (workshop.orders / "engine.onnx").write_bytes(b"no engine")
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        assert "which cannot be loaded" in reason_of(registry)
+        assert same(await ask(registry), 1)
+        await reconciler.load("m", None, {})
+        assert same(await ask(registry), 1)
+        assert workshop.calls() == ["started"]
+
+    workshop.run(check)
+
+
+def test_a_builder_that_publishes_nothing_is_not_started_again(workshop: Workshop) -> None:
+    workshop.command = ("true",)
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await settled(registry)
+        expected = (
+            "model.onnx serves in place of the int8 engine: none is built (headrace build m --target onnxruntime)"
+        )
+        assert reason_of(registry) == expected
+        await reconciler.load("m", None, {})
+        assert reason_of(registry) == expected
+
+    workshop.run(check)
+
+
+def test_the_server_stops_while_something_is_built(workshop: Workshop) -> None:
+    workshop.hold()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await until(lambda: workshop.calls() == ["started"])
+        assert same(await ask(registry), 1)
+
+    started = time.monotonic()
+    workshop.run(check)
+    assert time.monotonic() - started < 60, "the build would never have ended"
+    assert workshop.calls() == ["started", "stopped"]
+    assert [path.name for path in (workshop.repository / "m" / "1").iterdir()] == ["model.onnx"]
+
+
+def test_models_come_first_engines_second(workshop: Workshop) -> None:
+    for name in ("a", "z"):
+        add_model(workshop.repository, name, affine(seed=1), files={"config.yaml": BUILT})
+    seen: list[int] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert workshop.loads[:3] == ["model.onnx"] * 3
+        await until(lambda: all(reason == "" for _, reason in index(registry).values()))
+        seen.append(len(workshop.calls()))
+
+    workshop.run(check, POLL)
+    assert seen == [3]
+
+
+def test_no_request_is_lost_while_the_engine_takes_over(workshop: Workshop) -> None:
+    answers: list[int] = []
+    errors: list[BaseException] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        going = True
+
+        async def client() -> None:
+            while going:
+                try:
+                    answer = await ask(registry)
+                except Exception as error:
+                    errors.append(error)
+                    return
+                answers.append(1 if same(answer, 1) else 2 if same(answer, 2) else 0)
+
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        await settled(registry)
+        await asyncio.sleep(0.2)
+        going = False
+        await asyncio.gather(*clients)
+
+    workshop.run(check)
+    assert errors == []
+    assert set(answers) == {1, 2}
+    assert answers[-1] == 2
+
+
+Act = Callable[[Reconciler], Coroutine[Any, Any, None]]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 0.4, 0.5, 0.6])
+def test_loads_and_unloads_at_any_moment_of_a_build_leave_it_sane(workshop: Workshop, seconds: float) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await asyncio.sleep(seconds)
+        await reconciler.load("m", None, {})
+        await reconciler.unload("m", False)
+        await reconciler.load("m", None, {})
+        await settled(registry)
+        assert same(await ask(registry), 2)
+        assert reason_of(registry) == ""
+
+    workshop.run(check)

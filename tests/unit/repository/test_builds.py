@@ -1,0 +1,206 @@
+"""The thread that builds: one builder at a time, called off when it is not wanted, its failure told in words."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from headrace.repository import builds
+from headrace.repository.builds import Builds, Order
+
+from tests.support.fake_builder import command
+from tests.support.models import add_model, affine
+
+ENGINE = affine(seed=2).SerializeToString()
+
+
+@pytest.fixture
+def orders(tmp_path: Path) -> Path:
+    """The fake builder's folder."""
+    command(tmp_path / "orders")
+    (tmp_path / "orders" / "engine.onnx").write_bytes(ENGINE)
+    return tmp_path / "orders"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        add_model(tmp_path / "repository", name, affine(seed=1))
+    return tmp_path / "repository"
+
+
+Ends = queue.Queue[tuple[Order, str]]
+
+
+@contextmanager
+def building(words: tuple[str, ...]) -> Iterator[tuple[Builds, Ends]]:
+    """A started `Builds` and what it tells; stopped at the end, when nothing of it may be left."""
+    ends: Ends = queue.Queue()
+    made = Builds(words, lambda order, failure: ends.put((order, failure)))
+    made.start()
+    try:
+        yield made, ends
+    finally:
+        made.stop()
+        assert made.join()
+        assert "builds" not in [thread.name for thread in threading.enumerate()]
+
+
+def order(repository: Path, name: str = "a", digest: str = "1") -> Order:
+    return Order(name, "1", repository / name, "onnxruntime", digest)
+
+
+def calls(orders: Path) -> list[str]:
+    path = orders / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path) -> None:
+    wanted = order(repository)
+    with building(command(orders)) as (made, ends):
+        made.want("a", [wanted])
+        assert made.failure(wanted) is None
+        assert ends.get(timeout=10) == (wanted, "")
+        assert made.failure(wanted) == ""
+        made.want("a", [wanted])
+        assert [path.suffix for path in (repository / "a" / "1").glob("model.*.onnx")] == [".onnx"]
+        assert calls(orders) == ["started a 1 onnxruntime 10"]
+        made.want("a", [])
+        made.want("a", [wanted])
+        assert ends.get(timeout=10) == (wanted, ""), "a model that was forgotten may be tried again"
+
+
+def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> None:
+    made = Builds(command(orders), lambda *_: None)
+    made.want("a", [order(repository)])
+    assert calls(orders) == []
+    assert "builds" not in [thread.name for thread in threading.enumerate()]
+    made.stop()
+    assert made.join()
+    assert calls(orders) == []
+    assert made.failure(order(repository)) is None
+    made.want("b", [order(repository, "b")])
+    assert "not built any more" in (made.failure(order(repository, "b")) or "")
+
+
+def test_one_at_a_time(orders: Path, repository: Path) -> None:
+    (orders / "hold").touch()
+    first, second = order(repository), order(repository, "b")
+    with building(command(orders)) as (made, ends):
+        made.want("a", [first])
+        made.want("b", [second])
+        until(lambda: len(calls(orders)) == 1)
+        assert ends.empty()
+        (orders / "hold").unlink()
+        assert [ends.get(timeout=10)[0] for _ in range(2)] == [first, second]
+
+
+def test_a_failure_is_told_without_the_places_of_this_machine(orders: Path, repository: Path) -> None:
+    said = [
+        "early words",
+        "\u250f\u2501 a table \u2501\u2513",
+        "",
+        f"{repository / 'a'}: node '/layer/Conv' is not supported",
+        "see /usr/lib/thing.so and /home/who ever/x.onnx, 3 rows/s, C:\\users\\me\\y.onnx",
+        "remove it\x1b[31m",
+    ]
+    (orders / "fail").write_text("\n".join(said))
+    with building(command(orders)) as (made, ends):
+        made.want("a", [order(repository)])
+        _, failure = ends.get(timeout=10)
+    assert failure.startswith("a: node '")
+    assert failure.endswith(" remove it [31m")
+    for word in (str(repository), "/usr/lib", "users", "early", "\u2501", "\x1b"):
+        assert word not in failure
+    assert "3 rows/s" in failure
+    (orders / "fail").write_text("x" * 5000)
+    with building(command(orders)) as (made, ends):
+        made.want("a", [order(repository)])
+        assert ends.get(timeout=10)[1] == "..." + "x" * 400
+
+
+@pytest.mark.parametrize(
+    ("words", "failure"),
+    [
+        (("/nowhere/builder",), "the builder cannot be started: No such file or directory"),
+        ((sys.executable, "-c", "raise SystemExit(3)"), "the builder ended with status 3 and said nothing"),
+        (
+            (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"),
+            "the builder was killed by SIGKILL: is there enough memory?",
+        ),
+        ((sys.executable, "-c", "import os; os.kill(os.getpid(), 6)"), "the builder was killed by SIGABRT"),
+    ],
+)
+def test_a_builder_that_says_nothing(repository: Path, words: tuple[str, ...], failure: str) -> None:
+    with building(words) as (made, ends):
+        wanted = order(repository)
+        made.want("a", [wanted])
+        assert ends.get(timeout=10) == (wanted, failure)
+        assert made.failure(wanted) == failure
+        made.want("a", [wanted])
+        time.sleep(0.1)
+        assert ends.empty(), "what has failed is not tried again"
+        other = order(repository, digest="2")
+        made.want("a", [other])
+        assert ends.get(timeout=10) == (other, failure), "but something else is"
+        assert made.failure(wanted) is None, "and the first one is forgotten"
+
+
+def test_what_is_not_wanted_any_more_is_called_off(orders: Path, repository: Path) -> None:
+    (orders / "hold").touch()
+    first, second, other = order(repository), order(repository, digest="2"), order(repository, "b")
+    with building(command(orders)) as (made, ends):
+        made.want("a", [first])
+        until(lambda: len(calls(orders)) == 1)
+        made.want("b", [other])
+        made.want("b", [])
+        made.want("a", [second])
+        until(lambda: len(calls(orders)) == 3)
+        assert [line.split()[0] for line in calls(orders)] == ["started", "stopped", "started"]
+        (orders / "hold").unlink()
+        assert ends.get(timeout=10) == (second, "")
+        assert ends.empty()
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_end_of_the_server_is_the_end_of_the_builder(
+    orders: Path, repository: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builds, "_GRACE_S", 0.3 if deaf else 20.0)
+    (orders / "hold").touch()
+    if deaf:
+        (orders / "deaf").touch()
+    with building(command(orders)) as (made, ends):
+        made.want("a", [order(repository)])
+        until(lambda: len(calls(orders)) == 1)
+        process = made._process
+        assert process is not None
+    assert process.returncode == (-9 if deaf else 128 + 15)
+    assert ends.empty()
+    assert [path.name for path in (repository / "a" / "1").iterdir()] == ["model.onnx"]
+
+
+def test_the_end_of_the_thread_is_told(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(Builds, "_build", broken)
+    with building(("true",)) as (made, ends):
+        first, second = order(repository), order(repository, "b")
+        made.want("a", [first])
+        assert ends.get(timeout=10) == (first, builds._OVER)
+        made.want("b", [second])
+        assert made.failure(second) == builds._OVER

@@ -1,0 +1,32 @@
+"""What limits a model is explained without naming its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from headrace.core.completion import Mailbox
+from headrace.core.errors import QuotaExceeded
+from headrace.repository.explaining import Explainer
+from headrace.scheduling.policy import Quota, RateLimits
+
+from tests.support.fakes import FakeModel, ask, handle
+
+
+def test_a_quota_is_explained_without_naming_the_client() -> None:
+    async def scenario() -> None:
+        served = handle(Mailbox(asyncio.get_running_loop()), FakeModel(), rate_limits=RateLimits(default=Quota(0.01)))
+        await served.infer(ask(1, client="hunter2"))
+        with pytest.raises(QuotaExceeded) as refused:
+            served.infer(ask(2, client="hunter2"))
+        served.failed(refused.value, 1)
+        served.lease()
+        registry: Any = SimpleNamespace(lease=lambda _model, _version: served)
+        told = Explainer(registry)("fake", "1")
+        assert (told["limit"], "the request log names the clients" in str(told["summary"])) == ("quota", True)
+        assert "hunter2" not in str(told)
+        assert served.close(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -1,0 +1,294 @@
+"""Models that do not all fit into the memory of a GPU: refused, parked, brought back; on a GPU that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.core.clock import NS_PER_S
+from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
+from headrace.core.request import InferRequest
+from headrace.observability.metrics import MemoryCollector
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace.repository.residency import Residency
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tests.support.fake_streams import LateCuda
+from tests.support.models import add_model, affine
+from tests.unit.repository.control_thread import EXPLICIT, X, ask, index, run, same, until
+from tests.unit.repository.test_tensorrt_models import plan_of
+
+ALL = ControlPolicy("none")
+TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
+pytestmark = pytest.mark.usefixtures("trt")
+READY, PARKED = ("READY", ""), ("READY", "parked: loaded on demand")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for seed, name in enumerate("abc", 1):
+        add(tmp_path, name, seed)
+    return tmp_path / "repository"
+
+
+def add(tmp_path: Path, name: str, seed: int, config: str = "") -> None:
+    folder = tmp_path / "repository" / name
+    add_model(tmp_path / "repository", name, affine(seed=seed))
+    (folder / "config.yaml").write_text(TENSORRT + config)
+    (folder / "1" / "model.plan").write_bytes(plan_of(tmp_path, seed))
+
+
+def need(repository: Path) -> int:
+    """Bytes of GPU memory that one of the models takes; all take the same."""
+    found: list[int] = []
+    residency = Residency()
+
+    async def check(_: Reconciler, __: Registry) -> None:
+        found.append(residency.ledger.held(0))
+
+    run(repository, check, names=frozenset({"a"}), residency=residency)
+    assert found[0] > 4096
+    return found[0]
+
+
+def room(size_bytes: float) -> float:
+    """The fraction of the fake GPU's memory that is so many bytes."""
+    return (size_bytes + 0.5) / (1 << 30)
+
+
+async def asked(registry: Registry, name: str, seed: int) -> None:
+    assert same(await ask(registry, name), seed)
+
+
+def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(repository: Path) -> None:
+    size = need(repository)
+    residency = Residency()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
+        assert registry.ready()
+        assert residency.ledger.held(0) == 2 * size
+        await asked(registry, "c", 3)
+        await asked(registry, "a", 1)
+        # b had not been used for longest.
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY})
+        await asked(registry, "b", 2)
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
+        await until(lambda: sum(loads.on_demand for _, _, loads in residency.loads()) == 2)
+        assert residency.ledger.held(0) == 2 * size
+        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in residency.loads()}
+        assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
+        assert all(loads.time_ns > 0 for _, _, loads in residency.loads())
+
+    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+    assert residency.ledger.held(0) == 0
+
+
+def test_who_asks_waits_together_and_everybody_is_answered(repository: Path) -> None:
+    """Three models for whom there is room for one take turns; nobody starves, no answer is another model's."""
+    size = need(repository)
+    residency = Residency()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        async def caller(name: str, seed: int) -> int:
+            count, until = 0, time.monotonic() + 4
+            while time.monotonic() < until:
+                await asked(registry, name, seed)
+                count += 1
+            return count
+
+        counts = await asyncio.gather(*[caller(n, s) for s, n in enumerate("abc", 1) for _ in range(2)])
+        assert min(counts) > 3, counts
+        # Each stays for a second once it is loaded while it is used, so there are about as many loads as seconds.
+        loads = sum(loads.on_demand for _, _, loads in residency.loads())
+        assert 3 <= loads <= 10
+
+    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(size))
+
+
+def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
+    size = need(repository)
+    (repository / "b" / "config.yaml").write_text(TENSORRT + "instance_group: [{kind: gpu, count: 9}]\n")
+    residency = Residency()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        states = index(registry)
+        assert states["c", "1"] == READY
+        state, reason = states["b", "1"]
+        assert state == "UNAVAILABLE"
+        assert "b/1: error: needs" in reason
+        assert "--gpu-memory-fraction" in reason
+        await asked(registry, "a", 1)
+        await asked(registry, "c", 3)
+        # Who made room for the attempt comes back by its first instance, which answers while the second opens.
+        await until(lambda: residency.ledger.held(0) == 2 * size)
+
+    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+
+
+def test_a_budget_of_its_own_is_no_matter_for_others(repository: Path) -> None:
+    size = need(repository)
+    (repository / "b" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size - 1}\n")
+    (repository / "c" / "config.yaml").write_text(TENSORRT + f"gpu_memory_budget: {size}\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        states = index(registry)
+        assert (states["a", "1"], states["c", "1"]) == (READY, READY)
+        assert "its gpu_memory_budget is" in states["b", "1"][1]
+        await asked(registry, "c", 3)
+
+    run(repository, check, ALL)
+
+
+def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
+    size = need(repository)
+    (repository / "a" / "config.yaml").write_text(TENSORRT + "keep_loaded: true\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY}
+        await asked(registry, "b", 2)
+        await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
+
+    run(repository, check, ALL, gpu_memory_fraction=room(2 * size))
+
+    async def alone(_: Reconciler, registry: Registry) -> None:
+        states = index(registry)
+        assert states["a", "1"] == READY
+        for name in "bc":
+            assert states[name, "1"][0] == "UNAVAILABLE"
+            assert "a/1" in states[name, "1"][1], "who holds it is told"
+        await asked(registry, "a", 1)
+
+    run(repository, alone, ALL, gpu_memory_fraction=room(size))
+
+
+def test_loading_and_unloading_move_memory(repository: Path) -> None:
+    size = need(repository)
+    residency = Residency()
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        for name in "abc":
+            await reconciler.load(name, None, {})
+        assert index(registry)["b", "1"] == PARKED
+        await reconciler.unload("c", False)
+        await reconciler.load("b", None, {})  # as it was: it is loaded once it is asked
+        await asked(registry, "b", 2)
+        await until(lambda: index(registry)["b", "1"] == READY)
+        await reconciler.unload("b", False)
+        await reconciler.load("a", None, {})
+        await asked(registry, "a", 1)
+        await reconciler.unload("a", False)
+        await until(lambda: residency.ledger.held(0) == 0)
+        assert residency.loads() == []
+
+    run(repository, check, EXPLICIT, frozenset(), residency=residency, gpu_memory_fraction=room(size))
+
+
+def test_a_parked_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
+    size = need(repository)
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        assert index(registry)["a", "1"] == PARKED
+        answer = asyncio.create_task(asked(registry, "a", 1))
+        await asyncio.sleep(0)
+        await reconciler.unload("a", False)
+        await answer
+        await until(lambda: index(registry)["a", "1"] == ("UNAVAILABLE", "unloaded"))
+
+    run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
+
+
+def test_what_cannot_be_loaded_again_is_told_and_tried_again_later(repository: Path) -> None:
+    size = need(repository)
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        plan = repository / "a" / "1" / "model.plan"
+        plan.write_bytes(plan.read_bytes())
+        with pytest.raises(Unavailable, match=r"could not be loaded again: .* has changed since it was loaded"):
+            await ask(registry, "a")
+        state, reason = index(registry)["a", "1"]
+        assert state == "READY"
+        assert "parked: loading it on demand failed" in reason
+        await reconciler.load("a", None, {})
+        await asked(registry, "a", 1)
+        await until(lambda: index(registry)["a", "1"] == READY)
+
+    run(repository, check, EXPLICIT, frozenset("abc"), gpu_memory_fraction=room(size))
+
+
+def test_deadlines_hold_for_who_waits_and_the_end_of_the_server_answers_them(repository: Path) -> None:
+    size = need(repository)
+    waiting: list[Any] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("a", "")
+        assert handle.park(5)
+        now = time.monotonic_ns()
+        for deadline_ns in (now + NS_PER_S // 20, 0):
+            request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now, deadline_ns=deadline_ns)
+            handle._wanted = True  # nobody hears of it
+            waiting.append(handle.infer(request))
+        with pytest.raises(DeadlineExceeded):
+            await waiting[0]
+        handle.release()
+
+    async def main() -> None:
+        with pytest.raises(Unavailable, match="stopping"):
+            await waiting[1]
+
+    async def both(reconciler: Reconciler, registry: Registry) -> None:
+        await check(reconciler, registry)
+        waiting.append(asyncio.create_task(main()))
+        await asyncio.sleep(0)
+
+    run(repository, both, ALL, frozenset("a"), gpu_memory_fraction=room(size))
+    assert waiting[2].done()
+    assert waiting[2].exception() is None
+
+
+def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) -> None:
+    """The driver finds less memory than the ledger: somebody else uses the GPU."""
+    need(repository)
+    allocated: list[int] = []
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await reconciler.load("a", None, {})
+        allocated.append(len(cuda.live))
+        cuda.room_bytes = 4000  # less than the scratch memory of one
+        with pytest.raises(ConfigError, match="the GPU's memory is full"):
+            await reconciler.load("b", None, {})
+        assert index(registry)["a", "1"] == PARKED, "that it made room was not enough"
+        cuda.room_bytes = 1 << 20
+        await reconciler.load("b", None, {})
+        await asked(registry, "a", 1)
+        await asked(registry, "b", 2)
+
+    run(repository, check, EXPLICIT, frozenset())
+
+
+def test_metrics_tell_who_holds_what(repository: Path) -> None:
+    size = need(repository)
+    residency = Residency()
+    pages: list[str] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        await asked(registry, "a", 1)
+        await until(lambda: index(registry)["a", "1"] == READY)
+        prometheus = CollectorRegistry()
+        prometheus.register(MemoryCollector(residency))
+        pages.append(generate_latest(prometheus).decode())
+
+    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+    page = pages[0]
+    assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 8192.0' in page
+    assert 'headrace_gpu_memory_bytes{gpu="host",kind="buffers",model="c",version="1"}' in page
+    assert f'headrace_gpu_memory_limit_bytes{{gpu="0"}} {float(2 * size)}' in page
+    assert 'headrace_evictions_total{model="b",version="1"} 1.0' in page
+    assert 'headrace_on_demand_loads_total{model="a",version="1"} 1.0' in page
+    assert 'headrace_load_seconds_count{model="a",version="1"} 2.0' in page
+    assert 'model="b",version="1",kind' not in page
+    assert 'kind="weights",model="b"' not in page, "it is parked"

@@ -1,0 +1,148 @@
+"""`isolation: process` in a model's configuration, from the repository to the answer, on ONNX Runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.model_config import ModelConfig
+from headrace.core.request import InferRequest
+from headrace.repository import isolation
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+
+from tests.support import fragile_backend as fragile
+from tests.support.models import add_model, identity
+from tests.support.processes import own_children
+from tests.unit.repository.control_thread import ask, index, put, run, same, until
+
+ALL = ControlPolicy("none")
+ISOLATED = "isolation: process\n"
+
+
+def test_an_isolated_model_answers_as_another_does(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED + "instance_group: [{count: 2}]\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _number in range(4):
+            assert same(await ask(registry), 1)
+        assert len(own_children()) == 1
+        assert registry.ready()
+
+    run(repository, check, ALL)
+    assert own_children() == []
+
+
+def test_readiness_tells_while_there_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        (child,) = own_children()
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: not registry.ready())
+        assert same(await ask(registry), 1), "it waits for the next process"
+        assert registry.ready()
+        assert own_children() != [child]
+        assert index(registry)["m", "1"][0] == "READY"
+
+    run(repository, check, ALL)
+
+
+def test_a_reload_swaps_processes(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED)
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await reconciler.load("m", None, {})
+        before = own_children()
+        put(repository, 2)
+        await reconciler.load("m", None, {})
+        assert same(await ask(registry), 2)
+        await until(lambda: len(own_children()) == 1)
+        assert own_children() != before
+        await reconciler.unload("m", False)
+        await until(lambda: own_children() == [])
+
+    run(repository, check)
+
+
+def test_text_and_pictures_of_any_size(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    add_model(repository, "t", identity("BYTES"), files={"config.yaml": ISOLATED + "max_batch_size: 4\n"})
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("t", "")
+        for length in (0, 5, 100_000):
+            x = np.array([[b"a" * length, b""]], object)
+            request = InferRequest(inputs={"X": x}, rows=1, shape_key=(2,), received_ns=0)
+            answer: Any = (await handle.infer(request)).outputs["Y"]
+            assert answer.tolist() == x.tolist()
+        handle.release()
+
+    run(repository, check, ALL)
+
+
+def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config="")
+    add_model(repository, "crash", identity(), files={"config.yaml": ISOLATED + "parameters: {words: abort}\n"})
+    monkeypatch.setitem(isolation.FACTORIES, "onnxruntime", fragile.FACTORY)
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        state, reason = index(registry)["crash", "1"]
+        assert state == "UNAVAILABLE"
+        assert "its process died while it loaded the model: killed by SIGABRT" in reason
+        assert same(await ask(registry), 1)
+
+    run(repository, check, ALL)
+
+
+def test_what_is_not_there_is_told_as_without_isolation(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED + "parameters: {optimization_level: '7'}\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        reason = index(registry)["m", "1"][1]
+        assert "parameter 'optimization_level' is '7' (write -1, 0, 1 or 2)" in reason
+
+    run(repository, check, ALL)
+
+
+def test_the_memory_for_a_batch_follows_from_the_configuration() -> None:
+    config = ModelConfig.model_validate(
+        {
+            "name": "m",
+            "max_batch_size": 4,
+            "isolation": "process",
+            "isolation_timeout_s": 2.5,
+            "input": [{"name": "x", "data_type": "uint8", "dims": [224, 224, 3]}],
+            "output": [{"name": "y", "data_type": "fp32", "dims": [1000, -1]}],
+        }
+    )
+    made = isolation.isolated("onnxruntime", config)
+    assert (made.name, made.limit_s, made.slot_bytes) == ("m", 2.5, 4 * (224 * 224 * 3 + 4000))
+
+
+def test_many_requests_at_once_through_a_crash(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED + "max_batch_size: 4\ndynamic_batching: {}\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        asking = [asyncio.create_task(ask(registry)) for _ in range(200)]
+        await asyncio.sleep(0)
+        (child,) = own_children()
+        os.kill(child, signal.SIGKILL)
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        wrong = [answer for answer in answers if isinstance(answer, BaseException) or not same(answer, 1)]
+        assert wrong == [], "the batch that was inside is run again, one by one"
+
+    run(repository, check, ALL)

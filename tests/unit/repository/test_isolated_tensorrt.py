@@ -1,0 +1,104 @@
+"""TensorRT in a process of the model's own, on a simulated GPU there: pipelined, its memory booked here, with its fallback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from headrace.repository import isolation
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+from tests.support import fake_tensorrt_child
+from tests.support.fake_gpu import install_gpu
+from tests.support.models import affine
+from tests.support.processes import own_children
+from tests.unit.repository.control_thread import ask, index, put, run, same
+
+ALL = ControlPolicy("none")
+ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One here too, which the control plane asks for its name and size; no model of these tests may use it."""
+    cuda = install_gpu(monkeypatch)
+    monkeypatch.setitem(isolation.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
+    yield
+    assert not cuda.live
+    assert own_children() == []
+
+
+def with_plan(tmp_path: Path, config: str = "", plan: bytes | None = None) -> Path:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=ISOLATED + config)
+    if plan is None:
+        path = tmp_path / "built.plan"
+        order = Order("fp32", (ShapeRange({"X": ((1, 16), (8, 16), (8, 16))}),))
+        TensorRtTarget().build(affine(seed=2), order, path, silent)
+        plan = path.read_bytes()
+    (repository / "m" / "1" / "model.plan").write_bytes(plan)
+    return repository
+
+
+def test_it_serves_from_there_and_again_after_a_crash(tmp_path: Path) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("m", "")
+        assert handle.spec.resident_devices == frozenset(), "that process does not read our memory"
+        assert handle.policy.instances == 2
+        for _round in range(2):
+            answers = await asyncio.gather(*(ask(registry) for _ in range(20)))
+            assert all(same(answer, 2) for answer in answers)
+            (child,) = own_children()
+            os.kill(child, signal.SIGKILL)
+        assert same(await ask(registry), 2)
+        handle.release()
+
+    run(with_plan(tmp_path, "dynamic_batching: {}\ninstance_group: [{kind: gpu, count: 2}]\n"), check, ALL)
+
+
+def test_its_memory_is_booked_and_bounded(tmp_path: Path) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        state, reason = index(registry)["m", "1"]
+        assert state == "UNAVAILABLE"
+        assert "its gpu_memory_budget is 4.0 KiB" in reason
+
+    run(with_plan(tmp_path, "gpu_memory_budget: 4096\n"), check, ALL)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (b"rubbish", "is no plan that TensorRT"),
+        (b"crash", "its process died while it loaded the model: killed by SIGABRT"),
+    ],
+)
+def test_a_plan_that_does_not_load_there_gives_way_to_the_onnx_file(tmp_path: Path, plan: bytes, why: str) -> None:
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 1)
+        state, reason = index(registry)["m", "1"]
+        assert state == "READY"
+        assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: ")
+        assert why in reason
+        assert len(own_children()) == 1, "the ONNX file has a process of its own as well"
+
+    run(with_plan(tmp_path, "fallback: onnxruntime\n", plan), check, ALL)
+
+
+def test_a_plan_that_does_not_go_with_its_configuration(tmp_path: Path) -> None:
+    tensors = "input: [{name: X, data_type: fp32, dims: [17]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
+    repository = with_plan(tmp_path, tensors)
+    (repository / "m" / "1" / "model.onnx").unlink()
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        reason = next(reason for (name, _version), (_state, reason) in index(registry).items() if name == "m")
+        assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in reason
+
+    run(repository, check, ALL)

@@ -1,0 +1,83 @@
+"""Load requests that bring their own configuration or files, through the control thread."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from headrace.core.errors import BadRequest, ConfigError, NotFound
+from headrace.repository.reconciler import Reconciler
+from headrace.repository.registry import Registry
+
+from tests.support.models import affine
+from tests.unit.repository.control_thread import ask, everything, put, run, same, until
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    put(tmp_path / "repository", 1)
+    return tmp_path / "repository"
+
+
+def test_a_configuration_of_the_clients_own(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        put(repository, 2, version=2)
+        await reconciler.load(
+            "m", json.dumps({"versionPolicy": {"specific": {"versions": [1]}}, "max_batch_size": 2}), {}
+        )
+        assert registry.config("m", "")["max_batch_size"] == 2
+        assert same(await ask(registry), 1)
+        assert not (repository / "m" / "config.pbtxt").exists()
+        with pytest.raises(ConfigError, match=r"^config: error: unknown field"):
+            await reconciler.load("m", '{"max_batch_sise": 1}', {})
+        with pytest.raises(ConfigError, match=r"config: error: the name \"x\" is not the folder's"):
+            await reconciler.load("m", '{"name": "x"}', {})
+        assert registry.config("m", "")["max_batch_size"] == 2
+        await reconciler.load("m", None, {})
+        assert registry.config("m", "")["max_batch_size"] == 4
+        assert same(await ask(registry), 2)
+
+    run(repository, check)
+
+
+def test_files_of_the_clients_own_live_in_a_private_folder(repository: Path, tmp_path: Path) -> None:
+    content = affine(seed=7).SerializeToString()
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        before = everything(tmp_path)
+        with pytest.raises(BadRequest, match="config"):
+            await reconciler.load("m", None, {"1/model.onnx": content})
+        with pytest.raises(BadRequest, match="leads out"):
+            await reconciler.load("m", "{}", {"../../evil": content, "1/model.onnx": content})
+        await reconciler.load("m", "{}", {"3/model.onnx": content})
+        assert list(registry.versions("m")) == ["3"]
+        assert same(await ask(registry), 7)
+        await reconciler.load("new", "{}", {"1/model.onnx": content})
+        assert same(await ask(registry, "new"), 7)
+        assert len(folders()) == 2
+        with pytest.raises(ConfigError) as refused:
+            await reconciler.load("new", "{}", {"1/model.onnx": b"no model"})
+        assert "headrace-" not in str(refused.value)
+        assert same(await ask(registry, "new"), 7)
+        await reconciler.load("m", None, {})
+        assert same(await ask(registry), 1)
+        await until(lambda: len(folders()) == 1)
+        await reconciler.unload("new", False)
+        await until(lambda: not folders())
+        with pytest.raises(NotFound):
+            await reconciler.load("new", None, {})
+        assert everything(tmp_path) == before, "nothing was written anywhere else"
+        await reconciler.load("new", "{}", {"1/model.onnx": content})
+
+    folder = tmp_path.parent / f"{tmp_path.name}-private"
+    folder.mkdir()
+
+    def folders() -> list[Path]:
+        return list(folder.iterdir())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        run(repository, check)
+        assert folders() == [], "the end of the server removes it too"

@@ -1,0 +1,315 @@
+"""What is run of a model before it serves, for its profile: which sizes, for how long, and of which models nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import onnx
+import pytest
+from headrace.backends.base import ExecutionLost
+from headrace.config.config_reader import read_model_folder
+from headrace.core.clock import NS_PER_MS, NS_PER_S
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor import Array
+from headrace.repository.measuring import Measuring, backend_buckets, sizes
+from headrace.repository.profile_store import Kept
+from headrace.scheduling.profile import Profile
+
+from tests.support.models import add_model, identity, sum_difference, unbatched
+
+
+class Model:
+    """Takes 1 ms, and as much for each row, on a clock of its own; `before` is called with the rows of each run."""
+
+    def __init__(self, before: Callable[[int], None] = lambda _rows: None) -> None:
+        self.before = before
+        self.now_ns = 0
+        self.rows: list[int] = []
+        self.inputs: list[dict[str, Array]] = []
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def execution(self, index: int) -> Model:
+        return self
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        rows = len(next(iter(inputs.values())))
+        self.rows.append(rows)
+        self.inputs.append(inputs)
+        self.before(rows)
+        self.now_ns += (1 + rows) * NS_PER_MS
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def read(folder: Path, model: onnx.ModelProto, config: str = "max_batch_size: 8\n") -> ModelConfig:
+    return read_model_folder(add_model(folder, "m", model, config=config), folder).config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    return read(tmp_path, sum_difference())
+
+
+def measured(config: ModelConfig, model: Model, limit_ns: int = NS_PER_S, instances: int = 1) -> Profile:
+    profile = Profile()
+    measuring = Measuring(config, model, instances, profile, limit_ns, model.clock)
+    for _ in range(instances):
+        measuring(model)
+    return profile
+
+
+def test_every_power_of_two_is_run_with_inputs_of_the_signature(config: ModelConfig) -> None:
+    model = Model()
+    profile = measured(config, model)
+    assert model.rows == [1, 2, 4, 8] * 4
+    for tensor, dtype in zip(config.input, (np.int32, np.float32), strict=True):
+        last = model.inputs[-1][tensor.name]
+        assert (last.shape, last.dtype, last.flags.c_contiguous) == ((8, *tensor.dims), dtype, True)
+    assert [(row["rows"], row["median_us"], row["source"]) for row in profile.table()] == [
+        (1, 2000, "load"),
+        (2, 3000, "load"),
+        (4, 5000, "load"),
+        (8, 9000, "load"),
+    ]
+
+
+def test_the_first_run_of_a_size_counts_only_if_there_is_no_other(config: ModelConfig) -> None:
+    model = Model()
+
+    def slow_at_first(rows: int) -> None:
+        model.now_ns += 50 * NS_PER_MS if model.rows.count(rows) == 1 else 0
+
+    model.before = slow_at_first
+    assert measured(config, model).estimate_ns(2) == 3 * NS_PER_MS
+    model = Model(lambda rows: slow_at_first(rows))
+    assert [known.rows for known in measured(config, model, 1).known()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("limit_ms", "rows"), [(1, [1]), (5, [1]), (6, [1, 2]), (18, [1, 2, 4]), (40, [1, 2, 4, 8, 1, 2, 4, 8, 1])]
+)
+def test_it_ends_before_it_takes_too_long(config: ModelConfig, limit_ms: int, rows: list[int]) -> None:
+    model = Model()
+    profile = measured(config, model, limit_ms * NS_PER_MS)
+    assert model.rows == rows
+    assert profile.estimate_ns(8) > 0
+
+
+def test_nothing_is_run_where_it_is_switched_off(config: ModelConfig) -> None:
+    model = Model()
+    assert measured(config, model, 0).known() == []
+    assert model.rows == []
+
+
+def test_preferred_sizes_and_the_largest_are_measured(tmp_path: Path) -> None:
+    config = "max_batch_size: 11\ndynamic_batching { preferred_batch_size: [6] }\n"
+    assert sizes(read(tmp_path / "a", sum_difference(), config)) == [1, 2, 4, 6, 8, 11]
+
+
+def test_a_model_without_a_batch_dimension_is_measured_as_it_is(tmp_path: Path) -> None:
+    config = read(tmp_path, unbatched(), "")
+    model = Model()
+    profile = measured(config, model)
+    assert {name: array.shape for name, array in model.inputs[0].items()} == {
+        tensor.name: tensor.dims for tensor in config.input
+    }
+    assert [known.rows for known in profile.known()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "why"),
+    [
+        (identity("BYTES", ("batch", 3)), "max_batch_size: 4\n", "input X is text"),
+        (identity("FP32", ("batch", "width")), "max_batch_size: 4\n", "input X has free dimensions"),
+    ],
+)
+def test_models_that_cannot_be_measured_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model: onnx.ModelProto, config: str, why: str
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.profile")
+    fake = Model()
+    assert measured(read(tmp_path, model, config), fake).known() == []
+    assert fake.rows == []
+    assert why in caplog.text
+
+
+class Shared:
+    """Instances that write down who was at work as each batch began."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.at_work = 0
+        self.lock = threading.Lock()
+        self.broken = broken
+        self.runs: list[tuple[int, int, int]] = []  # instance, rows, at work as it began
+
+    def execution(self, index: int) -> SharedExecution:
+        return SharedExecution(self, index)
+
+    def close(self) -> None:
+        pass
+
+
+class SharedExecution:
+    def __init__(self, model: Shared, index: int) -> None:
+        self.model, self.index = model, index
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        model, rows = self.model, len(next(iter(inputs.values())))
+        with model.lock:
+            model.at_work += 1
+            model.runs.append((self.index, rows, model.at_work))
+        if self.index == model.broken:
+            raise ExecutionLost("gone")
+        threading.Event().wait(0.002)  # so that those who begin at the same time see each other
+        with model.lock:
+            model.at_work -= 1
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def all_at_once(measuring: Measuring, model: Shared, count: int) -> list[BaseException | None]:
+    """What each instance's thread ended with."""
+    ends: list[BaseException | None] = [None] * count
+
+    def measure(index: int) -> None:
+        try:
+            measuring(model.execution(index))
+        except BaseException as error:
+            ends[index] = error
+
+    threads = [threading.Thread(target=measure, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return ends
+
+
+def test_several_instances_are_measured_alone_and_together(config: ModelConfig) -> None:
+    model, profile = Shared(), Profile()
+    measuring = Measuring(config, model, 3, profile, NS_PER_S)
+    assert all_at_once(measuring, model, 3) == [None] * 3
+    last = model.runs[0][0]
+    assert model.runs[:16] == [(last, rows, 1) for rows in [1, 2, 4, 8] * 4]
+    pairs = model.runs[16 : 16 + 2 * 12]
+    assert [rows for _, rows, _ in pairs] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(2)]
+    assert len({index for index, _, _ in pairs}) == 2, "the last and one other"
+    everybody = model.runs[40:]
+    assert [rows for _, rows, _ in everybody] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
+    assert max(at_work for _, _, at_work in everybody) == 3
+    assert [(known.instances, known.rows) for known in profile.known()] == [
+        (instances, rows) for instances in (1, 2, 4) for rows in (1, 2, 4, 8)
+    ]
+    count = len(model.runs)
+    measuring(model.execution(0))  # started anew
+    Measuring(config, model, 1, profile, NS_PER_S)(model.execution(0))  # brought back from parking
+    assert len(model.runs) == count
+
+
+def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig) -> None:
+    model, profile = Shared(), Profile()
+    measuring = Measuring(config, model, 2, profile, NS_PER_S // 50)
+    measuring(model.execution(0))
+    assert model.runs == []
+    measuring(model.execution(1))  # it has opened after all: alone, since the other has gone on
+    assert {at_work for _, _, at_work in model.runs} == {1}
+    assert {known.instances for known in profile.known()} == {1}
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, broken: int) -> None:
+    model, profile = Shared(broken), Profile()
+    ends = all_at_once(Measuring(config, model, 3, profile, NS_PER_S), model, 3)
+    for index, error in enumerate(ends):
+        assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
+
+
+def kept_by(model: Model, config: ModelConfig, kept: Kept, limit_ns: int = NS_PER_S) -> tuple[Profile, int]:
+    """The profile, and how long the smallest batch took."""
+    profile = Profile()
+    measuring = Measuring(config, model, 1, profile, limit_ns, model.clock, kept)
+    measuring(model)
+    return profile, measuring.idle_ns
+
+
+def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
+    times_ns = {1: {1: [9 * NS_PER_MS] * 3, 3: [12 * NS_PER_MS]}, 2: {1: [13 * NS_PER_MS]}}  # under load, as it was
+    kept = Kept(times_ns, 3 * NS_PER_MS)
+    model = Model()
+    profile, idle_ns = kept_by(model, config, kept)
+    assert model.rows == [1] * 4
+    assert {known.source for known in profile.known()} == {"stored"}
+    assert profile.times() == times_ns
+    assert idle_ns == 3 * NS_PER_MS, "as it was when the times were taken"
+    for then_ms in (0, 0.9, 4.1):
+        model = Model()
+        profile, idle_ns = kept_by(model, config, Kept(times_ns, int(then_ms * NS_PER_MS)))
+        assert model.rows == [1] * 4 + [1, 2, 4, 8] * 4
+        assert {known.source for known in profile.known()} == {"load"}
+        assert idle_ns == 2 * NS_PER_MS
+
+
+def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config: ModelConfig) -> None:
+    texts = read(tmp_path / "texts", identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
+    kept = Kept({1: {1: [100], 4: [300]}}, 0)
+    for what, limit_ns in ((texts, NS_PER_S), (config, 0)):
+        model = Model()
+        profile, idle_ns = kept_by(model, what, kept, limit_ns)
+        assert (model.rows, profile.times(), idle_ns) == ([], kept.times_ns, 0)
+
+
+@pytest.mark.parametrize(("then_us", "source"), [(90, "stored"), (300, "load")])
+def test_what_was_kept_is_held_against_the_backends_own_table(config: ModelConfig, then_us: int, source: str) -> None:
+    class Measured(Model):
+        profile: ClassVar = {1: 100.0, 8: 200.5}
+
+    profile, _ = kept_by(Measured(), config, Kept({1: {1: [400_000]}}, then_us * 1000))
+    assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
+
+
+def test_a_model_that_fails_on_made_up_inputs_serves_all_the_same(
+    config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.profile")
+
+    def fail(rows: int) -> None:
+        if rows > 2:
+            raise RuntimeError("no such class")
+
+    profile = measured(config, Model(fail))
+    assert [known.rows for known in profile.known()] == [1, 2]
+    assert "failed on made-up inputs (RuntimeError)" in caplog.text
+
+    def lose(_rows: int) -> None:
+        raise ExecutionLost("the GPU is gone")
+
+    with pytest.raises(ExecutionLost):
+        measured(config, Model(lose))
+
+
+def test_what_the_backend_has_measured_is_taken_and_nothing_run(config: ModelConfig) -> None:
+    class Measured(Model):
+        profile: ClassVar = {1: 100.0, 4: 150.0, 8: 200.5}
+
+    class Wrapped(Model):
+        inner = Measured()
+
+    model = Wrapped()
+    profile = measured(config, model, 0)
+    assert model.rows == []
+    # A batch of 5 rows is padded to 8, and takes as long.
+    assert [profile.estimate_ns(rows) for rows in (1, 2, 4, 5, 8)] == [100_000, 150_000, 150_000, 200_500, 200_500]
+    assert profile.buckets == (1, 4, 8)
+    assert backend_buckets(Model()) == {}

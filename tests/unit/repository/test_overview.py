@@ -1,0 +1,154 @@
+"""What the server tells who watches it: counts of what serves, and no more work for many who watch than for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+from headrace.core.clock import monotonic_ns
+from headrace.core.errors import NotFound
+from headrace.repository.lifecycle import State
+from headrace.repository.overview import Overview
+from headrace.repository.registry import Registry, Serving
+from headrace.scheduling.handle import ModelHandle
+
+from tests.support.fakes import ask
+from tests.unit.repository.test_registry import loop_with_handles
+
+
+class Clock:
+    now_ns = 1_000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Slow(Registry):
+    """A registry that takes time to read, as with many models."""
+
+    def __init__(self, clock: Clock, time_ns: int) -> None:
+        super().__init__()
+        self.looks = 0
+        self._clock, self._time_ns = clock, time_ns
+
+    def ready(self) -> bool:
+        self.looks += 1
+        self._clock.now_ns += self._time_ns
+        return super().ready()
+
+
+def test_counts_and_gauges_of_what_serves() -> None:
+    registry = Registry()
+    registry.mark("broken", "1", State.LOADING)
+    registry.mark("broken", "1", State.UNAVAILABLE, "no such file")
+    with loop_with_handles() as (runner, make):
+        model = make()
+        registry.mark("m", "1", State.LOADING)
+        registry.publish("m", Serving({"1": model}))
+
+        async def infer(handle: ModelHandle) -> None:
+            for rows in (1, 2):
+                await handle.infer(ask(1.0, rows=rows, received_ns=monotonic_ns()))
+
+        runner.run(infer(model))
+        while model.recorder.totals().requests < 2:  # counted behind the answer
+            time.sleep(0.001)
+        clock = Clock()
+        overview = Overview(registry, [], clock)
+        clock.now_ns += 5
+        told = orjson.loads(orjson.dumps(runner.run(overview.status())))
+        assert (told["time_ns"], told["uptime_ns"], told["ready"]) == (1_005, 5, False)
+        broken, serving = told["models"]
+        assert broken == {
+            "name": "broken", "version": "1", "state": "UNAVAILABLE", "reason": "no such file", "serving": None,
+        }  # fmt: skip
+        figures = serving["serving"]
+        assert (figures["requests"], figures["rows"], figures["living"]) == (2, 3, 1)
+        assert figures["sizes"] == {"1": 1, "2": 1}
+        assert (figures["queued"], figures["wait_ns"], figures["late"]) == (0, 0, 0)
+        assert sum(figures["batches"].values()) == 2
+        assert sum(figures["latency"].values()) == 2
+        per_doubling = told["buckets_per_doubling"]
+        bounds_ns = sorted(1e9 * 2 ** (int(number) / per_doubling) for number in figures["latency"])
+        assert bounds_ns[-1] >= figures["total_ns"] / 2
+        assert bounds_ns[0] / 2 ** (1 / per_doubling) <= figures["total_ns"] / 2
+
+
+@pytest.mark.parametrize(("look_ns", "fresh_ns"), [(0, 400_000_000), (100_000_000, 2_000_000_000)])
+def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_ns: int, fresh_ns: int) -> None:
+    clock = Clock()
+    registry = Slow(clock, look_ns)
+    overview = Overview(registry, [], clock)
+    begun_ns = clock.now_ns
+
+    async def ask_thrice() -> None:
+        first, *others = await asyncio.gather(*[overview.status() for _ in range(5)])
+        assert all(other is first for other in others)
+        clock.now_ns = begun_ns + fresh_ns - 1
+        assert await overview.status() is first
+        assert registry.looks == 1
+        clock.now_ns = begun_ns + fresh_ns
+        assert await overview.status() is not first
+        assert registry.looks == 2
+
+    asyncio.run(ask_thrice())
+
+
+def test_who_leaves_takes_the_answer_from_nobody() -> None:
+    overview = Overview(Registry(), [])
+
+    async def leave() -> None:
+        leaving, staying = (asyncio.create_task(overview.status()) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        assert (await staying)["models"] == []
+        assert leaving.cancelled() or leaving.cancelling()
+
+    asyncio.run(leave())
+
+
+def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
+    registry = Registry()
+    with loop_with_handles() as (runner, make):
+        registry.mark("m", "1", State.LOADING)
+        registry.publish("m", Serving({"1": make()}))
+        overview = Overview(registry, [tmp_path])
+
+        def refused(model: str = "m") -> str:
+            with pytest.raises(NotFound) as caught:
+                runner.run(asyncio.wait_for(overview.layers(model, ""), 10))
+            return str(caught.value)
+
+        assert "'other' is not found" in refused("other")
+        assert "nobody has measured" in refused()
+        (tmp_path / "m" / "1").mkdir(parents=True)
+        assert "headrace inspect m --version 1 --publish" in refused()
+        report = tmp_path / "m" / "1" / "layers.json"
+        report.write_text("{}")
+        assert "is no report of layers" in refused()
+        told = {
+            "format": 1, "model": "m", "version": 1, "artefact": "model.0123456789ab.onnx", "precision": "int8",
+            "machine": {"target": "onnxruntime", "version": "1.31", "device": "cpu", "capability": "avx2", "driver": 0},
+            "reason": "",
+            "shapes": {"x": [1, 2]}, "rows": 1, "median_us": 3, "p99_us": 4, "rows_per_s": 5, "total_us": 6, "layers": [],
+        }  # fmt: skip
+        report.write_bytes(orjson.dumps(told))
+        assert "are those of model.0123456789ab.onnx, which does not serve" in refused()
+        layer = {
+            "name": "a",
+            "kind": "Conv",
+            "nodes": ["n"],
+            "precision": "fp32",
+            "tactic": "",
+            "time_us": 1.5,
+            "share": 1,
+        }
+        report.write_bytes(orjson.dumps({**told, "artefact": "model.onnx", "layers": [layer]}))
+        answer = runner.run(overview.layers("m", ""))
+        assert answer["layers"] == (layer | {"nodes": ("n",)},)
+        report.unlink()
+        report.symlink_to("/etc/hostname")
+        assert "cannot be read" in refused()

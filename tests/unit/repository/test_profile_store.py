@@ -1,0 +1,152 @@
+"""Profiles in a folder: what goes in comes out, what is broken counts as none, and a folder that is read-only hurts nobody."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.config.config_reader import read_model_folder
+from headrace.core.model_config import ModelConfig
+from headrace.repository import profile_store
+from headrace.repository.profile_store import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
+from headrace.scheduling.profile import Profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.models import add_model, affine
+
+CONFIG = "max_batch_size: 8\ndynamic_batching { }\n"
+
+
+def config(folder: Path, text: str = CONFIG) -> ModelConfig:
+    return read_model_folder(add_model(folder, "m", affine(), config=text), folder).config
+
+
+def parameter(name: str, value: str) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+
+
+def profile(*tables: tuple[int, dict[int, list[int]]]) -> Profile:
+    made = Profile()
+    for instances, times_ns in tables:
+        made.seed(times_ns, instances)
+    return made
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> KeptProfile:
+    return ProfileStore(tmp_path / "a" / "b").kept(config(tmp_path), "0" * 64, "onnxruntime", 2)
+
+
+def test_what_is_written_is_read(kept: KeptProfile) -> None:
+    assert kept.read() == NOTHING_KEPT
+    kept.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
+    assert kept.read() == Kept({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
+    seen = profile((1, {1: [100]}))
+    for place in range(100):
+        seen.observe(1, 1000 + place * 37 % 100)
+    kept.write(seen, 0)
+    assert kept.read() == Kept(seen.times(32), 0)
+    assert len(kept.read().times_ns[1][1]) == 32
+    kept.write(Profile(), 0)
+    assert kept.read().times_ns, "nothing known is not worth a file"
+
+
+def test_the_key_is_all_that_decides_how_long_a_batch_takes(
+    tmp_path: Path, kept: KeptProfile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, mine = kept.store, config(tmp_path / "mine")
+    assert store.kept(mine, "0" * 64, "onnxruntime", 2) == kept
+    policies = config(tmp_path / "p", "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 100 }\n")
+    assert store.kept(policies, "0" * 64, "onnxruntime", 2).key == kept.key, "how requests wait changes no batch"
+    others = [
+        store.kept(mine, "1" * 64, "onnxruntime", 2),
+        store.kept(mine, "0" * 64, "onnxruntime", 1),
+        store.kept(
+            config(tmp_path / "i", CONFIG + parameter("headrace.isolation", "process")), "0" * 64, "onnxruntime", 2
+        ),
+        store.kept(
+            config(tmp_path / "t", CONFIG + parameter("intra_op_thread_count", "1")), "0" * 64, "onnxruntime", 2
+        ),
+    ]
+    monkeypatch.setattr(profile_store, "cores", lambda: 99)
+    others.append(store.kept(mine, "0" * 64, "onnxruntime", 2))
+    assert len({kept.key, *(other.key for other in others)}) == 6
+
+
+@given(st.data())
+def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    store = ProfileStore(tmp_path_factory.mktemp("store"))
+    store.write("key", "m", "here", profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})), 5)
+    (path,) = store._folder.iterdir()
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    broken = data.draw(
+        st.sampled_from([content[:at], content[:at] + data.draw(st.binary(max_size=8)) + content[at + 1 :]])
+    )
+    path.write_bytes(broken)
+    found = store.read("key")  # raises nothing, and what it gives can be seeded
+    for instances, times_ns in found.times_ns.items():
+        Profile().seed(times_ns, instances)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [],
+        {},
+        {"format": 2, "times_ns": {}},
+        {"format": 1, "times_ns": {"1": {"1": [5]}}},
+        {"format": 1, "idle_ns": -1, "times_ns": {"1": {"1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": []},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": []}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"0": {"1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"-1": [5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": []}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [0]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [1.5]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [True]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1": {"1": [10**14]}}},
+        {"format": 1, "idle_ns": 0, "times_ns": {"1" * 20: {"1": [1]}}},
+    ],
+)
+def test_what_is_no_profile_is_told_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, document: Any
+) -> None:
+    caplog.set_level(logging.INFO, "headrace.profile")
+    (tmp_path / "key.json").write_text(json.dumps(document))
+    assert ProfileStore(tmp_path).read("key") == NOTHING_KEPT
+    assert "key.json is of no use" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(kept: KeptProfile, caplog: pytest.LogCaptureFixture) -> None:
+    folder = kept.store._folder
+    folder.parent.mkdir()
+    folder.write_text("a file where the folder should be")
+    for _ in range(3):
+        kept.write(profile((1, {1: [100]})), 0)
+        assert kept.read() == NOTHING_KEPT
+    assert [record.levelname for record in caplog.records if "--state-dir" in record.message] == ["WARNING"]
+
+
+def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_store, "_MOST_FILES", 4)
+    store, some = ProfileStore(tmp_path), profile((1, {1: [100]}))
+    keys = [f"{number:02}" for number in range(4)]
+    for age, key in enumerate(random.Random(1).sample(keys, 4)):
+        store.write(key, "m", "here", some, 0)
+        os.utime(tmp_path / f"{key}.json", (1000 + age, 1000 + age))
+    oldest = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
+    store.read(oldest.stem)
+    second = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
+    store.write("new", "m", "here", some, 0)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 4
+    assert {oldest.name, "new.json"} <= left
+    assert second.name not in left

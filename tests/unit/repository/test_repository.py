@@ -1,0 +1,120 @@
+"""Which folders of a repository are models: what a volume has beside them is skipped with a note."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from headrace.core.errors import ConfigError
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace.repository.repository import folders, scan
+
+from tests.support.models import add_model, affine
+from tests.unit.repository import control_thread
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def volume() -> Iterator[Path]:
+    """A folder that other users may enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp(prefix="volume"))
+    folder.chmod(0o755)
+    yield folder
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def without_rights(*closed: Path) -> Iterator[None]:
+    """Act as a user who may not write anything here, nor read the folders that are closed."""
+    for folder in closed:
+        folder.chmod(0o700 if os.geteuid() == 0 else 0)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for folder in closed:
+            folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("files", "skipped"),
+    [
+        ([], "it is empty"),
+        ([".keep"], "it is empty"),
+        (["README.md"], "it has neither a configuration nor a version folder such as 1"),
+        (["photos/cat.jpg"], "it has neither a configuration nor a version folder such as 1"),
+        (["config.pbtxt"], None),
+        (["config.yml"], None),
+        (["1/model.onnx"], None),
+        (["1/"], None),
+        (["model.onnx"], None),
+        (["v1/model.onnx"], None),
+    ],
+)
+def test_a_folder_without_configuration_version_and_model_file_is_skipped(
+    tmp_path: Path, files: list[str], skipped: str | None
+) -> None:
+    (tmp_path / "m").mkdir()
+    for file in files:
+        path = tmp_path / "m" / file
+        if file.endswith("/"):
+            path.mkdir()
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    models, others = folders(tmp_path)
+    assert [path.name for path in models] == ([] if skipped else ["m"])
+    assert [folder.reason for folder in others] == ([skipped] if skipped else [])
+
+
+def test_a_known_model_is_not_skipped_while_its_files_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    assert scan([tmp_path]) == []
+    assert [model.name for model in scan([tmp_path], known={"m"})] == ["m"]
+
+
+def test_unreadable_folders_are_skipped_and_read_only_models_serve(
+    volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_model(volume, "m", affine(seed=3))
+    (volume / "lost+found").mkdir()
+    (volume / "private").mkdir()
+    before = sorted(volume.rglob("*"))
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert control_thread.index(registry) == {("m", "1"): ("READY", "")}
+        assert control_thread.same(await control_thread.ask(registry), 3)
+
+    # Whoever may not read the interpreter's folder can import nothing new.
+    add_model(volume / "private", "m", affine(seed=3))
+    control_thread.run(volume / "private", check, ControlPolicy("none"))
+    shutil.rmtree(volume / "private" / "m")
+    caplog.clear()
+    with without_rights(volume / "lost+found", volume / "private"), caplog.at_level("INFO"):
+        control_thread.run(volume, check, ControlPolicy("none"))
+    notes = {record.getMessage(): record.levelname for record in caplog.records if "is skipped" in record.getMessage()}
+    assert notes == {
+        f"{volume}/lost+found is skipped: it belongs to the file system": "INFO",
+        f"{volume}/private is skipped: it cannot be read: Permission denied": "WARNING",
+    }
+    assert sorted(volume.rglob("*")) == before, "nothing is written into the repository"
+
+
+def test_an_unreadable_repository_is_an_error_with_a_cure(volume: Path) -> None:
+    with without_rights(volume), pytest.raises(ConfigError) as caught:
+        scan([volume])
+    assert "the model repository cannot be read: Permission denied (let the user" in str(caught.value)

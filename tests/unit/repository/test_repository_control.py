@@ -1,0 +1,304 @@
+"""Loading and unloading while the server runs, with real folders and real models, through the control thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Unavailable
+from headrace.core.request import InferRequest
+from headrace.repository.loader import Loader
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+
+from tests.support.models import add_model, affine, busy, table_lookup
+from tests.unit.repository.control_thread import ask, index, put, run, same, until
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    put(tmp_path / "repository", 1)
+    add_model(tmp_path / "repository", "other", affine(seed=9))
+    return tmp_path / "repository"
+
+
+def test_clients_may_load_only_in_explicit_mode(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        for act in (reconciler.load("m", None, {}), reconciler.unload("m", False)):
+            with pytest.raises(Forbidden, match="--model-control explicit"):
+                await act
+        assert same(await ask(registry), 1)
+
+    run(repository, check, ControlPolicy("none", allow_override=True))
+    run(repository, check, ControlPolicy("poll", allow_override=True, settle_s=0.01))
+
+
+def test_overrides_only_where_the_operator_allows_them(repository: Path) -> None:
+    async def check(reconciler: Reconciler, _: Registry) -> None:
+        await reconciler.load("m", None, {})
+        for act in (reconciler.load("m", "{}", {}), reconciler.load("m", None, {"1/model.onnx": b""})):
+            with pytest.raises(Forbidden, match="--allow-model-override"):
+                await act
+
+    run(repository, check, ControlPolicy("explicit"))
+
+
+def test_a_model_that_nobody_asked_for_is_listed_and_can_be_loaded_and_unloaded(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        assert index(registry) == {("m", ""): ("UNAVAILABLE", "not loaded"), ("other", "1"): ("READY", "")}
+        assert registry.failures() == [], "--strict has nothing against it"
+        assert registry.ready()
+        with pytest.raises(Unavailable, match="is not loaded"):
+            registry.lease("m", "")
+        await reconciler.load("m", None, {})
+        assert index(registry) == {("m", "1"): ("READY", ""), ("other", "1"): ("READY", "")}
+        await reconciler.unload("m", True)
+        with pytest.raises(Unavailable, match="is not loaded"):
+            registry.lease("m", "")
+        await until(lambda: index(registry)["m", "1"] == ("UNAVAILABLE", "unloaded"))
+        await reconciler.unload("m", False)  # once more is no error
+        assert registry.ready()
+        await reconciler.load("m", None, {})
+        assert same(await ask(registry), 1)
+        (repository / "later").mkdir()
+        with pytest.raises(ConfigError, match="no version folder"):
+            await reconciler.load("later", None, {})
+        assert index(registry)["later", ""][0] == "UNAVAILABLE"
+
+    run(repository, check, names=frozenset({"other"}))
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../m", "m/1", "/etc", "m\0", "m\n", "$(id)", "", ".hidden", "a" * 200, "\ud800", "m/../m"]
+)
+def test_names_that_lead_elsewhere_are_refused(repository: Path, name: str) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        before = index(registry)
+        for act in (
+            reconciler.load(name, None, {}),
+            reconciler.unload(name, False),
+            reconciler.load(name, "{}", {"1/model.onnx": b""}),
+        ):
+            with pytest.raises(BadRequest):
+                await act
+        assert index(registry) == before
+
+    run(repository, check, names=frozenset())
+
+
+def test_unknown_models_are_not_found(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        for act in (
+            reconciler.load("nobody", None, {}),
+            reconciler.unload("nobody", False),
+            reconciler.load("nobody", "{}", {}),
+        ):
+            with pytest.raises(NotFound, match="nobody"):
+                await act
+        assert not any(name == "nobody" for name, _ in index(registry))
+
+    run(repository, check)
+
+
+def test_an_unchanged_model_keeps_its_handle_and_its_counts(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
+        await ask(registry)
+        await reconciler.load("m", None, {})
+        assert registry.serving("m").handles["1"] is handle  # type: ignore[union-attr]
+        put(repository, 2, version=2, config="version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n")
+        await reconciler.load("m", None, {})
+        assert registry.serving("m").handles["1"] is handle, "a new neighbour is no change"  # type: ignore[union-attr]
+        assert handle.recorder.totals().requests == 1
+        assert same(await ask(registry, version="stable"), 1)
+        assert same(await ask(registry, version="canary"), 2)
+        (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nlabels: {stable: 2}\n")
+        await reconciler.load("m", None, {})
+        assert registry.serving("m").handles["1"] is handle, "labels are not the version's"  # type: ignore[union-attr]
+        assert same(await ask(registry, version="stable"), 2)
+        with pytest.raises(NotFound, match="canary"):
+            registry.lease("m", "canary")
+        (repository / "m" / "config.yaml").write_text("version_policy: {all: {}}\nmax_batch_size: 2\n")
+        await reconciler.load("m", None, {})
+        assert registry.serving("m").handles["1"] is not handle, "this concerns every version"  # type: ignore[union-attr]
+
+    run(repository, check)
+
+
+def test_versions_follow_the_policy(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        for version in (2, 3):
+            put(repository, version, version=version)
+        for policy, versions in (
+            ("{latest: {num_versions: 2}}", ["2", "3"]),
+            ("{all: {}}", ["1", "2", "3"]),
+            ("{specific: {versions: [1, 3]}}", ["1", "3"]),
+            ("{latest: {num_versions: 1}}", ["3"]),
+            ("{specific: {versions: [2]}}", ["2"]),
+        ):
+            (repository / "m" / "config.yaml").write_text(f"version_policy: {policy}\nlabels: {{odd: 3}}\n")
+            await reconciler.load("m", None, {})
+            assert list(registry.versions("m")) == versions
+            assert same(await ask(registry), int(versions[-1]))
+            for version in ("1", "2", "3"):
+                if version in versions:
+                    assert same(await ask(registry, version=version), int(version))
+                else:
+                    with pytest.raises((NotFound, Unavailable)):
+                        registry.lease("m", version)
+        with pytest.raises((NotFound, Unavailable)):
+            registry.lease("m", "odd")
+
+    run(repository, check)
+
+
+def test_a_label_of_a_version_that_is_not_there_is_told(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(repository, 1, config="labels: {stable: 1, canary: 7}\n")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry, version="stable"), 1)
+        with pytest.raises(NotFound):
+            registry.lease("m", "canary")
+
+    run(repository, check)
+    assert 'label "canary" names version 7, which is not served' in caplog.text
+
+
+@pytest.mark.parametrize("how", ["garbage", "config", "version", "empty"])
+def test_a_reload_that_fails_leaves_everything_as_it_was(repository: Path, how: str) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        handle = registry.serving("m").handles["1"]  # type: ignore[union-attr]
+        if how == "garbage":
+            (repository / "m" / "1" / "model.onnx").write_bytes(b"no model")
+        elif how == "config":
+            (repository / "m" / "config.yaml").write_text("max_batch_sise: 3\n")
+        elif how == "version":
+            add_model(repository, "m", b"no model", version=2, files={"config.yaml": "version_policy: {all: {}}\n"})
+        else:
+            (repository / "m" / "1" / "model.onnx").unlink()
+        for _ in range(2):
+            with pytest.raises(ConfigError) as refused:
+                await reconciler.load("m", None, {})
+        assert str(repository) not in str(refused.value)
+        assert registry.serving("m").handles == {"1": handle}  # type: ignore[union-attr]
+        assert same(await ask(registry), 1)
+        state, reason = index(registry)["m", "1"]
+        assert state == "READY"
+        assert reason.startswith("the last load failed: ")
+        assert registry.ready()
+        assert not any(thread.name.startswith("m/2") for thread in threading.enumerate())
+        for file in ("config.yaml", "2/model.onnx"):
+            (repository / "m" / file).unlink(missing_ok=True)
+        if (repository / "m" / "2").is_dir():
+            (repository / "m" / "2").rmdir()
+        put(repository, 3)
+        await reconciler.load("m", None, {})
+        assert index(registry)["m", "1"] == ("READY", "")
+        assert same(await ask(registry), 3)
+
+    run(repository, check)
+
+
+def test_one_broken_version_among_the_first_does_not_take_the_others(repository: Path) -> None:
+    add_model(
+        repository, "half", affine(seed=4), files={"config.yaml": "version_policy: {all: {}}\nbackend: onnxruntime\n"}
+    )
+    add_model(repository, "half", affine(seed=4), version=2)
+    failing = {2}
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        with pytest.raises(ConfigError, match="half version 2"):
+            await reconciler.load("half", None, {})
+        assert same(await ask(registry, "half"), 4)
+        assert index(registry)["half", "2"][0] == "UNAVAILABLE"
+        with pytest.raises(Unavailable, match="cannot be served"):
+            registry.lease("half", "2")
+        failing.clear()
+        await reconciler.load("half", None, {})
+        assert list(registry.versions("half")) == ["1", "2"]
+
+    real = Loader.load
+
+    def load(self: Loader, folder: Any, version: int, chosen: Any) -> Any:
+        if folder.name == "half" and version in failing:
+            raise RuntimeError("/secret/path")
+        return real(self, folder, version, chosen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "load", load)
+        run(repository, check, names=frozenset({"m"}))
+
+
+def test_concurrent_loads_of_one_model_each_get_their_outcome(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        put(repository, 2)
+        outcomes = await asyncio.gather(
+            *(reconciler.load("m", None, {}) for _ in range(5)),
+            reconciler.load("m", '{"max_batch_sise": 1}', {}),
+            reconciler.unload("m", False),
+            reconciler.load("m", None, {}),
+            return_exceptions=True,
+        )
+        assert [type(outcome) for outcome in outcomes] == [type(None)] * 5 + [ConfigError] + [type(None)] * 2
+        assert same(await ask(registry), 2)
+
+    run(repository, check)
+
+
+def test_too_many_waiting_commands_are_refused_and_leavers_do_not_stop_the_work(repository: Path) -> None:
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        put(repository, 2)
+        leaver = asyncio.ensure_future(reconciler.load("m", None, {}))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        outcomes = await asyncio.gather(
+            *(reconciler.unload("other", False) for _ in range(200)), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if isinstance(outcome, HeadraceError)]
+        assert 0 < len(refused) < 200
+        assert all(outcome.reason == "overloaded" for outcome in refused)
+        assert same(await ask(registry), 2), "the load whose caller left was done"
+
+    run(repository, check)
+
+
+def test_a_request_in_flight_is_answered_before_its_version_ends(repository: Path) -> None:
+    add_model(repository, "busy", busy())
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("busy", "")
+        request = InferRequest(inputs={"STEPS": np.array([20_000], np.int64)}, rows=1, shape_key=None, received_ns=0)
+        waiting = handle.infer(request)
+        await reconciler.unload("busy", False)
+        assert index(registry)["busy", "1"][0] == "UNLOADING"
+        with pytest.raises(Unavailable, match="is not loaded"):
+            registry.lease("busy", "")
+        await reconciler.load("busy", None, {})
+        assert index(registry)["busy", "1"][0] == "READY", "wanted again while the old one drains"
+        assert (await waiting).outputs["Y"].tolist() == [20_000]
+        handle.release()
+        await until(lambda: not any(thread.name.startswith("drain") for thread in threading.enumerate()))
+        assert index(registry)["busy", "1"] == ("READY", "")
+
+    run(repository, check)
+
+
+def test_a_warm_up_that_the_model_refuses_fails_the_load(repository: Path) -> None:
+    for name, dims, value in (("good", 1, 3), ("bad", 1, 9)):
+        warmup = f"model_warmup: [{{name: w, count: 3, inputs: {{X: {{dims: [{dims}], input_data_file: x}}}}}}]\n"
+        folder = add_model(repository, name, table_lookup(), files={"config.yaml": warmup})
+        (folder / "warmup").mkdir()
+        (folder / "warmup" / "x").write_bytes(np.array([value], np.int64).tobytes())
+
+    async def check(reconciler: Reconciler, registry: Registry) -> None:
+        await reconciler.load("good", None, {})
+        assert registry.statistics("good", "")[0]["execution_count"] == 0
+        with pytest.raises(ConfigError, match="refused the values"):
+            await reconciler.load("bad", None, {})
+        assert index(registry)["bad", "1"][0] == "UNAVAILABLE"
+
+    run(repository, check, names=frozenset({"m"}))

@@ -1,0 +1,270 @@
+"""Models with `backend: tensorrt` from the repository to the answer, on a GPU that does its work late, and without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from headrace.repository.gpus import tensorrt_machine
+from headrace.repository.reconciler import ControlPolicy, Reconciler
+from headrace.repository.registry import Registry
+from headrace_engines.progress import silent
+from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.tensorrt.target import TensorRtTarget
+
+from tests.support.fake_builder import command, publish
+from tests.support.fake_streams import LateCuda
+from tests.support.models import affine
+from tests.unit.repository.control_thread import ask, index, put, run, same, until
+
+ALL = ControlPolicy("none")
+TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"
+
+
+def plan_of(folder: Path, seed: int, largest: int = 8) -> bytes:
+    """A plan of `affine`."""
+    path = folder / "built.plan"
+    profile = ShapeRange({"X": ((1, 16), (largest, 16), (largest, 16))})
+    TensorRtTarget().build(affine(seed=seed), Order("fp32", (profile,)), path, silent)
+    return path.read_bytes()
+
+
+def machine() -> dict[str, Any]:
+    found = tensorrt_machine()
+    return {name: getattr(found, name) for name in ("target", "version", "device", "capability", "driver")}
+
+
+def serves(repository: Path, seed: int) -> tuple[str, int]:
+    """Load the repository, see that the answers are those of a seed; what the index says beside READY, and the instances."""
+    told: list[tuple[str, int]] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        for _number in range(5):
+            assert same(await ask(registry), seed)
+        state, reason = index(registry)["m", "1"]
+        assert state == "READY"
+        handle = registry.lease("m", "")
+        told.append((reason, handle.policy.instances))
+        handle.release()
+
+    run(repository, check, ALL)
+    return told[0]
+
+
+def refused(repository: Path) -> str:
+    """Why the model is not served."""
+    told: list[str] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        found = [said for (name, _version), said in index(registry).items() if name == "m"]
+        assert [state for state, _reason in found] == ["UNAVAILABLE"], found
+        told.append(found[0][1])
+
+    run(repository, check, ALL)
+    return told[0]
+
+
+def test_a_plan_of_the_repository_s_own(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + "instance_group: [{kind: gpu, count: 2, gpus: [0]}]\n")
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 2) == ("", 2)
+
+
+def test_the_engine_stamped_for_this_machine_goes_before(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=machine())
+    assert serves(repository, 3) == ("", 2)
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 3) == ("", 2)
+
+
+def test_every_gpu_gets_the_instances(trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 3
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + "instance_group: [{kind: gpu, count: 2}, {kind: gpu, gpus: [1]}]\n")
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    assert serves(repository, 2) == ("", 7)
+    (repository / "m" / "config.yaml").write_text(TENSORRT)
+    assert serves(repository, 2) == ("", 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ("fallback: onnxruntime\n", "model.onnx serves in place of an engine: built for NVIDIA"),
+        ("", "has no engine for this machine (built for NVIDIA"),
+    ],
+)
+def test_an_engine_of_another_machine(trt: Any, tmp_path: Path, config: str, reason: str) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT + config + "build_on_load: false\n")
+    other = {**machine(), "device": "NVIDIA A10", "capability": "8.6"}
+    publish(repository / "m", 1, plan_of(tmp_path, 3), suffix=".plan", machine=other)
+    told = serves(repository, 1)[0] if config else refused(repository)
+    assert reason in told
+    assert "headrace build m --target tensorrt" in told
+
+
+def test_an_engine_that_does_not_load_gives_way_to_the_onnx_file(trt: Any, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    publish(repository / "m", 1, b"rubbish", suffix=".plan", machine=machine())
+    reason, instances = serves(repository, 1)
+    assert "cannot be loaded" in reason
+    assert instances == 1
+
+
+def foreign(repository: Path, config: str = "") -> None:
+    """A plan of the model's own that TensorRT refuses, as it does one from another GPU, beside its ONNX file."""
+    put(repository, 1, config=TENSORRT + config)
+    (repository / "m" / "1" / "model.plan").write_bytes(b"rubbish")
+
+
+def test_a_foreign_plan_gives_way_to_the_onnx_file_where_that_is_allowed(
+    trt: Any, cuda: LateCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository = tmp_path / "repository"
+    foreign(repository, "fallback: onnxruntime\n")
+    reason, instances = serves(repository, 1)
+    assert reason.startswith("model.onnx serves in place of model.plan, which cannot be loaded: model.plan is no plan")
+    assert reason.endswith("(headrace build m --target tensorrt)")
+    assert str(tmp_path) not in reason
+    assert instances == 1
+    assert any(r.levelname == "ERROR" and "serves in place of model.plan" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("onnx", "cure"),
+    [
+        (True, "`headrace build`, or write fallback: onnxruntime)"),
+        (False, "or put model.onnx beside it and write fallback: onnxruntime)"),
+    ],
+)
+def test_a_foreign_plan_is_quarantined_where_nothing_else_may_serve(
+    trt: Any, cuda: LateCuda, tmp_path: Path, onnx: bool, cure: str
+) -> None:
+    repository = tmp_path / "repository"
+    tensors = "input: [{name: X, data_type: fp32, dims: [16]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
+    foreign(repository, tensors if not onnx else "")
+    if not onnx:
+        (repository / "m" / "1" / "model.onnx").unlink()
+    reason = refused(repository)
+    assert "model.plan: error: is no plan that TensorRT" in reason
+    assert reason.endswith(cure)
+
+
+def test_engine_then_own_plan_then_the_onnx_file(trt: Any, cuda: LateCuda, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    foreign(repository, "fallback: onnxruntime\n")
+    publish(repository / "m", 1, b"more rubbish", suffix=".plan", machine=machine())
+    assert "in place of model.plan" in serves(repository, 1)[0]
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    reason, _instances = serves(repository, 2)
+    assert reason.startswith("model.plan serves in place of the int8 engine")
+    assert reason.endswith("(headrace build m --target tensorrt --rebuild)")
+
+
+def test_an_engine_is_built_while_the_onnx_file_serves_for_a_foreign_plan(
+    trt: Any, cuda: LateCuda, tmp_path: Path
+) -> None:
+    repository, orders = tmp_path / "repository", tmp_path / "orders"
+    foreign(repository, "build_on_load: true\n")
+    builder = command(orders)
+    (orders / "fail").write_text("error: no room")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 1)
+        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+
+    run(repository, check, ALL, None, builder)
+    assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TENSORRT.replace("8", "9"), "takes batches of up to 8 rows, max_batch_size is 9"),
+        (TENSORRT + "instance_group: [{kind: cpu}]\n", "TensorRT does not run on the CPU"),
+        (TENSORRT + "instance_group: [{kind: gpu, gpus: [4]}]\n", "GPU 4"),
+        (
+            TENSORRT
+            + "input: [{name: X, data_type: fp32, dims: [17]}]\noutput: [{name: Z, data_type: fp32, dims: [4]}]\n",
+            "output 'Z' is not in the plan",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_go_with_its_configuration(trt: Any, tmp_path: Path, config: str, words: str) -> None:
+    repository = tmp_path / "repository"
+    put(repository, 1, config=config)
+    if "17" in config:
+        (repository / "m" / "1" / "model.onnx").unlink()
+    (repository / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 2))
+    told = refused(repository)
+    assert words in told
+    if "17" in config:
+        assert "input 'X' has the shape [17] in the configuration, [16] in the plan" in told
+
+
+def test_without_a_gpu(cuda: LateCuda, tmp_path: Path) -> None:
+    cuda.devices = 0
+    repository = tmp_path / "repository"
+    put(repository, 1, config=TENSORRT)
+    reason = "model.onnx serves on the CPU: this machine has no NVIDIA GPU: check that nvidia-smi lists one"
+    assert serves(repository, 1) == (reason, 1)
+    put(repository, 1, config=TENSORRT + "fallback: onnxruntime\n")
+    assert serves(repository, 1) == (reason, 1)
+    tensors = "input: [{name: X, data_type: fp32, dims: [16]}]\noutput: [{name: Y, data_type: fp32, dims: [4]}]\n"
+    put(repository, 1, config=TENSORRT + tensors)
+    (repository / "m" / "1" / "model.onnx").rename(repository / "m" / "1" / "model.plan")
+    told = refused(repository)
+    assert "backend 'tensorrt' is not available on this machine: this machine has no NVIDIA GPU" in told
+    assert "put model.onnx beside it, which the CPU can serve" in told
+
+
+def test_a_plan_is_built_while_the_onnx_file_serves(trt: Any, tmp_path: Path) -> None:
+    repository, orders = tmp_path / "repository", tmp_path / "orders"
+    put(repository, 1, config=TENSORRT + "build_on_load: true\n")
+    builder = command(orders)
+    (orders / "fail").write_text("error: no room")
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        assert same(await ask(registry), 1)
+        await until(lambda: "building it failed: error: no room" in index(registry)["m", "1"][1])
+
+    run(repository, check, ALL, None, builder)
+    assert (orders / "calls").read_text().split()[:4] == ["started", "m", "1", "tensorrt"]
+
+
+def profiled(repository: Path, **loading: Any) -> list[dict[str, object]]:
+    """The profile of the model before its first request."""
+    told: list[list[dict[str, object]]] = []
+
+    async def check(_: Reconciler, registry: Registry) -> None:
+        handle = registry.lease("m", "")
+        told.append(handle.profile.table())
+        handle.release()
+
+    run(repository, check, ALL, **loading)
+    return told[0]
+
+
+def test_the_profile_begins_with_what_the_tuner_has_measured(trt: Any, tmp_path: Path) -> None:
+    put(tmp_path / "models", 3, config=TENSORRT)
+    (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
+    table = profiled(tmp_path / "models")
+    rows = [row["rows"] for row in table]
+    assert (rows[0], rows[-1]) == (1, 8)
+    assert {row["source"] for row in table} == {"load"}
+
+
+def test_a_plan_without_graphs_is_measured_like_any_model(trt: Any, tmp_path: Path) -> None:
+    put(tmp_path / "models", 3, config=TENSORRT + "parameters: {cuda_graphs: '0'}\n")
+    (tmp_path / "models" / "m" / "1" / "model.plan").write_bytes(plan_of(tmp_path, 3))
+    assert profiled(tmp_path / "models") == []
+    table = profiled(tmp_path / "models", profile_s=10.0)
+    assert [(row["instances"], row["rows"]) for row in table] == [
+        (count, rows) for count in (1, 2) for rows in (1, 2, 4, 8)
+    ]

@@ -1,0 +1,74 @@
+"""When a watched model is acted on: after two equal looks and the settle time, once for every way it looks."""
+
+from __future__ import annotations
+
+from headrace.repository.file_look import Look
+from headrace.repository.watcher import Watcher
+
+SETTLE_NS = 100
+
+
+def look(size: int) -> Look:
+    return (("1/model.onnx", size, 0, 0),)
+
+
+def test_a_new_model_is_acted_on_once_when_it_has_come_to_rest() -> None:
+    watcher = Watcher(SETTLE_NS)
+    assert watcher.see({"m": look(1)}, 0) == []
+    assert watcher.restless
+    assert watcher.see({"m": look(1)}, 99) == [], "too early"
+    assert watcher.see({"m": look(1)}, 100) == ["m"]
+    assert not watcher.restless
+    assert watcher.see({"m": look(1)}, 1000) == [], "a model that failed is tried again only when it changes"
+
+
+def test_one_look_is_not_enough_however_late_it_comes() -> None:
+    watcher = Watcher(0)
+    assert watcher.see({"m": look(1)}, 10**9) == []
+    assert watcher.see({"m": look(1)}, 10**9) == ["m"]
+
+
+def test_a_file_that_grows_starts_the_time_anew() -> None:
+    watcher = Watcher(SETTLE_NS)
+    for step in range(10):
+        assert watcher.see({"m": look(step)}, 99 * step) == []
+    assert watcher.see({"m": look(9)}, 9 * 99 + 99) == []
+    assert watcher.see({"m": look(9)}, 9 * 99 + 100) == ["m"]
+
+
+def test_a_change_there_and_back_is_none() -> None:
+    watcher = Watcher(SETTLE_NS)
+    watcher.see({"m": look(1)}, 0)
+    assert watcher.see({"m": look(1)}, 100) == ["m"]
+    assert watcher.see({"m": look(2)}, 200) == []
+    assert watcher.see({"m": look(1)}, 250) == []
+    assert watcher.see({"m": look(1)}, 1000) == []
+
+
+def test_a_removal_must_last_too() -> None:
+    watcher = Watcher(SETTLE_NS)
+    watcher.see({"m": look(1)}, 0)
+    watcher.see({"m": look(1)}, 100)
+    assert watcher.see({}, 200) == []
+    assert watcher.see({"m": look(1)}, 250) == [], "the folder was only being replaced"
+    assert watcher.see({}, 300) == []
+    assert watcher.see({}, 400) == ["m"]
+    assert watcher.see({}, 500) == []
+    assert watcher.names == set(), "nothing is kept of what is gone"
+    assert watcher.see({"m": look(1)}, 600) == []
+    assert watcher.see({"m": look(1)}, 700) == ["m"], "it came back"
+
+
+def test_a_model_that_goes_before_it_has_settled_is_forgotten() -> None:
+    watcher = Watcher(SETTLE_NS)
+    watcher.see({"m": look(1)}, 0)
+    assert watcher.see({}, 10) == []
+    assert watcher.see({}, 20) == []
+    assert watcher.names == set()
+
+
+def test_models_settle_apart() -> None:
+    watcher = Watcher(SETTLE_NS)
+    watcher.see({"a": look(1), "b": look(1)}, 0)
+    assert watcher.see({"a": look(1), "b": look(2)}, 100) == ["a"]
+    assert watcher.see({"a": look(1), "b": look(2)}, 200) == ["b"]

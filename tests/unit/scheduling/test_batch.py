@@ -1,0 +1,100 @@
+"""Batches made of rows that are copied and rows that the GPU reads where they lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.backends.base import Flight
+from headrace.core.completion import Completion
+from headrace.core.request import InferRequest
+from headrace.core.resident import as_input
+from headrace.core.tensor import Array
+from headrace.scheduling.batch import Staging, cut
+from headrace.scheduling.filling import Filler
+from headrace.scheduling.queue import Entry
+
+from tests.support.residents import HostOwner, read, resident
+
+NONE = np.float32(-1)
+
+
+def _entry(**inputs: Any) -> Entry:
+    rows = next(iter(inputs.values())).shape[0]
+    return Entry(InferRequest(inputs=inputs, rows=rows, shape_key=None, received_ns=0), Completion(), 0, 0)
+
+
+def _rows(first: int, count: int) -> Array:
+    return np.arange(first * 2, (first + count) * 2, dtype=np.float32).reshape(count, 2)
+
+
+def _flight(rows: int, device: int | None) -> Flight:
+    return Flight({"x": np.full((rows, 2), NONE)}, rows, None, device)
+
+
+def _seen(flight: Flight) -> Array:
+    """What the GPU computes on."""
+    x = flight.inputs["x"].copy()
+    for name, first, rows in flight.residents:
+        assert name == "x"
+        assert (x[first : first + len(rows)] == NONE).all(), "rows that are resident were copied too"
+        x[first : first + len(rows)] = read(rows)
+    return x
+
+
+# h: host, p: pinned, 0 and 1: on that GPU; each part has as many rows as its place in the batch says.
+@pytest.mark.parametrize("kinds", ["h", "p", "0", "hp", "ph", "php", "hhphh", "p0p", "h1h", "1p1", "hph0h1hp"])
+@pytest.mark.parametrize("device", [0, None])
+def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None) -> None:
+    entries, first, expected = [], 0, []
+    for count, kind in enumerate(kinds, start=1):
+        array = _rows(first, count)
+        entries.append(_entry(x=array if kind == "h" else resident(array, -1 if kind == "p" else int(kind))))
+        if kind in "p0" and device == 0:
+            expected.append(first)
+        first += count
+    flight = _flight(first, device)
+    Filler("test").fill(flight, entries)
+    assert np.array_equal(_seen(flight), _rows(0, first))
+    assert [row for _, row, _ in flight.residents] == expected
+
+
+def test_each_input_goes_its_own_way() -> None:
+    a, b = _rows(0, 2), _rows(5, 3)
+    entries = [_entry(x=resident(a), y=a), _entry(x=resident(b), y=b)]
+    flight = Flight({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
+    Filler("test").fill(flight, entries)
+    assert np.array_equal(flight.inputs["y"], np.concatenate([a, b]))
+    assert [(name, row) for name, row, _ in flight.residents] == [("x", 0), ("x", 2)]
+
+
+@pytest.mark.parametrize("array", [np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int32)], ids=["shape", "dtype"])
+def test_rows_of_another_kind_are_no_residents_either(array: Array) -> None:
+    flight = _flight(2, 0)
+    with pytest.raises((ValueError, TypeError)):
+        Filler("test").fill(flight, [_entry(x=resident(array))])
+    assert not flight.residents
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_too_few_rows_and_too_many_are_found_out(rows: int) -> None:
+    with pytest.raises(ValueError, match="input 'x' has 2 rows"):
+        Filler("test").fill(_flight(rows, 0), [_entry(x=resident(_rows(0, 2)))])
+
+
+def test_a_batch_on_the_cpu_gets_copies() -> None:
+    staging, rows = Staging(8), resident(_rows(0, 2))
+    assert np.array_equal(staging.stack([_entry(x=rows)])["x"], _rows(0, 2))
+    assert np.array_equal(staging.stack([_entry(x=rows), _entry(x=_rows(2, 3))])["x"], _rows(0, 5))
+    owner = rows.owner
+    assert isinstance(owner, HostOwner)
+    assert len(owner.copies) == 2
+
+
+def test_an_oversized_request_is_cut_where_it_lies() -> None:
+    parts = cut({"x": as_input(resident(_rows(0, 5)))}, 5, 2)
+    flight = _flight(5, 0)
+    Filler("test").fill(flight, [_entry(**part) for part in parts])
+    assert np.array_equal(_seen(flight), _rows(0, 5))
+    assert len(flight.residents) == 3

@@ -1,0 +1,139 @@
+"""Exactly once, from any thread, with one wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from headrace.core.completion import LoopCompletion, Mailbox, settle_all
+from headrace.core.errors import Cancelled, ModelFailed
+from headrace.core.request import InferResponse
+
+from tests.support.slots import Slot
+
+
+def test_the_first_wins_among_racing_threads() -> None:
+    for _ in range(200):
+        slot = Slot()
+        barrier = threading.Barrier(4)
+        wins: list[bool] = []
+
+        def race(slot: Slot = slot, barrier: threading.Barrier = barrier, wins: list[bool] = wins) -> None:
+            barrier.wait()
+            wins.append(slot.settle(InferResponse({})))
+
+        threads = [threading.Thread(target=race) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wins.count(True) == 1
+        assert len(slot.told) == 1
+
+
+def test_waiters_get_values_and_errors() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        good, bad, gone = (LoopCompletion(mailbox) for _ in range(3))
+        answer = InferResponse({})
+        threading.Thread(target=lambda: settle_all([(good, answer), (bad, ModelFailed("no")), (gone, answer)])).start()
+        assert gone.abandon() or gone.done
+        assert await good is answer
+        with pytest.raises(ModelFailed):
+            await bad
+        if isinstance(gone.outcome, Cancelled):
+            with pytest.raises(Cancelled):
+                await gone
+
+    asyncio.run(main())
+
+
+def test_a_batch_wakes_the_loop_once() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        mailbox = Mailbox(loop)
+        wakes = 0
+        wake = loop.call_soon_threadsafe
+
+        def counted(*args: object) -> object:
+            nonlocal wakes
+            wakes += 1
+            return wake(*args)  # type: ignore[arg-type]
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign,assignment]
+        waiting = [LoopCompletion(mailbox) for _ in range(64)]
+        assert settle_all([(each, InferResponse({})) for each in waiting]) == 64
+        await asyncio.gather(*[asyncio.ensure_future(_wait(each)) for each in waiting])
+        assert wakes == 1
+
+    asyncio.run(main())
+
+
+async def _wait(completion: LoopCompletion) -> InferResponse:
+    return await completion
+
+
+def test_settling_after_the_loop_has_gone_is_no_error() -> None:
+    async def main() -> LoopCompletion:
+        return LoopCompletion(Mailbox(asyncio.get_running_loop()))
+
+    left = asyncio.run(main())
+    assert left.settle(InferResponse({}))
+
+
+def test_a_settled_completion_stops_its_timers() -> None:
+    async def main() -> None:
+        fired: list[int] = []
+        completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
+        completion.call_after(5_000_000, fired.append, 1)
+        completion.settle(InferResponse({}))
+        await completion
+        await asyncio.sleep(0.03)
+        assert not fired
+
+    asyncio.run(main())
+
+
+def test_a_callback_takes_the_place_of_the_waiter_and_comes_once() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        early, late, left = (LoopCompletion(mailbox) for _ in range(3))
+        told: list[str] = []
+        answer = InferResponse({})
+        early.settle(answer)
+        early.then(lambda: told.append("early"))
+        late.then(lambda: told.append("late"))
+        left.then(lambda: told.append("left"))
+        assert told == []  # never from within `then` or `settle`
+        threading.Thread(target=lambda: settle_all([(late, answer), (early, answer)])).start()
+        left.abandon()
+        for _ in range(200):
+            await asyncio.sleep(0.005)
+            if len(told) == 3:
+                break
+        assert sorted(told) == ["early", "late", "left"]
+        assert (early.outcome, late.outcome) == (answer, answer)
+        assert isinstance(left.outcome, Cancelled)
+        mailbox.post([late])  # a second wake-up finds nobody
+        await asyncio.sleep(0.01)
+        assert len(told) == 3
+
+    asyncio.run(main())
+
+
+def test_who_awaits_late_finds_the_outcome_and_many_may() -> None:
+    async def main() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        answered, refused = LoopCompletion(mailbox), LoopCompletion(mailbox)
+        answer = InferResponse({})
+        answered.settle(answer)
+        refused.settle(ModelFailed("no"))
+        await asyncio.sleep(0.01)  # the loop has come to its mailbox, and nobody was there
+        assert await answered is answer
+        assert await answered is answer
+        for _ in range(2):
+            with pytest.raises(ModelFailed):
+                await refused
+
+    asyncio.run(main())

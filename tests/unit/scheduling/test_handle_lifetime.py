@@ -1,0 +1,153 @@
+"""How a model version begins and ends: instances that cannot be opened, warm-ups, and two threads that close it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.backends.base import Execution
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, ModelFailed, Unavailable
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+
+from tests.support.fakes import DEATH, POISON, SPEC, FakeModel, InstanceKilledError, ask, handle
+
+Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
+
+
+def play(scenario: Scenario) -> None:
+    """Run a scenario on a fresh event loop and model."""
+
+    async def main() -> None:
+        await scenario(Mailbox(asyncio.get_running_loop()), FakeModel())
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def begun(model: FakeModel) -> None:
+    """Wait until a batch is running."""
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+
+
+async def error_of(waiting: Awaitable[object]) -> Exception:
+    try:
+        await waiting
+    except Exception as error:
+        return error
+    raise AssertionError("no error came")
+
+
+class Unopenable(FakeModel):
+    """Some of its instances cannot be opened."""
+
+    def __init__(self, error: BaseException, broken: int = 1) -> None:
+        super().__init__()
+        self.error = error
+        self.broken = broken
+
+    def execution(self, index: int) -> FakeModel:
+        if index == self.broken:
+            raise self.error
+        return self
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("/secret/path"), "RuntimeError"),
+        (InstanceKilledError(), "InstanceKilledError"),
+        (ModelFailed("too little memory"), "too little memory"),
+    ],
+)
+def test_an_instance_that_cannot_be_opened_fails_the_start(error: BaseException, told: str) -> None:
+    async def scenario(mailbox: Mailbox, _: FakeModel) -> None:
+        model = Unopenable(error)
+        deaths: list[int] = []
+        with pytest.raises(ConfigError, match=told) as failure:
+            handle(mailbox, model, deaths.append, instances=3)
+        assert "secret" not in str(failure.value)
+        assert model.closed
+        assert deaths == [], "it never served"
+        assert not any(thread.name.startswith("fake/1#") for thread in threading.enumerate())
+
+    play(scenario)
+
+
+def test_every_instance_warms_up_on_its_own_thread_before_the_start_returns() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        threads: set[str] = set()
+
+        def warm_up(execution: Execution) -> None:
+            threads.add(threading.current_thread().name)
+            execution.run({"x": np.zeros((2, 2), np.float32)})
+
+        served = ModelHandle(SPEC, HandlePolicy(instances=2), model, mailbox, Recorder())
+        served.start(warm_up)
+        assert threads == {"fake/1#0", "fake/1#1"}
+        assert len(model.batches) == 2
+        totals = served.recorder.totals()
+        assert (totals.requests, totals.rows, totals.executions) == (0, 0, 0), "a warm-up is no request"
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_a_warm_up_that_fails_fails_the_start() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        def warm_up(execution: Execution) -> None:
+            execution.run({"x": np.full((1, 2), POISON, np.float32)})
+
+        served = ModelHandle(SPEC, HandlePolicy(instances=2), model, mailbox, Recorder())
+        with pytest.raises(ConfigError, match="could not be started"):
+            served.start(warm_up)
+        assert model.closed
+
+    play(scenario)
+
+
+def test_a_close_that_waits_for_ever_is_ended_by_another() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model)
+        model.gate.clear()
+        running = served.infer(ask(1))
+        await begun(model)
+        waiting = served.infer(ask(2))
+        closing = asyncio.create_task(asyncio.to_thread(served.close, None))
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        assert not await asyncio.to_thread(served.close, 0.0)
+        for gone in (running, waiting):
+            assert isinstance(await error_of(gone), Unavailable)
+        assert not model.closed, "it still computes"
+        model.gate.set()
+        assert await closing
+        assert model.closed
+
+    play(scenario)
+
+
+def test_an_instance_that_dies_while_the_version_is_closed_is_no_news() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        deaths: list[int] = []
+        served = handle(mailbox, model, deaths.append)
+        assert served.lease()
+        model.gate.clear()
+        running = served.infer(ask(DEATH))
+        await begun(model)
+        closing = asyncio.create_task(asyncio.to_thread(served.close, 5))
+        while served.lease():
+            served.release()
+            await asyncio.sleep(0.001)
+        model.gate.set()
+        assert isinstance(await error_of(running), ModelFailed)
+        served.release()
+        assert await closing
+        assert deaths == [], "whoever listens would take it for the version that serves now"
+
+    play(scenario)

@@ -1,0 +1,36 @@
+"""How busy a version says it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace.core.completion import Mailbox
+
+from tests.support.fakes import FakeModel, ask, handle
+
+
+def test_the_load_as_a_whole_and_by_level() -> None:
+    async def scenario() -> None:
+        model = FakeModel()
+        served = handle(Mailbox(asyncio.get_running_loop()), model, levels=3, default_level=2)
+        for _ in range(3):
+            await served.infer(ask(1))
+        model.gate.clear()
+        while model.started.acquire(blocking=False):
+            pass
+        waiting = [served.infer(ask(1))]
+        assert await asyncio.to_thread(model.started.acquire, timeout=5)
+        waiting += [served.infer(ask(1, rows=2, priority=level)) for level in (*[1] * 9, 2, 2, 3)]
+        told, short = served.load(), served.load(by_level=False)
+        assert [(level.level, level.depth, level.rows) for level in told.levels] == [(1, 9, 18), (2, 2, 4), (3, 1, 2)]
+        assert (told.depth, told.rows, told.running_rows, told.instances) == (12, 24, 1, 1)
+        assert told.levels[0].wait_ns <= told.levels[1].wait_ns <= told.levels[2].wait_ns
+        assert short.levels == ()
+        assert short[:5] == told[:5]
+        assert short.wait_ns > 0  # two full batches are ahead of it
+        model.gate.set()
+        for each in waiting:
+            await each
+        assert served.close(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -1,0 +1,123 @@
+"""A model in a process of its own, behind the queue: who fails with it, and what is told meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process.backend import IsolatedBackend
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ModelFailed, Unavailable
+from headrace.core.request import InferResponse
+from headrace.observability.metrics import MetricsPage
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+
+from tests.support import fragile_backend as fragile
+from tests.support.fakes import SPEC, ask
+from tests.support.processes import eventually, own_children
+
+Scenario = Callable[[ModelHandle], Coroutine[Any, Any, None]]
+
+
+def play(folder: Path, words: str, scenario: Scenario, limit_s: float = 20.0, **policy: Any) -> None:
+    """A handle on the fragile model for the length of a scenario; its process must have ended then."""
+
+    async def main() -> None:
+        (folder / "model").write_text(words)
+        loading = IsolatedBackend("fake", fragile.FACTORY, limit_s)
+        model = await asyncio.to_thread(loading.load, folder / "model", policy.get("instances", 1), {})
+        chosen = HandlePolicy(batch=BatchPolicy(8), **policy)
+        handle = ModelHandle(SPEC, chosen, model, Mailbox(asyncio.get_running_loop()), Recorder())
+        handle.start()
+        try:
+            await scenario(handle)
+        finally:
+            assert await asyncio.to_thread(handle.close, 20)
+        assert own_children() == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def y_of(answer: object) -> float:
+    assert isinstance(answer, InferResponse), answer
+    return float(np.asarray(answer.outputs["y"])[0, 0])
+
+
+@pytest.mark.parametrize("words", ["wait", "wait pipelined"])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_only_who_kills_the_process_gets_the_error(tmp_path: Path, words: str, instances: int) -> None:
+    async def scenario(handle: ModelHandle) -> None:
+        values = [1, 2, fragile.ABORT, 4, 5, 6, fragile.EXIT, 8, 9, 10, 11, 12]
+        waiting = [handle.infer(ask(value)) for value in values]
+        (tmp_path / "go").touch()
+        answers = dict(zip(values, await asyncio.gather(*waiting, return_exceptions=True), strict=True))
+        for value in (fragile.ABORT, fragile.EXIT):
+            error = answers.pop(value)
+            assert isinstance(error, ModelFailed), error
+            assert str(error).startswith("the process of fake died while it ran the request")
+        assert {value: y_of(answer) for value, answer in answers.items()} == {value: 2 * value for value in answers}
+        # One for each batch that the two were in, and one for each of the two alone; more where they met others inside.
+        assert 2 <= handle.standing.restarts <= 7  # type: ignore[union-attr]
+
+    play(tmp_path, words, scenario, instances=instances)
+
+
+def test_who_asks_while_there_is_no_process_waits_for_the_next(tmp_path: Path) -> None:
+    async def scenario(handle: ModelHandle) -> None:
+        assert y_of(await handle.infer(ask(1))) == 2
+        (child,) = own_children()
+        os.kill(child, signal.SIGKILL)
+        await asyncio.to_thread(eventually, lambda: handle.standing is not None and not handle.standing.up)
+        handle.admit()
+        assert handle.ready, "its instances live"
+        assert y_of(await handle.infer(ask(3))) == 6
+
+    play(tmp_path, "pipelined", scenario)
+
+
+def test_long_pauses_refuse_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolated_process, "_PAUSES_S", (600.0,))
+
+    async def scenario(handle: ModelHandle) -> None:
+        with pytest.raises(ModelFailed):
+            await handle.infer(ask(fragile.EXIT))
+        with pytest.raises(Unavailable, match="has died and is being started again"):
+            handle.admit()
+        with pytest.raises(Unavailable):
+            await handle.infer(ask(1))
+        _type, page = MetricsPage(lambda: [("fake", "1", handle)]).render()
+        assert b'headrace_model_process_up{model="fake",version="1"} 0.0' in page
+        assert b'headrace_model_process_restarts_total{model="fake",version="1"} 1.0' in page
+
+    play(tmp_path, "", scenario)
+
+
+def test_a_hanging_model_takes_nobody_else_along(tmp_path: Path) -> None:
+    async def scenario(handle: ModelHandle) -> None:
+        with pytest.raises(ModelFailed, match=r"it gave no answer within 0\.4 s"):
+            await handle.infer(ask(fragile.HANG))
+        assert y_of(await handle.infer(ask(2))) == 4
+
+    play(tmp_path, "pipelined", scenario, limit_s=0.4)
+
+
+def test_a_closed_handle_does_not_wait_for_a_process_that_is_long_in_coming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated_process, "_PAUSES_S", (600.0,))
+
+    async def scenario(handle: ModelHandle) -> None:
+        with pytest.raises(ModelFailed):
+            await handle.infer(ask(fragile.EXIT))
+
+    play(tmp_path, "", scenario)

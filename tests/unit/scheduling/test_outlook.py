@@ -1,0 +1,360 @@
+"""Predictions, who is refused by them, and what is learned from what became of them."""
+
+from __future__ import annotations
+
+import heapq
+
+import pytest
+from headrace.core.clock import NS_PER_MS as MS
+from headrace.core.clock import NS_PER_S
+from headrace.core.completion import ThreadCompletion
+from headrace.core.errors import WouldMiss
+from headrace.core.request import InferRequest
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.outlook import Outlook, UnderWay, _nth_start
+from headrace.scheduling.plan import Planner
+from headrace.scheduling.profile import Profile
+from headrace.scheduling.queue import Entry
+from hypothesis import given
+from hypothesis import strategies as st
+
+NOW = 1000 * MS
+IDLE = UnderWay(NOW - 1, ())
+
+
+class Line:
+    """A queue of which only the numbers matter."""
+
+    def __init__(self) -> None:
+        self.waiting_rows = 0
+        self.urgent = False  # who asks goes before all others
+        self.lag_ns, self.overtakers = 1000, 1000  # of who does not
+
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        return (0, 0, 0) if self.urgent else (self.waiting_rows, self.overtakers, self.lag_ns)
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        return self.waiting_rows
+
+
+class Case:
+    """A model whose batches of up to 8 rows take 10 ms each, promised in 50 ms."""
+
+    def __init__(
+        self,
+        instances: int = 1,
+        objective_ms: int = 50,
+        merge: bool = True,
+        known: bool = True,
+        shared: bool = False,
+    ) -> None:
+        self.line = Line()
+        self.works = [IDLE] * instances
+        self.objective_ns = objective_ms * MS
+        self.profile = Profile()
+        if known:
+            self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
+        policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
+        self.planner = Planner(self.profile, policy)
+        self.outlook = Outlook(self.planner, policy, self.line, lambda: self.works, shared)
+        self.outlook.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
+
+    def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
+        """An instance has these under way: when each was taken, in ms from now, and its rows."""
+        self.works[instance] = UnderWay(0, [(NOW + ms * MS, rows) for ms, rows in batches])
+        self.outlook.changed = True
+
+    def ran(self, rows: int, busy_ms: int, times: int = 1) -> None:
+        """Batches were run."""
+        for _ in range(times):
+            self.outlook.ran(rows, 10 * MS, busy_ms * MS)
+            self.planner.batch()
+
+    def entry(self, rows: int = 1, deadline_ms: int = 0) -> Entry:
+        deadline_ns = NOW + deadline_ms * MS if deadline_ms else 0
+        request = InferRequest(inputs={}, rows=rows, shape_key=None, received_ns=NOW, deadline_ns=deadline_ns)
+        return Entry(request, ThreadCompletion(), 0, NOW, self.objective_ns)
+
+    def ask(self, *rows: int, deadline_ms: int = 0) -> float:
+        """When a request would be answered, in ms from now."""
+        entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
+        self.outlook.admit(entries, NOW)
+        return (entries[-1].promised_ns - NOW) / MS
+
+
+def test_what_runs_and_what_waits_comes_before() -> None:
+    case = Case()
+    assert case.ask() == 10
+    case.busy((-4, 8))
+    assert case.ask() == 16
+    case.line.waiting_rows = 7
+    assert case.ask() == 16, "it fits into the next batch"
+    assert case.ask(2) == 26, "two rows do not"
+    case.line.waiting_rows = 8
+    assert case.ask() == 26
+    case.busy((-4, 8), (-3, 8), (-1, 8))
+    assert case.ask() == 46, "batches in the air follow one another"
+
+
+def test_a_batch_that_takes_longer_than_it_should_ends_any_moment() -> None:
+    case = Case()
+    case.busy((-15, 8), (-5, 8))
+    assert case.ask() == 20
+    assert case.outlook.wait_ns(0, NOW) == 10 * MS
+    assert case.outlook.wait_ns(0, NOW + 3 * MS) == 10 * MS, "it is looked at again although nothing has changed"
+
+
+def test_several_instances_share_the_work() -> None:
+    case = Case(instances=3)
+    case.busy((-1, 8), instance=0)
+    case.busy((-9, 8), instance=1)
+    assert case.ask() == 10, "one is idle"
+    case.busy((-5, 8), instance=2)
+    assert case.ask() == 11, "the next to be free takes it"
+    case.line.waiting_rows = 24
+    assert case.ask() == 21
+
+
+def test_who_would_be_late_is_told_when_to_come_back() -> None:
+    case = Case(instances=2)
+    case.busy((0, 8))
+    case.busy((0, 8), instance=1)
+    case.line.waiting_rows = 6 * 8
+    assert case.ask() == 50
+    case.line.waiting_rows = 8 * 8
+    with pytest.raises(WouldMiss, match="answered in 60 ms, and is due in 50 ms") as refused:
+        case.ask()
+    assert refused.value.retry_after_s == pytest.approx(0.05)
+    with pytest.raises(WouldMiss, match="due in 20 ms"):
+        case.ask(deadline_ms=20)
+    assert case.outlook.drain_ns(NOW) == 50 * MS
+
+
+def test_a_queue_that_stands_is_kept_shorter_than_a_burst_may_be() -> None:
+    case = Case(objective_ms=100)
+
+    def ask_at(ms: int, waiting_rows: int) -> bool:
+        case.line.waiting_rows = waiting_rows
+        case.busy((ms, 8))
+        entry = case.entry()
+        entry.due_ns += ms * MS
+        try:
+            case.outlook.admit([entry], NOW + ms * MS)
+        except WouldMiss:
+            return False
+        return True
+
+    assert ask_at(0, 7), "all is well"
+    assert ask_at(10, 8 * 8), "a burst"
+    assert ask_at(99, 8 * 8), "it is served by and by"
+    assert not ask_at(101, 8 * 8), "it is not: more comes than can be served"
+    assert not ask_at(150, 4 * 8)
+    assert ask_at(150, 3 * 8), "half of the time"
+    assert not ask_at(290, 8 * 8)
+    assert ask_at(300, 3)
+    assert ask_at(301, 8 * 8)
+
+
+def test_of_a_request_cut_into_parts_the_last_one_counts() -> None:
+    case = Case()
+    case.busy((0, 8))
+    assert case.ask(8, 8, 3) == 40
+    with pytest.raises(WouldMiss):
+        case.ask(8, 8, 8, 8, 1)
+
+
+def test_requests_that_do_not_merge_are_counted_singly() -> None:
+    case = Case(merge=False)
+    case.busy((0, 1))
+    case.line.waiting_rows = 3
+    assert case.ask() == 50
+    case.ran(3, busy_ms=10, times=300)  # it turns out that each has three rows
+    assert case.ask() == 30
+
+
+def test_nobody_is_refused_while_nothing_is_known() -> None:
+    unknown = Case(known=False)
+    unknown.line.waiting_rows = 10_000
+    assert unknown.ask() == -NOW / MS, "and nothing is promised"
+    assert (unknown.outlook.wait_ns(0, NOW), unknown.outlook.drain_ns(NOW), unknown.outlook.rows_hz) == (0, 0, 0)
+    parked = Case(instances=0)
+    parked.line.waiting_rows = 10_000
+    assert parked.ask() == -NOW / MS
+    assert (parked.outlook.wait_ns(0, NOW), parked.outlook.drain_ns(NOW)) == (0, 0)
+    assert [case.outlook.retry_after_s(NOW) for case in (unknown, parked)] == [1, 1], "for a queue may be full"
+
+
+def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
+    case = Case()
+    for _ in range(100):  # something is slow for a while, and what is refused teaches nothing
+        case.profile.observe(1, 45 * MS)
+        case.profile.observe(8, 70 * MS)
+        case.planner.batch()
+    assert case.ask() > 44
+    case.busy((0, 1))
+    with pytest.raises(WouldMiss):
+        case.ask()
+
+
+def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
+    case = Case(objective_ms=0)
+    assert case.ask(deadline_ms=3) == 10
+    with pytest.raises(WouldMiss):
+        case.ask(deadline_ms=3)
+    assert case.ask(deadline_ms=11) == 10
+    case.busy((-1000, 8))  # it takes longer than anybody thought, and is not idle for that
+    with pytest.raises(WouldMiss):
+        case.outlook.admit([case.entry(deadline_ms=3)], NOW + 2 * NS_PER_S)
+    case.works[0] = IDLE
+    case.outlook.changed = True
+    late = case.entry(deadline_ms=3)
+    case.outlook.admit([late], NOW + NS_PER_S)
+    assert late.promised_ns == NOW + NS_PER_S + 10 * MS
+
+
+def test_an_objective_that_nobody_can_meet_refuses_nobody() -> None:
+    case = Case(objective_ms=9)
+    case.busy((0, 8))
+    case.line.waiting_rows = 1000
+    assert case.ask() == -NOW / MS
+
+
+def test_what_batches_take_beyond_computing_is_learned_and_one_outlier_is_not() -> None:
+    case = Case()
+    case.ran(8, busy_ms=12, times=500)
+    assert case.ask() == pytest.approx(12, abs=0.1)
+    case.ran(8, busy_ms=1000)
+    case.ran(8, busy_ms=12, times=32)
+    assert case.ask() < 12.6
+
+
+def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
+    case = Case()
+    case.busy((0, 8))
+    case.line.waiting_rows = 16
+    assert case.ask() == 40
+
+    def answered(error_ms: int, times: int) -> None:
+        for _ in range(times):
+            entry = case.entry()
+            entry.promised_ns, entry.kind = NOW + 40 * MS, 10
+            case.outlook.learn([entry], NOW + (40 + error_ms) * MS)
+
+    answered(14, 12)
+    assert case.outlook.late == 12
+    with pytest.raises(WouldMiss):
+        case.ask()
+    answered(0, 3000)
+    assert case.ask() == 40
+    early = case.entry()
+    early.promised_ns, early.kind = NOW + 11 * MS, 10
+    for _ in range(100):  # those with plenty of time do not matter
+        case.outlook.learn([early], NOW + 30 * MS)
+    assert case.ask() == 40
+    case.outlook.missed([early] * 8)
+    case.outlook.missed([case.entry()] * 8)
+    assert case.ask() == 40
+    for _ in range(9):
+        case.outlook.missed([early])
+    with pytest.raises(WouldMiss):
+        case.ask()
+
+
+@given(st.integers(0, 60), st.lists(st.integers(0, 100), min_size=1, max_size=6).map(sorted), st.integers(1, 40))
+def test_whichever_instance_is_free_first_takes_the_next(number: int, free_ns: list[int], cycle_ns: int) -> None:
+    heap = list(free_ns)
+    for _ in range(number):
+        heapq.heapreplace(heap, heap[0] + cycle_ns)
+    assert _nth_start(number, free_ns, cycle_ns) == heap[0]
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(-30, 0), st.integers(1, 8)), max_size=4), min_size=1, max_size=5),
+    st.integers(0, 100),
+    st.integers(0, 100),
+)
+def test_more_work_is_never_done_earlier(works: list[list[tuple[int, int]]], waiting: int, more: int) -> None:
+    case = Case(len(works), objective_ms=100_000)
+    for instance, batches in enumerate(works):
+        case.busy(*sorted(batches), instance=instance)
+    case.line.waiting_rows = waiting
+    first = case.ask()
+    drain_ns = case.outlook.drain_ns(NOW)
+    case.line.waiting_rows += more
+    assert case.ask() >= first >= 10
+    assert case.outlook.drain_ns(NOW) >= drain_ns
+    case.busy(*sorted(works[0]), (0, 8))
+    assert case.ask() >= first
+
+
+def test_reserves_are_kept_apart_and_do_not_last_where_they_refuse_everybody() -> None:
+    case = Case()
+    case.busy((0, 8))
+    assert case.ask() == 20
+    late = case.entry()
+    case.outlook.admit([late], NOW)
+    late.promised_ns = NOW + 45 * MS
+    for _ in range(20):
+        case.outlook.learn([late], NOW + 90 * MS)
+    case.line.urgent = True
+    assert case.ask() == 20, "those in a hurry have not been late"
+    case.line.urgent = False
+    case.line.waiting_rows = 16
+    refused = 0
+    while True:
+        try:
+            case.ask()
+        except WouldMiss:
+            refused += 1
+        else:
+            break
+    assert 1000 < refused < 20_000
+
+
+def test_who_is_overtaken_waits_longer() -> None:
+    case = Case(objective_ms=100)
+    case.busy((0, 8))
+    case.line.waiting_rows = 7
+    assert case.ask() == 20
+    case.line.urgent = True
+    for _ in range(300):  # 300 rows a second, where 800 can be served
+        assert case.ask() == 20, "nobody overtakes those"
+    case.line.urgent = False
+    assert case.ask() == 40, "nine or fewer of them come meanwhile"
+    case.busy((2000, 8))
+    later = case.entry()
+    later.due_ns += 2 * NS_PER_S
+    case.outlook.admit([later], NOW + 2 * NS_PER_S)
+    assert later.promised_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
+
+
+def test_where_clients_share_only_those_below_their_share_go_first() -> None:
+    case = Case(objective_ms=100, shared=True)
+    case.busy((0, 8))
+    case.line.waiting_rows, case.line.lag_ns = 7, 10
+    for _ in range(300):
+        assert case.ask() == 20, "nobody has come who would overtake it"
+    case.line.lag_ns = 1000
+    assert case.ask() == 20, "nor have those: they were of a client that is above its share"
+    case.line.urgent = True
+    for _ in range(300):
+        assert case.ask() == 20, "nobody overtakes those"
+    case.line.urgent = False
+    assert case.ask() == 40, "nine or fewer come meanwhile"
+    case.line.overtakers = 8
+    assert case.ask() == 30, "more than so many would be above their share themselves"
+    case.line.overtakers = 1000
+    case.busy((-9, 8))
+    assert case.ask() == 21, "in a millisecond there come fewer"
+
+
+def test_what_is_known_of_slow_batches_counts_soon() -> None:
+    case = Case()
+    assert case.ask() == 10
+    for _ in range(9):
+        case.profile.observe(1, 40 * MS)
+    assert case.ask() == 10, "tables are drawn now and then"
+    case.planner.batch(40 * MS)
+    assert case.ask() == 10
+    case.planner.batch(40 * MS)
+    assert case.ask() > 30, "it is 40 for one row, and still less for eight"

@@ -1,0 +1,290 @@
+"""A model version that is put out of memory and comes back when somebody asks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from headrace.core.clock import NS_PER_S
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ConfigError, DeadlineExceeded, ModelFailed, Unavailable
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+
+from tests.support.fake_pipeline import FakePipeline
+from tests.support.fakes import DEATH, SPEC, FakeModel, ask
+
+Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
+
+
+def play(scenario: Scenario) -> None:
+    async def main() -> None:
+        await scenario(Mailbox(asyncio.get_running_loop()))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+class Served:
+    """A handle on a fake model, and what it said."""
+
+    def __init__(self, mailbox: Mailbox, model: Any, **policy: Any) -> None:
+        self.deaths: list[int] = []
+        self.wants: list[ModelHandle] = []
+        self.handle = ModelHandle(
+            SPEC,
+            HandlePolicy(batch=BatchPolicy(8), **policy),
+            model,
+            mailbox,
+            Recorder(),
+            self.deaths.append,
+            on_wanted=self.wants.append,
+        )
+        self.handle.start()
+
+    async def park(self, timeout_s: float = 10) -> bool:
+        return await asyncio.to_thread(self.handle.park, timeout_s)
+
+    async def until_parked(self) -> None:
+        for _ in range(5000):
+            if self.handle.parked:
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("it was not parked")
+
+    async def unpark(self, model: Any) -> bool:
+        return await asyncio.to_thread(self.handle.unpark, model)
+
+    async def close(self) -> None:
+        assert await asyncio.to_thread(self.handle.close, 10)
+
+
+async def error_of(waiting: Awaitable[object]) -> Exception:
+    try:
+        await waiting
+    except Exception as error:
+        return error
+    raise AssertionError("no error came")
+
+
+async def begun(model: FakeModel) -> None:
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+
+
+async def answer(waiting: Any) -> float:
+    return float((await waiting).outputs["y"][0, 0])
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fake/1#")]
+
+
+class Overlapping(FakePipeline):
+    @property
+    def closed(self) -> bool:
+        """The execution and the model behind it, which are one."""
+        return self.log.count("close") == 2 and not self.violations
+
+
+@pytest.mark.parametrize(("make", "instances"), [(FakeModel, 2), (Overlapping, 1)])
+def test_requests_wait_for_a_parked_model_and_call_it_once(make: Callable[[], Any], instances: int) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        first, second = make(), make()
+        served = Served(mailbox, first, instances=instances)
+        assert await answer(served.handle.infer(ask(1))) == 2
+        assert await served.park()
+        assert first.closed
+        assert threads() == []
+        assert (served.handle.ready, served.handle.parked, served.handle.alive) == (True, True, 0)
+        assert served.wants == [], "nobody has asked yet"
+        waiting = [served.handle.infer(ask(value)) for value in (3, 4, 5)]
+        served.handle.admit()
+        assert served.handle.depth == 3
+        assert served.wants == [served.handle]
+        assert await served.unpark(second)
+        assert [await answer(completion) for completion in waiting] == [6, 8, 10]
+        assert (served.handle.parked, served.handle.alive) == (False, instances)
+        # And once more: it is told of anew.
+        assert await served.park()
+        again = served.handle.infer(ask(6))
+        assert len(served.wants) == 2
+        assert await served.unpark(make())
+        assert await answer(again) == 12
+        assert served.deaths == []
+        await served.close()
+        assert second.closed
+        assert served.handle.recorder.totals().requests == 5, "the counts go on"
+
+    play(scenario)
+
+
+def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_back() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakeModel()
+        served = Served(mailbox, model)
+        model.gate.clear()
+        running = served.handle.infer(ask(1))
+        await begun(model)
+        waiting = served.handle.infer(ask(2))
+        parking = asyncio.create_task(served.park())
+        await served.until_parked()
+        late = served.handle.infer(ask(3))
+        model.gate.set()
+        assert await parking
+        assert await answer(running) == 2
+        assert model.batches == [[1]]
+        assert served.wants == [served.handle]
+        assert await served.unpark(FakeModel())
+        assert [await answer(waiting), await answer(late)] == [4, 6]
+        await served.close()
+
+    play(scenario)
+
+
+def test_what_was_queued_before_the_parking_calls_the_model_back() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakeModel()
+        served = Served(mailbox, model)
+        model.gate.clear()
+        running = served.handle.infer(ask(1))
+        await begun(model)
+        waiting = served.handle.infer(ask(2))
+        parking = asyncio.create_task(served.park())
+        await served.until_parked()
+        assert served.wants == []
+        model.gate.set()
+        assert await parking
+        assert served.wants == [served.handle]
+        assert await answer(running) == 2
+        assert await served.unpark(FakeModel())
+        assert await answer(waiting) == 4
+        await served.close()
+
+    play(scenario)
+
+
+def test_a_model_that_does_not_come_to_an_end_serves_on_with_all_its_instances() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakeModel()
+        served = Served(mailbox, model, instances=2)
+        model.gate.clear()
+        stuck = served.handle.infer(ask(1))
+        await begun(model)
+        assert not await served.park(0.05)
+        assert (served.handle.parked, served.handle.alive, len(threads())) == (False, 2, 2)
+        other = served.handle.infer(ask(2))
+        await begun(model)  # the one that had ended for the parking is there again
+        model.gate.set()
+        assert [await answer(stuck), await answer(other)] == [2, 4]
+        assert served.deaths == []
+        await served.close()
+
+    play(scenario)
+
+
+class Unopenable(FakeModel):
+    """The second instance cannot be opened, and not before the first has served."""
+
+    def execution(self, index: int) -> FakeModel:
+        if index == 1:
+            assert self.started.acquire(timeout=5)
+            raise ModelFailed("no room")
+        return self
+
+
+def test_a_model_that_cannot_come_back_stays_parked_and_can_be_tried_again() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served = Served(mailbox, FakeModel(), instances=2)
+        assert await served.park()
+        served_meanwhile = served.handle.infer(ask(1))
+        broken = Unopenable()
+        with pytest.raises(ConfigError, match="could not be started: no room"):
+            await served.unpark(broken)
+        assert broken.closed
+        assert threads() == []
+        assert await answer(served_meanwhile) == 2
+        assert (served.handle.parked, served.handle.ready) == (True, True)
+        waiting = served.handle.infer(ask(2))
+        assert served.wants == [served.handle] * 2
+        served.handle.refuse(Unavailable("cannot be loaded"))
+        assert str(await error_of(waiting)) == "cannot be loaded"
+        later = served.handle.infer(ask(3))
+        assert served.wants == [served.handle] * 3
+        assert await served.unpark(FakeModel())
+        assert await answer(later) == 6
+        assert served.deaths == []
+        await served.close()
+
+    play(scenario)
+
+
+def test_deadlines_and_limits_hold_while_it_is_parked() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served = Served(mailbox, FakeModel())
+        assert await served.park()
+        now = time.monotonic_ns()
+        waiting = served.handle.infer(ask(1, received_ns=now, deadline_ns=now + NS_PER_S // 50))
+        assert isinstance(await error_of(waiting), DeadlineExceeded)
+        assert served.handle.depth == 0
+        gone = served.handle.infer(ask(2))
+        gone.abandon()
+        assert served.handle.depth == 0
+        await served.close()
+
+    play(scenario)
+
+
+def test_a_parked_model_is_closed() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served = Served(mailbox, FakeModel())
+        assert await served.park()
+        waiting = served.handle.infer(ask(1))
+        await served.close()
+        assert isinstance(await error_of(waiting), Unavailable)
+        late = FakeModel()
+        assert not await served.unpark(late)
+        assert late.closed
+        assert not await served.park()
+        with pytest.raises(Unavailable):
+            served.handle.infer(ask(2))
+
+    play(scenario)
+
+
+def test_a_close_waits_for_what_a_parked_model_still_owes() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served = Served(mailbox, FakeModel())
+        assert await served.park()
+        assert served.handle.lease()
+        waiting = served.handle.infer(ask(1))
+        closing = asyncio.create_task(served.close())
+        while served.handle.lease():
+            served.handle.release()
+            await asyncio.sleep(0.001)
+        again = FakeModel()
+        assert await served.unpark(again)
+        assert await answer(waiting) == 2
+        served.handle.release()
+        await closing
+        assert again.closed
+
+    play(scenario)
+
+
+def test_the_dead_are_not_parked() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        served = Served(mailbox, FakeModel())
+        assert isinstance(await error_of(served.handle.infer(ask(DEATH))), ModelFailed)
+        assert served.deaths == [0]
+        assert not await served.park()
+        assert not served.handle.ready
+        with pytest.raises(Unavailable, match="have died"):
+            served.handle.admit()
+        await served.close()
+
+    play(scenario)

@@ -1,0 +1,341 @@
+"""A pipelined instance on real threads, with flights that land when the test says so; nothing here sleeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import numpy as np
+import pytest
+from headrace.core.errors import HeadraceError, ModelFailed
+from headrace.core.request import InferResponse
+from headrace.scheduling.batching import BatchPolicy
+
+from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
+from tests.support.pipeline_bench import Bench, Caller
+
+
+@pytest.fixture
+def benches() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True) -> Bench:
+        made.append(Bench(model, batch, last))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+
+
+Make = Callable[..., Bench]
+
+
+def rows_of(caller: Caller) -> list[list[float]]:
+    answer = caller.answer()
+    assert isinstance(answer, InferResponse), answer
+    return cast("list[list[float]]", answer.outputs["y"].tolist())
+
+
+def doubled(value: float, rows: int = 1) -> list[list[float]]:
+    return [[2 * value] * 2] * rows
+
+
+# Overlap, order, depth
+
+
+def test_the_next_batch_is_launched_while_the_one_before_is_in_the_air(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(1))
+    first, second = bench.ask(1, 2)
+    model.wait_for("finishing 0", "launch 1")
+    assert "finish 0" not in model.log
+    assert not first.done
+    model.land(2)
+    assert (rows_of(first), rows_of(second)) == (doubled(1), doubled(2))
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_flights_keep_to_the_depth_and_to_their_order(benches: Make, depth: int) -> None:
+    model = FakePipeline(depth=depth, manual=True)
+    bench = benches(model, BatchPolicy(1))
+    callers = bench.ask(*range(12))
+    for number in range(12):
+        model.wait_for(f"launch {min(number + depth, 12) - 1}")
+        assert number == 11 or not callers[number].done
+        model.land()
+        assert rows_of(callers[number]) == doubled(number)
+    assert model.most_open == depth
+    for event in ("begin", "launch", "finish"):
+        assert [line for line in model.log if line.startswith(event + " ")] == [f"{event} {n}" for n in range(12)]
+    for number in range(depth, 12):
+        assert model.log.index(f"begin {number}") > model.log.index(f"finish {number - depth}")
+
+
+def test_while_flights_are_slow_to_land_the_next_batch_grows(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model)
+    callers = bench.ask(0)
+    model.wait_for("launch 0")
+    callers += bench.ask(1)
+    model.wait_for("launch 1")
+    for value in range(2, 8):
+        callers += bench.ask(value)
+    assert bench.scheduler.depth == 6, "back-pressure: what cannot be launched waits in the queue"
+    model.land(3)
+    assert [rows_of(caller) for caller in callers] == [doubled(value) for value in range(8)]
+    assert model.batches == [[0], [1], [2, 3, 4, 5, 6, 7]]
+
+
+def test_who_pulls_says_whether_flights_are_open(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model)
+    bench.log_pulls()
+    (first,) = bench.ask(1)
+    model.wait_for("pull busy")
+    model.land()
+    first.answer()
+    bench.ask(2)
+    bench.close()
+    assert "pull" in model.log, "the last time, with nothing open"
+
+
+def test_rows_come_from_where_they_lie_and_return_to_their_callers(benches: Make) -> None:
+    bench = benches(FakePipeline())
+    body = np.zeros(1 + 3 * 2 * 4, np.uint8)
+    unaligned = body[1:].view(np.float32).reshape(3, 2)
+    unaligned[:] = [[1, 2], [3, 4], [5, 6]]
+    assert not unaligned.flags.aligned
+    strided = np.arange(8, dtype=np.float32).reshape(2, 4)[:, ::2]
+    callers = bench.queue([unaligned, np.full((1, 2), 7, np.float32), strided])
+    assert rows_of(callers[0]) == [[2, 4], [6, 8], [10, 12]]
+    assert rows_of(callers[1]) == [[14, 14]]
+    assert rows_of(callers[2]) == [[0, 4], [8, 12]]
+
+
+def test_a_batch_that_does_not_fit_its_flight_s_memory_fails_without_a_leak(benches: Make) -> None:
+    model = FakePipeline()
+    bench = benches(model)
+    odd, good = bench.queue([np.zeros((1, 2), np.float64), np.ones((1, 2), np.float32)])
+    assert rows_of(odd) == doubled(0)
+    assert rows_of(good) == doubled(1)
+    assert model.log[:2] == ["begin 0", "discard 0"]
+
+
+# Failures
+
+
+@pytest.mark.parametrize("call", ["begin", "launch", "finish"])
+def test_one_bad_request_in_a_batch_fails_alone(benches: Make, call: str) -> None:
+    model = FakePipeline()
+    bench = benches(model)
+    bad, good, fine = bench.ask(RAISES[call], 1, 2)
+    assert (rows_of(good), rows_of(fine)) == (doubled(1), doubled(2))
+    error = bad.answer()
+    assert isinstance(error, ModelFailed)
+    assert "secret" not in str(error)
+    assert rows_of(bench.ask(3)[0]) == doubled(3), "the instance serves on"
+    totals = bench.recorder.totals()
+    assert (totals.requests, totals.executions) == (3, 5)
+
+
+def test_members_of_a_failed_batch_go_ahead_of_the_queue_and_behind_what_is_in_the_air(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(3))
+    spoilt = bench.ask(1, RAISES["finish"], 3)
+    model.wait_for("launch 0")
+    later = bench.ask(4, 5, 6)
+    model.wait_for("launch 1")
+    waiting = bench.ask(7)
+    model.land()
+    model.wait_for("launch 2")
+    assert not later[0].done
+    model.land(5)
+    assert [rows_of(each) for each in (*spoilt[::2], *later, *waiting)] == [doubled(n) for n in (1, 3, 4, 5, 6, 7)]
+    assert isinstance(spoilt[1].answer(), ModelFailed)
+    assert model.batches == [[1, RAISES["finish"], 3], [4, 5, 6], [1], [RAISES["finish"]], [3], [7]]
+
+
+def test_a_member_that_leaves_before_its_second_chance_is_not_run_again(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(3))
+    spoilt = bench.ask(1, RAISES["finish"], 3)
+    model.wait_for("launch 0")
+    bench.ask(4, 5, 6)
+    model.wait_for("launch 1")
+    model.land()
+    model.wait_for("launch 2")
+    assert spoilt[2].abandon()
+    model.land(3)
+    assert isinstance(spoilt[1].answer(), ModelFailed)
+    last = bench.ask(7)
+    model.land()
+    assert rows_of(last[0]) == doubled(7)
+    assert [3.0] not in model.batches
+    assert "discard" not in " ".join(model.log)
+
+
+# Callers who leave
+
+
+def test_a_flight_whose_callers_have_all_left_is_not_launched(benches: Make) -> None:
+    model = FakePipeline()
+    callers: list[Caller] = []
+    ready = threading.Event()
+
+    def leave() -> None:
+        assert ready.wait(10)
+        for caller in callers:
+            caller.abandon()
+
+    model.during_fill = leave
+    bench = benches(model)
+    callers += bench.ask(1, 2)
+    ready.set()
+    model.wait_for("discard 0")
+    callers.clear()
+    assert rows_of(bench.ask(3)[0]) == doubled(3)
+    assert model.batches == [[3]]
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_caller_who_leaves_in_the_air_takes_nobody_along(benches: Make, position: int) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model)
+    callers = bench.ask(0, 1, 2)
+    model.wait_for("finishing 0")
+    assert callers[position].abandon()
+    model.land()
+    for value, caller in enumerate(callers):
+        if value != position:
+            assert rows_of(caller) == doubled(value)
+    bench.close()
+    totals = bench.recorder.totals()
+    assert (totals.requests, totals.rows, list(totals.sizes)) == (2, 2, [3])
+
+
+# Death
+
+
+@pytest.mark.parametrize("how", [DIES, LOST])
+@pytest.mark.parametrize("call", ["begin", "launch"])
+def test_the_thread_s_death_fails_what_is_in_the_air_at_once(benches: Make, how: dict[str, float], call: str) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(1))
+    in_the_air = bench.ask(1)
+    model.wait_for("finishing 0")
+    deadly = bench.ask(how[call])
+    for caller in (*in_the_air, *deadly):
+        assert isinstance(caller.answer(), ModelFailed)
+    assert len(bench.exits) == 1, "told before anybody is answered, and before the flight has landed"
+    assert "close" not in model.log, "the flight still uses its memory"
+    model.let_go()
+    assert bench.instance.join(10)
+    assert len(bench.exits) == 1
+    assert model.log[-2:] == ["finish 0", "close"]
+
+
+@pytest.mark.parametrize("how", [DIES, LOST])
+def test_the_finisher_s_death_ends_the_instance(benches: Make, how: dict[str, float]) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(1))
+    deadly = bench.ask(how["finish"])
+    model.wait_for("finishing 0")
+    in_the_air = bench.ask(1)
+    model.wait_for("launch 1")
+    model.land()
+    for caller in (*deadly, *in_the_air):
+        assert isinstance(caller.answer(), ModelFailed)
+    assert bench.instance.join(10)
+    assert len(bench.exits) == 1
+    assert "finishing 1" not in model.log
+
+
+def test_a_thread_that_sleeps_ends_with_its_finisher_and_leaves_the_queue_to_others(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, last=False)
+    (deadly,) = bench.ask(DIES["finish"])
+    model.wait_for("finishing 0")
+    model.land()
+    assert isinstance(deadly.answer(), ModelFailed)
+    assert bench.instance.join(10)
+    (waits,) = bench.ask(1)
+    assert bench.scheduler.depth == 1
+    assert not waits.done
+
+
+def test_the_finisher_s_death_is_told_while_the_other_thread_hangs(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(1))
+    deadly = bench.ask(DIES["finish"])
+    model.wait_for("finishing 0")
+    model.hanging = "launch"
+    hangs = bench.ask(1)
+    model.wait_for("launch hangs")
+    model.land()
+    for caller in (*deadly, *hangs):
+        assert isinstance(caller.answer(), ModelFailed)
+    assert len(bench.exits) == 1
+
+
+def test_giving_up_answers_everything_that_was_pulled(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(3))
+    spoilt = bench.ask(1, RAISES["finish"], 3)
+    model.wait_for("launch 0")
+    later = bench.ask(4, 5, 6)
+    model.wait_for("launch 1")
+    model.land()
+    model.wait_for("launch 2")  # in the air: 4, 5, 6 and 1; to be run again: the two others
+    bench.instance.give_up(ModelFailed("given up"))
+    for caller in (*spoilt, *later):
+        answer = caller.answer()
+        assert isinstance(answer, HeadraceError)
+        assert "given up" in str(answer)
+
+
+def test_the_end_waits_for_flights_and_for_second_chances(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(2))
+    spoilt = bench.ask(1, RAISES["finish"])
+    model.wait_for("launch 0")
+    bench.scheduler.close()
+    assert not bench.instance.join(0)
+    model.land(3)
+    assert rows_of(spoilt[0]) == doubled(1)
+    assert isinstance(spoilt[1].answer(), ModelFailed)
+    assert bench.instance.join(10)
+    assert bench.exits == [None]
+    assert model.log[-1] == "close"
+
+
+# Figures
+
+
+def test_stage_times_are_those_of_the_flight(benches: Make) -> None:
+    bench = benches(FakePipeline())
+    (caller,) = bench.ask(1, rows=3)
+    answer = caller.answer()
+    assert isinstance(answer, InferResponse)
+    times = answer.times
+    assert times is not None
+    assert times.taken_ns < times.assembled_ns < times.computed_ns < times.split_ns
+    bench.close()
+    totals = bench.recorder.totals()
+    assert (totals.requests, totals.rows, totals.executions) == (1, 3, 1)
+    assert totals.sizes[3].compute_ns == times.computed_ns - times.assembled_ns
+
+
+def test_an_instance_is_busy_for_the_time_that_does_not_overlap(benches: Make) -> None:
+    model = FakePipeline(manual=True)
+    bench = benches(model, BatchPolicy(1))
+    first, second = bench.ask(1, 2)
+    model.wait_for("launch 1")
+    model.land(2)
+    answers = [first.answer(), second.answer()]
+    bench.close()
+    one, two = (each.times for each in answers if isinstance(each, InferResponse))
+    assert one is not None
+    assert two is not None
+    assert bench.reports == [one.split_ns - one.taken_ns, two.split_ns - one.split_ns]

@@ -1,0 +1,309 @@
+"""A model version whose execution can overlap batches: what is chosen, how it ends, what its callers see."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.backends.base import Execution
+from headrace.core.completion import Mailbox
+from headrace.core.errors import ModelFailed, Unavailable
+from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.reshape import ReshapingExecution
+
+from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
+from tests.support.fakes import SPEC, ask
+
+Scenario = Callable[[Mailbox], Coroutine[Any, Any, None]]
+
+
+def play(scenario: Scenario) -> None:
+    """Run a scenario on a fresh event loop."""
+
+    async def main() -> None:
+        await scenario(Mailbox(asyncio.get_running_loop()))
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def served(
+    mailbox: Mailbox,
+    model: Any,
+    on_dead: Callable[[int], None] = lambda _left: None,
+    spec: ModelSpec = SPEC,
+    batch: BatchPolicy | None = None,
+    **policy: Any,
+) -> ModelHandle:
+    made = ModelHandle(spec, HandlePolicy(batch=batch or BatchPolicy(8), **policy), model, mailbox, Recorder(), on_dead)
+    made.start()
+    return made
+
+
+async def error_of(waiting: Awaitable[object]) -> Exception:
+    try:
+        await waiting
+    except Exception as error:
+        return error
+    raise AssertionError("no error came")
+
+
+def test_batches_overlap_where_the_execution_can() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=True)
+        handle = served(mailbox, model, batch=BatchPolicy(1))
+        waiting = [handle.infer(ask(value)) for value in range(2)]
+        await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
+        assert "finish 0" not in model.log
+        model.let_go()
+        for value, completion in enumerate(waiting):
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+        assert await asyncio.to_thread(handle.close, 10)
+        assert not model.violations
+        assert "run" not in model.log
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("spec", "depth"),
+    [
+        (SPEC, 1),
+        (replace(SPEC, inputs={**SPEC.inputs, "t": TensorSpec("t", BYTES, (-1, 1), optional=True)}), 2),
+    ],
+    ids=["no depth", "text"],
+)
+def test_plain_runs_where_it_cannot(spec: ModelSpec, depth: int) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(depth=depth)
+        handle = served(mailbox, model, spec=spec)
+        assert (await handle.infer(ask(3))).outputs["y"].tolist() == [[6, 6]]
+        assert await asyncio.to_thread(handle.close, 10)
+        assert model.log == ["run", "close", "close"], "of the execution and of the model"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2)], ids=str)
+@pytest.mark.parametrize("reshaped", [False, True], ids=["plain", "reshaped"])
+def test_requests_of_a_model_without_a_batch_dimension_overlap(shape: tuple[int, ...], reshaped: bool) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        inner = FakePipeline(manual=True)
+
+        class Model:
+            def execution(self, index: int) -> Execution:
+                wanted = {"x": (*shape, 1)}, {"y": shape}
+                return ReshapingExecution(inner, *wanted, batched=False) if reshaped else inner
+
+            def close(self) -> None:
+                pass
+
+        tensors = {"inputs": {"x": TensorSpec("x", FP32, shape)}, "outputs": {"y": TensorSpec("y", FP32, shape)}}
+        spec = replace(SPEC, max_batch_size=0, **tensors)
+        handle = served(mailbox, Model(), spec=spec, batch=BatchPolicy(1, merge=False))
+        requests = [ask(value) for value in (1, 2)]
+        for value, request in enumerate(requests, 1):
+            request.inputs["x"] = np.full(shape, value, np.float32)
+        waiting = [handle.infer(request) for request in requests]
+        await asyncio.to_thread(inner.wait_for, "finishing 0", "launch 1")
+        inner.let_go()
+        for value, completion in enumerate(waiting, 1):
+            answer = (await completion).outputs["y"]
+            assert answer.shape == shape
+            assert (answer == 2 * value).all()
+        assert await asyncio.to_thread(handle.close, 10)
+        assert "run" not in inner.log
+        assert not inner.violations
+
+    play(scenario)
+
+
+def test_requests_without_an_optional_input_take_the_plain_road_between_flights() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=True)
+        spec = replace(SPEC, inputs={**SPEC.inputs, "z": TensorSpec("z", FP32, (-1, 1), optional=True)})
+        handle = served(mailbox, model, spec=spec, batch=BatchPolicy(2))
+        whole = [ask(1), ask(2), ask(6)]
+        for request in whole:
+            request.inputs["z"] = np.zeros((1, 1), np.float32)
+            request.shape_key = "xz"
+        waiting = [handle.infer(request) for request in (*whole[:2], ask(RAISES["finish"]), ask(5), whole[2])]
+        await asyncio.to_thread(model.wait_for, "finishing 0")
+        model.let_go()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(results.pop(2), ModelFailed)
+        assert [result.outputs["y"].tolist() for result in results] == [[[2 * v] * 2] for v in (1, 2, 5, 6)]  # type: ignore[union-attr]
+        assert await asyncio.to_thread(handle.close, 10)
+        assert not model.violations, "run only while nothing is in the air"
+        assert model.log.count("run") == 3, "the two together, then one by one"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("call", ["begin", "launch", "finish"])
+def test_the_last_instance_s_death_fails_all_and_turns_readiness_off(call: str) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=True)
+        deaths: list[int] = []
+        handle = served(mailbox, model, deaths.append, batch=BatchPolicy(1))
+        first = handle.infer(ask(DIES[call] if call == "finish" else 1))
+        await asyncio.to_thread(model.wait_for, "finishing 0")
+        if call == "finish":
+            rest = [handle.infer(ask(value)) for value in (2, 3)]
+            await asyncio.to_thread(model.wait_for, "launch 1")
+            model.land()
+        else:
+            rest = [handle.infer(ask(DIES[call])), handle.infer(ask(3))]
+        errors = [await error_of(each) for each in (first, *rest)]
+        assert [type(error) for error in errors] == [ModelFailed, ModelFailed, Unavailable]
+        assert not handle.ready
+        assert deaths == [0]
+        with pytest.raises(Unavailable, match="died"):
+            handle.infer(ask(4))
+        model.let_go()
+        assert await asyncio.to_thread(handle.close, 10)
+        assert model.log.count("close") == 2, "the execution's and the model's"
+
+    play(scenario)
+
+
+def test_closing_lands_what_is_in_the_air_and_serves_what_waits() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=True)
+        handle = served(mailbox, model, batch=BatchPolicy(1))
+        waiting = [handle.infer(ask(value)) for value in range(4)]
+        await asyncio.to_thread(model.wait_for, "finishing 0", "launch 1")
+        closing = asyncio.create_task(asyncio.to_thread(handle.close, 10))
+        while handle.lease():
+            handle.release()
+            await asyncio.sleep(0)
+        model.land(4)
+        for value, completion in enumerate(waiting):
+            assert (await completion).outputs["y"].tolist() == [[2 * value] * 2]
+        assert await closing
+        assert model.log[-2:] == ["close", "close"]
+        assert not any(thread.name.startswith("fake/1") for thread in threading.enumerate())
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("call", ["begin", "launch", "finish"])
+def test_closing_gives_up_on_a_backend_that_hangs(call: str) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=call != "finish")
+        handle = served(mailbox, model, batch=BatchPolicy(1))
+        waiting = []
+        if call != "finish":
+            waiting.append(handle.infer(ask(0)))
+            await asyncio.to_thread(model.wait_for, "finishing 0")
+        model.hanging = call
+        waiting += [handle.infer(ask(value)) for value in (1, 2, 3)]
+        await asyncio.to_thread(model.wait_for, f"{call} hangs")
+        assert not await asyncio.to_thread(handle.close, 0.05)
+        for each in waiting:
+            assert isinstance(await error_of(each), Unavailable)
+        assert "close" not in model.log, "its memory is still in use"
+        model.let_go()
+        assert await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+def test_answers_keep_the_order_of_arrival_over_several_pipelines() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        executions = [FakePipeline() for _ in range(3)]
+
+        class Model:
+            def execution(self, index: int) -> FakePipeline:
+                return executions[index]
+
+            def close(self) -> None:
+                pass
+
+        handle = served(mailbox, Model(), batch=BatchPolicy(2), instances=3, preserve_ordering=True)
+        answered: list[int] = []
+
+        async def wait(value: int) -> None:
+            await handle.infer(ask(value))
+            answered.append(value)
+
+        await asyncio.gather(*(wait(value) for value in range(100)))
+        assert answered == list(range(100))
+        assert await asyncio.to_thread(handle.close, 10)
+        assert not [violation for each in executions for violation in each.violations]
+
+    play(scenario)
+
+
+def test_behind_reshape_rows_are_written_into_the_model_s_own_memory() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        inner = FakePipeline(manual=True)
+
+        class Model:
+            def execution(self, index: int) -> ReshapingExecution:
+                return ReshapingExecution(inner, {"x": (2,)}, {"y": (2, 1)}, batched=True)
+
+            def close(self) -> None:
+                pass
+
+        spec = replace(SPEC, outputs={"y": TensorSpec("y", FP32, (-1, 2, 1))})
+        handle = served(mailbox, Model(), spec=spec)
+        requests = [ask(1), ask(2, rows=2)]
+        for request in requests:
+            request.inputs["x"] = request.inputs["x"].reshape(request.rows, 1, 2)
+        waiting = [handle.infer(request) for request in requests]
+        inner.let_go()
+        assert (await waiting[0]).outputs["y"].tolist() == [[[2], [2]]]
+        assert (await waiting[1]).outputs["y"].tolist() == [[[4], [4]]] * 2
+        assert await asyncio.to_thread(handle.close, 10)
+        assert inner.batches == [[1, 2, 2]]
+        assert not inner.violations
+
+    play(scenario)
+
+
+def test_reshape_before_a_plain_execution_is_plain() -> None:
+    class Plain:
+        def run(self, inputs: Any) -> Any:
+            return inputs
+
+        def close(self) -> None:
+            pass
+
+    plain = ReshapingExecution(Plain(), {}, {}, batched=True)
+    assert plain.depth == 1
+    with pytest.raises(TypeError, match="one batch at a time"):
+        plain.begin({}, 1)
+
+
+def test_a_served_request_leaves_no_garbage_for_the_collector() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        handle = served(mailbox, FakePipeline())
+        for rows in (1, 3, 20):  # alone, and in parts
+            await handle.infer(ask(1, rows=rows))
+        gc.collect()
+        gc.disable()
+        try:
+            for rows in (1, 3, 20):
+                await handle.infer(ask(1, rows=rows))
+            await asyncio.to_thread(handle.close, 10)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            assert not [
+                each for each in gc.garbage if type(each).__name__ in ("Entry", "InferRequest", "_Run", "Flight")
+            ]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+    play(scenario)

@@ -1,0 +1,277 @@
+"""The latency profile: true to what it was told, deaf to outliers, quick after a change, rising with the rows."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+
+import pytest
+from headrace.scheduling.profile import RUN, WINDOW, Profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+SIZES = st.integers(1, 256)
+TIMES = st.integers(1, 10**10)
+OBSERVATIONS = st.lists(st.tuples(SIZES, TIMES), max_size=300)
+
+
+def told(profile: Profile, rows: int, times_ns: list[int]) -> None:
+    for time_ns in times_ns:
+        profile.observe(rows, time_ns)
+
+
+def around(seed: int, middle_ns: int, count: int) -> list[int]:
+    """Times within a tenth of `middle_ns`."""
+    rng = random.Random(seed)
+    return [int(middle_ns * rng.uniform(0.9, 1.1)) for _ in range(count)]
+
+
+def in_turn(seed: int, count: int) -> list[int]:
+    """Times of a millisecond, short and long in turn: no two in a row are beyond the same quartile."""
+    rng = random.Random(seed)
+    return [rng.randrange(910_000, 990_000) + 100_000 * (place % 2) for place in range(count)]
+
+
+def test_nothing_is_known_of_a_new_model() -> None:
+    profile = Profile()
+    assert (profile.estimate_ns(1), profile.promise_ns(8), profile.known(), profile.table()) == (0, 0, [], [])
+    assert profile.summary() == []
+
+
+def test_median_and_percentile_of_what_was_seen() -> None:
+    profile = Profile()
+    times = list(range(1000, 1000 + WINDOW))
+    random.Random(3).shuffle(times)
+    told(profile, 4, times)
+    (known,) = profile.known()
+    assert (known.rows, known.observations) == (4, WINDOW)
+    assert known.median_ns == int(statistics.median(times))
+    assert known.p95_ns == sorted(times)[60]
+    assert profile.estimate_ns(4) <= profile.promise_ns(4)
+
+
+@given(OBSERVATIONS)
+def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tuple[int, int]]) -> None:
+    profile = Profile()
+    for rows, time_ns in seen:
+        profile.observe(rows, time_ns)
+    estimates = [profile.estimate_ns(rows) for rows in range(1, 300)]
+    promises = [profile.promise_ns(rows) for rows in range(1, 300)]
+    assert estimates == sorted(estimates)
+    assert promises == sorted(promises)
+    assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
+    if seen:
+        shortest, longest = min(time_ns for _, time_ns in seen), max(time_ns for _, time_ns in seen)
+        largest = max(rows for rows, _ in seen)
+        # Scaling after a change keeps within what was seen; each change scales by one ratio at the most.
+        assert promises[largest - 1] <= longest * max(1, longest // shortest) ** (len(seen) // RUN)
+        assert estimates[0] >= 0
+
+
+@given(OBSERVATIONS)
+def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
+    """Asked after each batch or only at the end: what is kept of the times is the same."""
+    asked, silent = Profile(), Profile()
+    for rows, time_ns in seen:
+        asked.observe(rows, time_ns)
+        silent.observe(rows, time_ns)
+        assert asked.estimate_ns(rows) > 0
+    assert asked.known() == silent.known()
+    assert sum(known.observations for known in asked.known()) == len(seen)
+
+
+@given(st.integers(0, 2**32), st.integers(10, 1000))
+def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, factor: int) -> None:
+    profile, rng = Profile(), random.Random(seed)
+    times = in_turn(seed, WINDOW)  # no run, unless the outliers make one, and three cannot
+    told(profile, 8, times)
+    for place in rng.sample(range(WINDOW), 3):
+        times[place] *= factor
+    told(profile, 8, times)
+    assert 800_000 <= profile.estimate_ns(8) <= 1_100_000
+    assert profile.promise_ns(8) <= 1_100_000
+    # A third of the next ones: still the median stands.
+    told(profile, 8, [time_ns * (factor if place % 3 == 0 else 1) for place, time_ns in enumerate(times[:40])])
+    assert profile.estimate_ns(8) <= 1_100_000
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.25, 0.5, 2.0, 10.0]), st.integers(1, 3 * WINDOW))
+def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: float, before: int) -> None:
+    profile = Profile()
+    told(profile, 16, in_turn(seed, before))
+    told(profile, 16, around(seed + 1, int(1_000_000 * factor), RUN))
+    low, high = 0.9 * factor * 1_000_000 - 1, 1.1 * factor * 1_000_000 + 1
+    assert low <= profile.estimate_ns(16) <= high
+    assert low <= profile.promise_ns(16) <= high
+
+
+@pytest.mark.parametrize("factor", [0.4, 2.5])
+def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: float) -> None:
+    """How near 32 times bring it is chance: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
+    for seed in range(40):
+        profile, rng = Profile(), random.Random(seed)
+        for rows in range(1, 65):
+            told(profile, rows, around(seed + rows, 100_000 * rows, 20))
+        for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
+            rows = rng.randrange(2, 65, 2)
+            told(profile, rows, around(rng.randrange(2**32), int(100_000 * rows * factor), 1))
+        for rows in (9, 21, 33, 63):
+            assert profile.estimate_ns(rows) == pytest.approx(100_000 * rows * factor, rel=0.4), seed
+
+
+def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
+    profile = Profile()
+    profile.seed({4: [1000], 8: [1800], 32: [4200]})
+    assert [profile.estimate_ns(rows) for rows in (1, 4, 5, 6, 8, 20, 32, 64)] == [
+        1000, 1000, 1200, 1400, 1800, 3000, 4200, 8400,
+    ]  # fmt: skip
+
+
+def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() -> None:
+    profile = Profile()
+    told(profile, 4, [1000] * 3)
+    profile.seed({8: [600]})
+    assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
+    assert [known.median_ns for known in profile.known()] == [1000, 600]
+
+
+def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
+    profile = Profile()
+    profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
+    assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
+    told(profile, 1, [300] * 4)
+    assert profile.known()[0].median_ns == 300
+    profile.seed({1: [7], 8: [900]})
+    assert [(row["rows"], row["median_us"], row["source"], row["observations"]) for row in profile.table()] == [
+        (1, 0.3, "requests", 4),
+        (4, 0.2, "load", 0),
+        (8, 0.9, "load", 0),
+    ]
+
+
+def test_the_summary_is_bounded() -> None:
+    profile = Profile()
+    for rows in range(1, 401):
+        profile.observe(rows, rows * 1000)
+    assert [rows for rows, _, _ in profile.summary()] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 400]
+    assert [median_ns for _, median_ns, _ in profile.summary()][-2:] == [256_000, 400_000]
+
+
+def test_many_threads_may_tell_and_ask() -> None:
+    profile = Profile()
+    failures: list[BaseException] = []
+
+    def tell(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(3000):
+                profile.observe(rng.randrange(1, 20), rng.randrange(1, 10**6))
+                assert profile.estimate_ns(5) <= profile.promise_ns(30)
+                profile.known()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=tell, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert sum(known.observations for known in profile.known()) == 12_000
+
+
+def test_times_are_kept_apart_by_the_instances_at_work() -> None:
+    profile = Profile()
+    profile.seed({1: [100_000], 8: [400_000]})
+    profile.seed({1: [150_000], 8: [800_000]}, 2)
+    assert [profile.estimate_ns(8, instances) for instances in (1, 2, 3, 4, 100)] == [400_000] + [800_000] * 4
+    told(profile, 8, [500_000] * 30)
+    assert [profile.estimate_ns(8, instances) for instances in (1, 2)] == [500_000, 800_000]
+    assert [(row["instances"], row["rows"], row["source"]) for row in profile.table()] == [
+        (1, 1, "load"),
+        (1, 8, "requests"),
+        (2, 1, "load"),
+        (2, 8, "load"),
+    ]
+
+
+def test_without_a_number_it_is_that_of_late() -> None:
+    profile = Profile()
+    profile.seed({4: [100_000]})
+    profile.seed({4: [300_000]}, 2)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
+    for _ in range(20):
+        profile.observe(4, 300_000, 2)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (300_000, 300_000)
+    for _ in range(20):
+        profile.observe(4, 100_000, 1)
+    assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
+
+
+def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
+    profile = Profile()
+    profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
+    profile.seed({1: [200_000], 8: [800_000]}, 2)
+    assert profile.estimate_ns(16, 2) == 1_400_000
+    assert [known.rows for known in profile.known() if known.instances == 2] == [1, 8], "nobody has measured 16"
+
+
+def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> None:
+    profile = Profile()
+    profile.seed({rows: [100_000 * rows] * 4 for rows in (1, 2, 4, 8, 16)})
+    for place in range(RUN):
+        rows = (2, 4, 8)[place % 3]
+        profile.observe(rows, 250_000 * rows, 3)
+    for rows in (1, 2, 4, 8, 16):
+        assert profile.estimate_ns(rows, 4) == 250_000 * rows
+        assert profile.estimate_ns(rows, 1) == 100_000 * rows
+        assert profile.estimate_ns(rows, 2) == 100_000 * rows, "nothing was heard of two"
+
+
+def test_what_is_first_heard_goes_for_any_number() -> None:
+    profile = Profile()
+    profile.observe(4, 100_000, 3)
+    assert [profile.estimate_ns(4, instances) for instances in (0, 1, 2, 3, 9)] == [100_000] * 5
+
+
+@given(st.lists(st.tuples(SIZES, TIMES, st.integers(1, 200)), max_size=200))
+def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tuple[int, int, int]]) -> None:
+    profile = Profile()
+    for rows, time_ns, instances in seen:
+        profile.observe(rows, time_ns, instances)
+    for instances in (0, 1, 2, 5, 64, 1000):
+        estimates = [profile.estimate_ns(rows, instances) for rows in range(1, 260, 7)]
+        promises = [profile.promise_ns(rows, instances) for rows in range(1, 260, 7)]
+        assert estimates == sorted(estimates)
+        assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
+    assert sum(known.observations for known in profile.known()) == len(seen)
+    again = Profile()
+    for instances, times_ns in profile.times().items():
+        again.seed(times_ns, instances, "stored")
+    assert again.times() == profile.times()
+    assert {(known.instances, known.rows) for known in again.known()} == {
+        (known.instances, known.rows) for known in profile.known()
+    }
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_sizes_that_are_not_run_do_not_drift_with_the_noise_of_those_that_are(seed: int, instances: int) -> None:
+    """Calm and disturbed in turn, as beside other processes: slow times come in runs, and go one by one.
+
+    Lognormal noise has no bound: of 300 seeds the farthest was 8 times too long, and there are seeds beyond 10.
+    """
+    profile, rng = Profile(), random.Random(seed)
+    profile.seed({rows: [20_000 + 2500 * rows] * 3 for rows in (1, 2, 4, 8, 16, 32, 64)})
+    disturbed = 1.0
+    for _ in range(4000):
+        disturbed = 1 + (disturbed - 1) * 0.9 if rng.random() < 0.97 else rng.uniform(2, 6)
+        rows = rng.choice((1, 1, 2, 3, 4))
+        profile.observe(rows, int((20_000 + 2500 * rows) * disturbed * rng.lognormvariate(0, 0.3)), instances)
+        for large in (8, 64):
+            assert profile.estimate_ns(large) < 10 * (20_000 + 2500 * large), "no more than the disturbance itself"
+    told(profile, 2, [25_000] * 200)
+    told(profile, 4, [30_000] * 200)
+    for large in (8, 64):
+        assert profile.estimate_ns(large, 1) == pytest.approx(20_000 + 2500 * large, rel=0.3), "and it comes back"

@@ -1,0 +1,257 @@
+"""Who a handle refuses at once, and how it tells how busy it is: with real instance threads and a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+from headrace.core.clock import NS_PER_MS as MS
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.completion import Mailbox
+from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, QuotaExceeded, WouldMiss
+from headrace.core.request import InferRequest
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.handle import ModelHandle
+from headrace.scheduling.policy import LevelPolicy, Quota, RateLimits
+from headrace.scheduling.selection import QueueLimits
+
+from tests.support.fakes import FakeModel, ask, handle
+
+Scenario = Callable[[Mailbox, FakeModel], Coroutine[Any, Any, None]]
+SLOW = {rows: [50 * MS] for rows in (1, 2, 4, 8)}
+
+
+def play(scenario: Scenario) -> FakeModel:
+    model = FakeModel()
+
+    async def main() -> None:
+        await scenario(Mailbox(asyncio.get_running_loop()), model)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    return model
+
+
+async def begun(model: FakeModel) -> None:
+    assert await asyncio.to_thread(model.started.acquire, timeout=5)
+
+
+def slow(mailbox: Mailbox, model: FakeModel, objective_ms: int = 120, **policy: object) -> ModelHandle:
+    """A handle that believes that batches take 50 ms, and whose first batch is held."""
+    served = handle(mailbox, model, batch=BatchPolicy(8, objective_ns=objective_ms * MS), **policy)
+    served.profile.seed(SLOW)
+    model.gate.clear()
+    return served
+
+
+def now(value: float, **more: Any) -> InferRequest:
+    return ask(value, received_ns=monotonic_ns(), **more)
+
+
+def test_what_would_miss_the_objective_is_refused_before_it_is_queued() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = slow(mailbox, model)
+        first = served.infer(now(1))
+        await begun(model)
+        waiting = [served.infer(now(value)) for value in range(8)]
+        with pytest.raises(WouldMiss, match="due in 120 ms") as refused:
+            served.infer(now(99))
+        assert 0.05 < refused.value.retry_after_s <= 0.1, "what runs, and what waits"
+        with pytest.raises(WouldMiss):
+            await asyncio.to_thread(served.infer_blocking, now(99))
+        load = served.load()
+        assert (load.depth, load.rows, load.running_rows, load.instances) == (8, 8, 1, 1)
+        assert 50 * MS < load.wait_ns <= 100 * MS
+        assert load.rows_hz == pytest.approx(160)
+        model.gate.set()
+        for completion in (first, *waiting):
+            await completion
+        assert await served.infer(now(5)), "there is time again"
+        assert served.close(5)
+
+    assert 99 not in {value for batch in play(scenario).batches for value in batch}
+
+
+def test_who_finds_the_queue_full_comes_back_when_what_is_there_is_done() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = handle(mailbox, model, batch=BatchPolicy(8), limits=QueueLimits(max_count=16))
+        served.profile.seed(SLOW)
+        model.gate.clear()
+        first = served.infer(now(1))
+        await begun(model)
+        waiting = [served.infer(now(value)) for value in range(16)]
+        with pytest.raises(Overloaded, match="16 requests") as full:
+            served.infer(now(99))
+        assert 0.1 <= full.value.retry_after_s <= 0.15, "what runs, and two batches that wait"
+        model.gate.set()
+        for completion in (first, *waiting):
+            await completion
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_refusals_hold_nobody_up_whose_answers_come_in_order() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = slow(mailbox, model, preserve_ordering=True)
+        first = served.infer(now(1))
+        await begun(model)
+        waiting = [served.infer(now(value)) for value in range(8)]
+        with pytest.raises(WouldMiss):
+            served.infer(now(99))
+        model.gate.set()
+        for completion in (first, *waiting):
+            await completion
+        assert await served.infer(now(5))
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_a_request_with_a_deadline_of_its_own_is_refused_where_there_is_no_objective() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = slow(mailbox, model, objective_ms=0)
+        first = served.infer(now(1))
+        await begun(model)
+        with pytest.raises(WouldMiss, match="due in"):
+            served.infer(now(2, deadline_ns=monotonic_ns() + 60 * MS))
+        patient = served.infer(now(3, deadline_ns=monotonic_ns() + NS_PER_S))
+        waiting = [served.infer(now(value)) for value in range(20)]
+        model.gate.set()
+        for completion in (first, patient, *waiting):
+            await completion
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_while_it_is_parked_nobody_is_refused_for_being_late() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        served = slow(mailbox, model)
+        assert await asyncio.to_thread(served.park, 5)
+        waiting = [served.infer(now(value)) for value in range(20)]
+        impatient = served.infer(now(99, deadline_ns=monotonic_ns() + 20 * MS))
+        assert served.load().wait_ns == 0, "nobody knows"
+        with pytest.raises(DeadlineExceeded):
+            await impatient
+        again = FakeModel()
+        assert await asyncio.to_thread(served.unpark, again)
+        for completion in waiting:
+            await completion  # late, but answered
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_a_client_over_its_quota_is_refused_and_others_are_not() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        limits = RateLimits({"shop": Quota(0.01, 3)}, Quota(0.01, 1))
+        served = handle(mailbox, model, rate_limits=limits)
+        for value in range(2):
+            assert await served.infer(now(value, client="shop"))
+        assert await asyncio.to_thread(served.infer_blocking, now(2, client="shop"))
+        with pytest.raises(QuotaExceeded, match="client 'shop'"):
+            served.infer(now(3, client="shop"))
+        with pytest.raises(QuotaExceeded):
+            await asyncio.to_thread(served.infer_blocking, now(3, client="shop"))
+        assert await served.infer(now(4, client="somebody"))
+        assert await served.infer(now(5))
+        with pytest.raises(QuotaExceeded, match="without a name"):
+            served.infer(now(6))
+        assert served.depth == 0
+        assert served.close(5)
+
+    play(scenario)
+
+
+def test_levels_have_timeouts_and_bounds_of_their_own() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        policies = {
+            1: LevelPolicy(queue_timeout_ns=20 * MS),
+            2: LevelPolicy(max_count=2, queue_timeout_ns=10 * MS, demote_on_timeout=True),
+        }
+        served = handle(mailbox, model, batch=BatchPolicy(1), levels=3, level_policies=policies)
+        model.gate.clear()
+        first = served.infer(now(0))
+        await begun(model)
+        urgent = served.infer(now(1, priority=1))
+        demoted = [served.infer(now(value, priority=2)) for value in (20, 21)]
+        with pytest.raises(Overloaded, match="level 2"):
+            served.infer(now(22, priority=2))
+        common = [served.infer(now(value, priority=3)) for value in (30, 31)]
+        load = served.load(by_level=True)
+        assert [(each.level, each.depth, each.rows) for each in load.levels] == [(1, 1, 1), (2, 2, 2), (3, 2, 2)]
+        with pytest.raises(QueueTimeout):
+            await urgent
+        threading.Timer(0.05, model.gate.set).start()
+        for completion in (first, *demoted, *common):
+            await completion
+        assert served.close(5)
+
+    assert play(scenario).batches == [[0], [30], [31], [20], [21]], "level 2 had waited too long, and goes last"
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize(
+    ("policy_ms", "override", "requested_ms", "expires"),
+    [
+        (20, True, 0, True),
+        (60_000, True, 20, True),
+        (20, True, 60_000, True),
+        (60_000, False, 20, False),
+        (0, True, 20, False),
+    ],
+    ids=["no timeout of its own", "shorter", "longer: the policy's holds", "no override", "no timeout to shorten"],
+)
+@pytest.mark.parametrize("deadline_ns", [0, 50 * NS_PER_S])
+def test_the_queue_timeout_is_the_shorter_one_and_no_deadline_replaces_it(
+    policy_ms: int, override: bool, requested_ms: int, expires: bool, deadline_ns: int, blocking: bool
+) -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        policy = {"queue_timeout_ns": policy_ms * MS, "timeout_override": override}
+        served = handle(mailbox, model, batch=BatchPolicy(1), **policy)
+        model.gate.clear()
+        first = served.infer(now(0))
+        await begun(model)
+        request = now(1, queue_timeout_ns=requested_ms * MS, deadline_ns=deadline_ns and monotonic_ns() + deadline_ns)
+        second = asyncio.to_thread(served.infer_blocking, request) if blocking else served.infer(request)
+        if expires:
+            with pytest.raises(QueueTimeout):
+                await second
+            model.gate.set()
+        else:
+            answer = asyncio.ensure_future(_awaited(second))
+            await asyncio.sleep(0.1)
+            assert not answer.done()
+            model.gate.set()
+            assert (await answer).outputs["y"].tolist() == [[2, 2]]
+        if policy_ms != 20:
+            await first
+        assert served.close(5)
+
+    play(scenario)
+
+
+async def _awaited(completion: Awaitable[Any]) -> Any:
+    return await completion
+
+
+def test_a_blocking_caller_heeds_the_timeout_of_its_level() -> None:
+    async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
+        policies = {2: LevelPolicy(queue_timeout_ns=10 * MS)}
+        served = handle(mailbox, model, batch=BatchPolicy(1), levels=2, level_policies=policies)
+        model.gate.clear()
+        first = served.infer(now(0))
+        await begun(model)
+        with pytest.raises(QueueTimeout):
+            await asyncio.to_thread(served.infer_blocking, now(1, priority=2))
+        patient = asyncio.create_task(asyncio.to_thread(served.infer_blocking, now(2, priority=1)))
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        assert await first
+        assert await patient
+        assert served.close(5)
+
+    play(scenario)

@@ -1,0 +1,192 @@
+"""Requests whose rows lie where a GPU reads them, through a model version: pipelined, serial, reshaped, cut and failing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from headrace.core.completion import Mailbox
+from headrace.core.errors import BadRequest
+from headrace.core.request import InferRequest
+from headrace.core.resident import PINNED, ResidentRows, as_input
+from headrace.core.tensor import Array
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.reshape import ReshapingExecution
+
+from tests.support.fake_pipeline import RAISES, FakePipeline
+from tests.support.fakes import FakeModel, ask
+from tests.support.residents import HostOwner, resident
+from tests.unit.scheduling.test_pipeline_handle import error_of, play, served
+
+
+def located(value: float, rows: int = 1, device: int = PINNED) -> InferRequest:
+    """As `ask`, but the rows are resident."""
+    return request(resident(np.full((rows, 2), value, np.float32), device))
+
+
+def request(rows: ResidentRows) -> InferRequest:
+    return InferRequest(inputs={"x": as_input(rows)}, rows=len(rows), shape_key=None, received_ns=1)
+
+
+def copies(asked: InferRequest) -> list[int]:
+    rows: Any = asked.inputs["x"]
+    owner = rows.owner
+    assert isinstance(owner, HostOwner)
+    return owner.copies
+
+
+def test_they_share_a_batch_with_rows_that_are_copied_and_are_not_copied_themselves() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(device=3, manual=True)
+        handle = served(mailbox, model)
+        first = handle.infer(ask(1))
+        await asyncio.to_thread(model.wait_for, "finishing 0")
+        asked = [located(2), ask(3, 2), located(4, 2, device=3), located(5, device=1)]
+        waiting = [handle.infer(each) for each in asked]
+        model.let_go()
+        await first
+        answers = [(await completion).outputs["y"][:, 0].tolist() for completion in waiting]
+        assert answers == [[4], [6, 6], [8, 8], [10]]
+        # Only what is on another GPU goes through the host.
+        assert [copies(asked[0]), copies(asked[2]), copies(asked[3])] == [[], [], [8]]
+        assert not model.violations
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("model", [FakeModel, FakePipeline], ids=["serial", "pipelined"])
+def test_a_model_that_knows_nothing_of_them_gets_copies(model: Any) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        handle = served(mailbox, model())
+        asked = located(4, 3)
+        assert (await handle.infer(asked)).outputs["y"].tolist() == [[8, 8]] * 3
+        assert copies(asked) == [24]
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+def test_behind_a_reshape_they_are_read_by_the_gpu_too() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        inner = FakePipeline(device=0)
+
+        class Model:
+            def execution(self, index: int) -> ReshapingExecution:
+                return ReshapingExecution(inner, {"x": (2,)}, {}, batched=True)
+
+            def close(self) -> None:
+                pass
+
+        handle = served(mailbox, Model())
+        asked = request(resident(np.full((2, 1, 2), 7, np.float32)))
+        assert (await handle.infer(asked)).outputs["y"].tolist() == [[14, 14]] * 2
+        assert copies(asked) == []
+        assert not inner.violations
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+def test_an_oversized_request_is_cut_where_it_lies() -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(device=0)
+        handle = served(mailbox, model, batch=BatchPolicy(4))
+        asked = request(resident(np.arange(20, dtype=np.float32).reshape(10, 2)))
+        assert np.array_equal((await handle.infer(asked)).outputs["y"], np.arange(20).reshape(10, 2) * 2)
+        assert copies(asked) == []
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+def test_memory_that_cannot_be_read_fails_its_own_request_and_no_other() -> None:
+    def gone(address: int, size_bytes: int) -> Array:
+        raise BadRequest("the memory is gone")
+
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(manual=True)
+        handle = served(mailbox, model)
+        first = handle.infer(ask(1))
+        await asyncio.to_thread(model.wait_for, "finishing 0")
+        rows = ResidentRows(1, PINNED, np.dtype(np.float32), (1, 2), None, gone)
+        waiting = [handle.infer(each) for each in (ask(2), request(rows), ask(3))]
+        model.let_go()
+        await first
+        assert (await waiting[0]).outputs["y"].tolist() == [[4, 4]]
+        assert isinstance(await error_of(waiting[1]), BadRequest)
+        assert (await waiting[2]).outputs["y"].tolist() == [[6, 6]]
+        assert not model.violations
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("value", [1.0, RAISES["launch"], RAISES["finish"]], ids=["well", "launch", "finish"])
+def test_the_memory_is_kept_until_the_flight_is_over_and_no_longer(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        logging.getLogger("headrace.instance"), "disabled", True
+    )  # what pytest keeps of it holds frames
+
+    async def scenario(mailbox: Mailbox) -> None:
+        model = FakePipeline(device=0, manual=True)
+        handle = served(mailbox, model)
+        rows = resident(np.full((1, 2), value, np.float32))
+        owner = weakref.ref(rows.owner)  # type: ignore[arg-type]
+        waiting = handle.infer(request(rows))
+        del rows
+        if value != RAISES["launch"]:
+            await asyncio.to_thread(model.wait_for, "finishing 0")
+            gc.collect()
+            assert owner() is not None
+        model.let_go()
+        await asyncio.wait([asyncio.ensure_future(error_of_or_none(waiting))])
+        del waiting
+        await handle.infer(ask(5))  # whose flight has taken the place of the other
+        await asyncio.to_thread(handle.close, 10)
+        gc.collect()
+        assert owner() is None
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "model", [FakeModel, lambda: FakePipeline(device=0), lambda: FakePipeline(device=0, prompt=True)]
+)
+def test_an_instance_that_waits_for_more_keeps_nothing(model: Any) -> None:
+    async def scenario(mailbox: Mailbox) -> None:
+        handle = served(mailbox, model())
+        gc.collect()
+        gc.disable()
+        try:
+            for rows in (1, 1, 3, 3):
+                values = resident(np.full((rows, 2), 7, np.float32))
+                owner = weakref.ref(values.owner)  # type: ignore[arg-type]
+                waiting = handle.infer(request(values))
+                del values
+                await waiting
+                del waiting
+                end = time.monotonic() + 10
+                while owner() is not None:
+                    assert time.monotonic() < end, f"the memory of a request of {rows} rows is kept"
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+        await asyncio.to_thread(handle.close, 10)
+
+    play(scenario)
+
+
+async def error_of_or_none(waiting: Any) -> None:
+    try:
+        await waiting
+    except Exception as error:
+        assert "failed" in str(error)

@@ -1,0 +1,77 @@
+"""The entries that wait, in runs: the same as one sorted list, whatever is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from headrace.scheduling import runs
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.runs import Runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.scheduling.test_order import entry
+
+KEYS = st.integers(1, 12)  # so few that many are equal
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), KEYS),
+        st.tuples(st.just("take"), st.integers(0, 9)),
+        st.tuples(st.just("remove"), st.integers(0, 40)),
+        st.tuples(st.just("put back"), st.integers(0, 9)),
+        st.tuples(st.just("refill"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Runs of three, so that there are many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "LONGEST", 3)
+        yield
+
+
+def keyed(key: int) -> Entry:
+    new = entry()
+    new.key = key
+    return new
+
+
+@settings(max_examples=300)
+@given(STEPS)
+def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
+    found, line = Runs(), []
+    for step, number in steps:
+        if step == "add":
+            new = keyed(number)
+            before = sum(each.key <= number for each in line)
+            assert found.add(new) == (before < len(line))
+            line.insert(before, new)
+        elif step == "take":
+            assert found.take(number) == line[:number]
+            del line[:number]
+        elif step == "remove" and line:
+            found.remove(line.pop(number % len(line)))
+        elif step == "put back":
+            found.put_back(found.take(number))
+        elif step == "refill":
+            found.refill(list(found))
+        assert list(found) == line
+        assert list(reversed(found)) == line[::-1]
+        assert list(found.head(4)) == line[:4]
+        assert (bool(found), len(found)) == (bool(line), len(line))
+        assert not line or found.first is line[0]
+
+
+@given(st.lists(KEYS, max_size=40), KEYS)
+def test_how_many_come_before(keys: list[int], key: int) -> None:
+    found = Runs()
+    for each in keys:
+        found.add(keyed(each))
+    count = sum(each <= key for each in keys)
+    assert found.would_end(key) == (count == len(keys))
+    if count < len(keys):
+        assert found.before(key) == count

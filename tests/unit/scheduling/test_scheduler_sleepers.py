@@ -1,0 +1,95 @@
+"""Which of several sleeping instances is woken, and how one is interrupted; each sleeper is a real thread."""
+
+from __future__ import annotations
+
+import threading
+
+from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.scheduler import Scheduler
+from headrace.scheduling.selection import Batch
+
+from tests.support.slots import entry
+
+
+class Puller:
+    """Asks for one batch on a thread of its own."""
+
+    def __init__(self, scheduler: Scheduler, busy: bool = False) -> None:
+        self.scheduler = scheduler
+        self.interrupted = False
+        self.asked = threading.Semaphore(0)
+        self.batch: Batch | None = None
+        self.sleeper = threading.Lock()
+        self.sleeper.acquire()
+        self.thread = threading.Thread(target=self._pull, args=(busy,), daemon=True)
+        self.thread.start()
+        self.asleep()
+
+    def asleep(self) -> None:
+        """Return when the thread has asked for the last time before it sleeps: under the lock, which it then lets go."""
+        assert self.asked.acquire(timeout=10)
+        with self.scheduler._lock:
+            pass
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+        self.scheduler.interrupt(self.sleeper)
+
+    def result(self) -> Batch | None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.batch
+
+    def _pull(self, busy: bool) -> None:
+        self.batch = self.scheduler.next_batch(self.sleeper, self._is_interrupted, busy)
+
+    def _is_interrupted(self) -> bool:
+        self.asked.release()
+        return self.interrupted
+
+
+def test_an_instance_with_nothing_under_way_is_woken_before_one_with_flights() -> None:
+    for busy_first in (True, False):
+        scheduler = Scheduler(BatchPolicy(8))
+        pullers = [Puller(scheduler, busy) for busy in (busy_first, not busy_first)]
+        scheduler.enqueue([entry()])
+        idle = pullers[1 if busy_first else 0]
+        assert idle.result() is not None
+        other = pullers[0 if busy_first else 1]
+        assert other.batch is None
+        scheduler.enqueue([entry()])
+        assert other.result() is not None, "the busy one is better than none"
+
+
+def test_a_sleeper_that_is_interrupted_comes_back_empty_handed_and_the_others_sleep_on() -> None:
+    scheduler = Scheduler(BatchPolicy(8))
+    one, other = Puller(scheduler), Puller(scheduler)
+    one.interrupt()
+    assert one.result() is None
+    scheduler.enqueue([entry()])
+    assert other.result() is not None
+
+
+def test_who_is_interrupted_for_no_reason_sleeps_again() -> None:
+    scheduler = Scheduler(BatchPolicy(8))
+    puller = Puller(scheduler)
+    scheduler.interrupt(puller.sleeper)
+    puller.asleep()
+    scheduler.enqueue([entry()])
+    assert puller.result() is not None
+
+
+def test_an_interrupted_sleeper_hands_its_alarm_on() -> None:
+    now_ns = 0
+    scheduler = Scheduler(BatchPolicy(8, (), 3_600_000_000_000), clock=lambda: now_ns)
+    other, keeper = Puller(scheduler), Puller(scheduler)
+    scheduler.enqueue([entry()])
+    keeper.asleep()  # now with an alarm, which the other need not set
+    assert scheduler._timed_sleepers == 1
+    keeper.interrupt()
+    assert keeper.result() is None
+    other.asleep()  # asked again: it has been woken to keep the alarm
+    assert scheduler._timed_sleepers == 1
+    now_ns = 3_600_000_000_000
+    scheduler.interrupt(other.sleeper)
+    assert other.result() is not None
