@@ -34,19 +34,32 @@ ROOMS: dict[str, dict[str, str]] = {
     },
     "server/headrace/config": {"ours": "headrace.core", "third": "google.protobuf onnx pydantic tritonclient yaml"},
     "server/headrace/repository": {
-        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability headrace.pipelines.execution "
-        "headrace.cuda.kernels.stages"
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
+        "headrace.pipelines.execution headrace.cuda.kernels.stages"
     },
-    "server/headrace/certificates.py": {"third": "cryptography"},
+    "server/headrace/inference": {"ours": "headrace.core headrace.observability", "third": "msgspec numpy orjson"},
     "server/headrace/http": {
-        "ours": "headrace.core headrace.observability",
-        "third": "fastapi google.protobuf grpc grpc_health grpc_reflection hpack httptools msgspec numpy orjson starlette "
-        "tritonclient uvicorn uvloop",
+        "ours": "headrace.core headrace.observability headrace.inference",
+        "third": "fastapi httptools msgspec numpy orjson pydantic starlette uvicorn",
+    },
+    "server/headrace/http2": {"ours": "headrace.core", "third": "hpack uvloop"},
+    "server/headrace/grpc": {
+        "ours": "headrace.core headrace.observability headrace.inference headrace.http2 headrace.tls",
+        "third": "google.protobuf grpc grpc_health grpc_reflection msgspec numpy orjson tritonclient uvloop",
     },
     "server/headrace/pipelines": {"ours": "headrace.core headrace.backends.base", "third": "PIL numpy"},
     "server/headrace/commands": {
         "ours": "headrace.core headrace.pipelines",
-        "third": "PIL ml_dtypes numpy orjson rich tritonclient",
+        "third": "PIL grpc ml_dtypes numpy orjson rich tritonclient",
+    },
+    "server/headrace/commands/simulate.py": {
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.simulation headrace.repository.loader.handle_policy",
+        "third": "numpy rich",
+    },
+    "server/headrace/commands/tune.py": {
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
+        "headrace.repository",
+        "third": "rich",
     },
     "server/headrace/simulation": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.observability.recorder headrace.backends.base "
@@ -57,6 +70,8 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/headrace/accounting.py": {"ours": "headrace.core headrace.observability headrace.settings"},
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
+    "server/headrace/tls.py": {"ours": "headrace.core headrace.certificates", "third": "grpc"},
+    "server/headrace/certificates.py": {"ours": "headrace.core"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/triton_flags.py": {},
     "server/headrace/banner.py": {"ours": "headrace.core headrace.observability", "third": "orjson rich"},
@@ -78,7 +93,6 @@ EXTRA: dict[str, str] = {
     "server/headrace/cuda/tensorrt.py": "tensorrt",
     "server/headrace/repository/shared_memory.py": "numpy",
     "server/headrace/repository/valid*.py": "rich",
-    "server/headrace/commands/tune.py": "rich",
     "server/headrace/repository/tuning_inputs.py": "numpy",
     "server/headrace/config/row_*.py": "numpy",
     "server/headrace/repository/warmup.py": "numpy",
@@ -103,11 +117,12 @@ NEVER = (
     Never("time.sleep", "server", "", "nothing in the server sleeps",
           "wait on a Condition or Event with a timeout, or await asyncio.sleep"),
     Never("time.time time.time_ns datetime.datetime.now datetime.datetime.utcnow",
-          "server/headrace/core server/headrace/scheduling server/headrace/http", "",
+          "server/headrace/core server/headrace/scheduling server/headrace/inference server/headrace/http server/headrace/http2 "
+          "server/headrace/grpc", "",
           "time is monotonic here, the wall clock jumps", "use headrace.core.clock"),
     Never("pickle " + UNPICKLERS, "server loadtest", "", "no pickle on a trust border: loading one runs its code",
           "use JSON, msgspec or .npz"),
-    Never("pickle", "engines", "engines/headrace_engines/demo", "only the restricted reader in engines/headrace_engines/demo knows pickle",
+    Never("pickle", "engines", "engines/headrace_engines/demo", "only the restricted reader in demo/ knows pickle",
           "use JSON or .npz"),
     Never("pickle.load pickle.loads pickle.Unpickler " + UNPICKLERS, "engines", "",
           "pickle.Unpickler may only be subclassed: it runs what the file says", "subclass it and define find_class"),
@@ -292,6 +307,150 @@ def test_the_whole_tree_keeps_the_rules() -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
+# --- Cycles, names ------------------------------------------------------------------------------------------------------
+
+# Cycles that stand, each by its modules; the lists may only get shorter.
+KNOWN_CYCLES: set[tuple[str, ...]] = {
+    (
+        "headrace.http2.connection",
+        "headrace.http2.control",
+        "headrace.http2.flow",
+        "headrace.http2.lifetime",
+        "headrace.http2.outbox",
+        "headrace.http2.patience",
+        "headrace.http2.stream",
+    ),
+    (
+        "headrace.scheduling.batching",
+        "headrace.scheduling.lane",
+        "headrace.scheduling.order",
+        "headrace.scheduling.plan",
+        "headrace.scheduling.policy",
+        "headrace.scheduling.queue",
+        "headrace.scheduling.runs",
+        "headrace.scheduling.selection",
+    ),
+}
+# Public classes that share a name with another one.
+KNOWN_NAMESAKES = (
+    "Account Accounts Backend Bar BuildDisplay Call Choice Curve Entry Graph Inspection Lane LayerTime "
+    "LayerTimes Limits Load Loads Memory Mortal Options Order Outcome Overview Placement Plan Point Profile "
+    "RateLimits Reading Row Runner Runs Source Stage Standing State Stream Tally Tensor TensorRt Timing"
+)
+# Identifiers that say nothing to a reader (docs of the style are in CONTRIBUTING.md), refused in the packages below.
+REFUSED = (
+    "alarms asked asks berth berths crew dock door everybody experience faithful flight hush leavers nobody "
+    "outlook parked patience residency shortcut somebody spoilers stillborn story tell tells tenant told "
+    "underway whoever"
+)
+PLAIN_WORDS: tuple[str, ...] = ()
+
+
+def import_cycles(modules: dict[str, str]) -> set[tuple[str, ...]]:
+    """Groups of modules that import each other, under TYPE_CHECKING and in functions too (Tarjan's algorithm).
+
+    Args:
+        modules: source text by dotted module name.
+    """
+    graph = {
+        name: {
+            target
+            for _, found in _imported(name.replace(".", "/") + ".py", ast.parse(source))
+            for target in (found, found.rpartition(".")[0])
+            if target in modules and target != name
+        }
+        for name, source in modules.items()
+    }
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles = set()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(graph[name]):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                cycles.add(tuple(sorted(group)))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return cycles
+
+
+def refused_identifiers(source: str) -> list[tuple[int, str]]:
+    """Line and name of every identifier with a refused word in it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                pass
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                pass
+            case _:
+                continue
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_")
+        if set(REFUSED.split()) & set(words):
+            found.append((node.lineno, name))
+    return found
+
+
+def _modules() -> dict[str, str]:
+    """Source text of the product's modules by dotted name."""
+    return {
+        _dotted(path): (ROOT / path).read_text(encoding="utf-8")
+        for path in _tree()
+        if _below(path, "server engines") and not path.endswith("__init__.py")
+    }
+
+
+def test_no_modules_import_each_other() -> None:
+    assert import_cycles(_modules()) == KNOWN_CYCLES
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    names = [
+        node.name
+        for source in _modules().values()
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} == set(KNOWN_NAMESAKES.split())
+
+
+def test_refused_identifiers_stay_away() -> None:
+    found = [
+        f"{path}:{line}: {name}: name the thing in the field's words (CONTRIBUTING.md)"
+        for path in _tree()
+        if _below(path, " ".join(PLAIN_WORDS))
+        for line, name in refused_identifiers((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_cycles_and_refused_identifiers_are_reported() -> None:
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.a import A"
+    assert import_cycles({"headrace.a": "from headrace import b", "headrace.b": hidden}) == {
+        ("headrace.a", "headrace.b")
+    }
+    assert import_cycles({"headrace.a": "import headrace.b", "headrace.b": "", "headrace.c": hidden}) == set()
+    assert refused_identifiers("told = 1\ndef f(asked_by): return x.Crew") == [
+        (1, "told"),
+        (2, "asked_by"),
+        (2, "Crew"),
+    ]
+    assert refused_identifiers("untold = detail.folder") == []
+
+
 # --- The checker's own test --------------------------------------------------------------------------------------------
 
 BROKEN: list[tuple[str, str, str]] = [
@@ -301,19 +460,23 @@ BROKEN: list[tuple[str, str, str]] = [
     ("server/headrace/core/tensor.py", "from headrace.scheduling import queue", "imports headrace.scheduling.queue"),
     ("server/headrace/core/tensor.py", "import os.path", "does no I/O"),
     ("server/headrace/cuda/driver.py", "import tensorrt", "imports tensorrt"),
-    ("server/headrace/observability/stats.py", "from ..dataplane.queue import Queue", "imports headrace.scheduling.queue.Queue"),
+    ("server/headrace/observability/stats.py", "from ..scheduling.queue import Queue",
+     "imports headrace.scheduling.queue.Queue"),
     ("server/headrace/backends/python_backend.py", "import onnxruntime", "imports onnxruntime"),
-    ("server/headrace/backends/base.py", "def f():\n    from headrace.repository import loader", ":2: imports headrace.repository.loader"),
-    ("server/headrace/scheduling/queue.py", "from headrace.backends import onnxruntime_backend", "imports headrace.backends.onnx"),
+    ("server/headrace/backends/base.py", "def f():\n    from headrace.repository import loader",
+     ":2: imports headrace.repository.loader"),
+    ("server/headrace/scheduling/queue.py", "from headrace.backends import onnxruntime",
+     "imports headrace.backends.onnx"),
     ("server/headrace/scheduling/queue.py", "import pathlib", "does no I/O"),
     ("server/headrace/scheduling/queue.py", "import fastapi", "imports fastapi"),
-    ("server/headrace/repository/loader.py", "from headrace.http import status", "imports headrace.inference.status"),
+    ("server/headrace/repository/loader.py", "from headrace.inference import status", "imports headrace.inference.status"),
     ("server/headrace/repository/loader.py", "import rich", "imports rich"),
     ("server/headrace/http/application.py", "import headrace.backends.base", "imports headrace.backends.base"),
     ("server/headrace/http/application.py", "import importlib; importlib.import_module('headrace.cuda')", "headrace.cuda"),
     ("server/headrace/commands/http_get.py", "import requests", "imports requests"),
     ("server/headrace/pipelines/image.py", "from headrace.commands import http_get", "imports headrace.commands"),
-    ("server/headrace/simulation/x.py", "from headrace.repository.loader import Loader", "imports headrace.repository.loader.Loader"),
+    ("server/headrace/simulation/x.py", "from headrace.repository.loader import Loader",
+     "imports headrace.repository.loader.Loader"),
     ("server/headrace/somewhere/new.py", "", "nobody has said"),
     ("server/headrace/app.py", "import pycuda.driver", "imports pycuda"),
     ("server/headrace/__main__.py", "def f():\n    import headrace_engines.build", "never imports the builder"),
@@ -336,7 +499,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ("engines/headrace_engines/demo/x.py", "import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
     ("tests/unit/test_x.py", "x = 1\n" * FILE_LINES, "has 800 lines"),
     ("loadtest/x.py", "def f():\n" + "    x = 1\n" * (FUNCTION_LINES - 1), "f has 60 lines"),
-    ("engines/headrace_engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES, ":2: g has 61 lines"),
+    ("engines/headrace_engines/x.py", "class A:\n    async def g(self):\n" + "        x = 1\n" * FUNCTION_LINES,
+     ":2: g has 61 lines"),
     ("server/headrace/core/x.py", "try:\n    f()\nexcept:\n    raise", ":3: bare except"),
     ("tests/unit/test_x.py", "try:\n    f()\nexcept Exception:\n    pass", "swallows every error"),
     ("server/headrace/core/x.py", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    ...", "swallows every error"),
@@ -361,7 +525,7 @@ KEPT: list[tuple[str, str]] = [
     ("server/headrace/config/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
     ("server/headrace/repository/validate.py", "from rich.console import Console"),
     ("server/headrace/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
-    ("server/headrace/app.py", "from headrace.repository import registry\nfrom server import __version__"),
+    ("server/headrace/app.py", "from headrace.repository import registry\nfrom headrace import __version__"),
     (
         "engines/headrace_engines/demo/x.py",
         "import pickle\nclass Reader(pickle.Unpickler):\n    pass\nerror = pickle.UnpicklingError",

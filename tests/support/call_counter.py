@@ -1,4 +1,4 @@
-"""`python -m tests.support.call_counter FOLDER ENGINE`: how many Python functions of ours one request calls, in a server that is warm.
+"""Counts the Python calls of our own files for one request, in a process of its own (`python -m tests.support.call_counter`).
 
 Prints a JSON object: for "http" and "grpc" the calls of the request that had the fewest, by function. Timers and other work
 beside requests only add to a count, so that the smallest is that of the request itself.

@@ -1,4 +1,4 @@
-"""A builder for tests, in place of `python -m headrace_engines build`: publishes what lies ready, as a real one would, when it is let.
+"""A builder for tests, in place of `python -m headrace_engines build`: publishes a prepared engine.
 
 python tests/support/fake_builder.py ORDERS MODEL_FOLDER --version N --target T
 

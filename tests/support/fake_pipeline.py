@@ -1,7 +1,7 @@
 """A pipelined model under the test's control: y = 2x, whose flights land when the test lets them.
 
-It holds the data plane to the contract of `headrace.backends.base.PipelinedExecution`: `depth`, threads, order, and who owns which
-memory when. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
+It holds the data plane to the contract of `headrace.backends.base.PipelinedExecution`: `depth`, threads, order, and ownership of
+memory at each step. Nothing in it sleeps; `wait_for` waits for something to be written into `log`.
 """
 
 from __future__ import annotations

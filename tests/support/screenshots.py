@@ -1,4 +1,4 @@
-"""`python -m tests.support.screenshots DIR`: pictures of the server's page for the documentation, of the demo models under some load."""
+"""`python -m tests.support.screenshots DIR`: pictures of the server's page for the documentation."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Sessions are opened as the server opens them, all cores for one instance: thread
 
 The profile is JSON, one event for each kernel and run (documented under "Profile performance" of ONNX Runtime). The names of its
 events are those of the nodes of the optimised graph, which the session writes to a file on request. That graph is traced back
-to the source in steps (see `headrace_engines.targets.lineage`): fully optimised -> fused, but without changes of layout -> artefact ->
+to the source in steps (see `headrace_engines.targets.lineage`): fully optimised -> fused, no changes of layout -> artefact ->
 source.
 """
 

@@ -225,7 +225,7 @@ class Services:
         version: of Headrace.
         name: of the server, in its metadata.
         extensions: of the protocol, exactly those that are switched on.
-        explain: tells in JSON what limits a model's version now ("" is the latest); see `headrace.repository.explaining.Explainer`.
+        explain: reports in JSON what limits a model's version now ("" is the latest), see `headrace.repository.explaining`.
     """
 
     models: Models

@@ -13,7 +13,7 @@ NAME = "metrics.md"
 _BUCKETS = ", ".join(f"{bound:g}" for bound in BUCKETS_S)
 _HEAD = f"""# Metrics
 
-Generated from `server/headrace/observability/metrics_table.py` (`make docs`); a test holds it against the page of a running server.
+Generated from `server/headrace/observability/metrics_table.py` (`make docs`); a test compares it with a running server's page.
 
 `GET /metrics` on the HTTP port, or on a port of its own with `--metrics-port N`; `--no-metrics` switches it off. One registry,
 in the form that the client asks for: Prometheus' text, OpenMetrics (with exemplars), or protobuf (with native histograms).

@@ -1,4 +1,4 @@
-"""Builds engines while their models serve: one `python -m headrace_engines build` at a time, at low priority, watched by a thread."""
+"""Builds engines while their models serve: one `python -m headrace_engines build` at a time, at low priority."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads models once as the server does and reports the outcome: `python -m headrace.repository.trial_load` for `headrace validate`.
+"""Load models once as the server does, report the outcome: `python -m headrace.repository.trial_load` for `headrace validate`.
 
 Standard input is JSON: `{"state_dir": PATH, "models": [[name, folder, repository], ...]}`. Standard output gets one line of JSON
 a model, in the same order: `{"states": [[version, state, reason], ...], "findings": [[path, line, message, cure, fatal], ...],
