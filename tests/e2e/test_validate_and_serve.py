@@ -306,6 +306,7 @@ def test_ok_is_printed_for_what_is_ready_and_nothing_else(
     assert status == 1
 
 
+@pytest.mark.slow
 def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) -> None:
     """Status of `validate` and of `validate --strict`, which is that of `serve --strict`."""
     for name, plain, strict in (

@@ -47,7 +47,7 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
 # Queueing theory
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("load", [0.3, *(pytest.param(load, marks=pytest.mark.slow) for load in (0.6, 0.8))])
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
     trace = asked(load * 1000, 150)
@@ -55,6 +55,7 @@ def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation:
     assert mean_wait_ms(done) == pytest.approx(load * (1 + variation**2) / (2 * (1 - load)), rel=0.06)
 
 
+@pytest.mark.slow
 def test_the_percentiles_of_m_m_1_are_exponential() -> None:
     trace = asked(600, 250)
     done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=1.0))], seed=3)
@@ -65,6 +66,7 @@ def test_the_percentiles_of_m_m_1_are_exponential() -> None:
     assert told.percentiles_us[:3] == pytest.approx(expected, rel=0.06)
 
 
+@pytest.mark.slow
 def test_several_instances_wait_as_erlang_says() -> None:
     servers, load = 3, 2.4
     done = replay(asked(load * 1000, 80), [model(1, servers, Profile(Latency.line(1000), variation=1.0))], seed=4)
@@ -105,6 +107,7 @@ def test_models_that_share_a_device_share_its_time() -> None:
     assert shared.throughput_hz == pytest.approx(1000, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_thousand_models_are_as_good_as_one_each() -> None:
     trace = asked(50_000, 1, models=1000)
     told = report(replay(trace, [model() for _ in range(1000)]), [5.0] * 1000)

@@ -40,6 +40,12 @@ def eventually(true: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def processor_s(process: int) -> float:
+    """Processor time that a process has used, without its children's, seconds."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def own_children() -> list[int]:
     """Of this process."""
     return isolated_children(os.getpid())

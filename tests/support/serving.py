@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.processes import processor_s
+
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 COMMAND = (sys.executable, "-m", "headrace")
@@ -208,16 +210,17 @@ def look_quick(server: Server) -> int:
     """Let `busy` be known for short batches: who would surely be late is refused at once, and not queued to be late.
 
     Returns:
-        How many steps it does in about a second on this machine, now. Deadlines in tests are long and what they wait for takes
-        still longer: where something else has the processors for a moment, a short deadline is hopeless, and refused.
+        Steps that take a second of processor time on this machine, and so at least a second: the machine may become more
+        or less busy until they run. Deadlines in tests are long and what they wait for takes still longer: where something
+        else has the processors for a moment, a short deadline is hopeless, and refused.
     """
     body = '{"inputs": [{"name": "STEPS", "datatype": "INT64", "shape": [1], "data": [%d]}]}'
     steps, took_s = 1_000, 0.0
     while took_s < 0.3:
         steps *= 2
-        began = time.monotonic()
+        began_s = processor_s(server.process.pid)
         assert server.request("POST", "/v2/models/busy/infer", (body % steps).encode())[0] == 200
-        took_s = time.monotonic() - began
+        took_s = processor_s(server.process.pid) - began_s
     for _ in range(40):
         assert server.request("POST", "/v2/models/busy/infer", (body % 1).encode())[0] == 200
     return int(steps / took_s)

@@ -107,8 +107,9 @@ def test_of_many_models_the_one_at_work_is_seen() -> None:
     with BuildDisplay(terminal.console, names) as display:
         for name in names:
             report = display.report(name)
-            terminal.out.truncate(terminal.out.seek(0))
             report(0.5, "building")
+            # Only now: the display's own thread refreshes it too, and may have shown the model before.
+            terminal.out.truncate(terminal.out.seek(0))
             display._progress.refresh()
             assert any(line.startswith(name) and "building" in line for line in terminal.lines())
             assert len({line.split()[0] for line in terminal.lines()}) <= 8, "fewer than the terminal has lines"

@@ -91,6 +91,7 @@ def test_the_simulator_is_held_against_the_clock() -> None:
     assert 0 < virtual.p50_ms < 10 * real.p50_ms
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_verdict_and_fills_a_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from tests.support.engine_projects import write_project
 from tests.unit.engines.networks import inputs_of, residual
 
+pytestmark = pytest.mark.slow
+
 NO_KERNEL = "Error Code 10: Internal Error (Could not find any implementation for node {}.)"
 
 
@@ -95,7 +97,6 @@ def test_a_layer_that_no_precision_helps_ends_the_build(trt: Any, tmp_path: Path
     assert not list((tmp_path / "store").glob("*/stamp.json"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("runs_them", [True, False])
 def test_convolutions_get_fp8_pairs_from_the_versions_that_run_them(
     runs_them: bool, trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
