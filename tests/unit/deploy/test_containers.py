@@ -5,6 +5,7 @@ That the image really builds and serves is `make image-test`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -60,8 +61,9 @@ def compose() -> list[str]:
     return ["docker", "compose"] if plugin.returncode == 0 else [tool("docker-compose")]
 
 
+@functools.cache
 def services(**variables: str) -> dict[str, Any]:
-    """The services that `docker compose up` would start, as Compose itself reads the file, by name."""
+    """The services that `docker compose up` would start, as Compose itself reads the file, by name; not to be changed."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "HEADRACE_"))}
     done = subprocess.run(
         [*compose(), "config"], cwd=DEPLOY, env=kept | variables, capture_output=True, text=True, timeout=60
