@@ -42,6 +42,7 @@ CASES = [
     ("nothing waits", [], 0, BatchPolicy(8), Idle()),
     ("no delay: what is there", [1, 1], 0, BatchPolicy(8), Take(2, CloseReason.IDLE)),
     ("exactly full", [4, 4], 0, BatchPolicy(8, (), 100), Take(2, CloseReason.FULL)),
+    ("exactly full, and one behind", [4, 4, 2], 0, BatchPolicy(8, (), 100), Take(2, CloseReason.FULL)),
     ("the next does not fit", [4, 3, 2], 0, BatchPolicy(8, (), 100), Take(2, CloseReason.FULL)),
     ("young: wait", [1], 40, BatchPolicy(8, (), 100), WaitUntil(100)),
     ("old enough", [1, 1], 100, BatchPolicy(8, (), 100), Take(2, CloseReason.DELAY)),

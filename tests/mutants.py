@@ -1,0 +1,305 @@
+"""`python -m tests.mutants [NAME ...]`: seeded faults, each of which some test must find.
+
+Each mutant is a small change of the product: a text that occurs once in its source, and what stands there instead. It is applied
+in a copy of the tree, where the tests run that should fail; a mutant that they let pass has survived. `tests/test_mutants.py`
+checks that the texts and the tests are still there, so that a rename cannot silently switch one off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("server", "engines")
+COPIED = (*SOURCES, "tests", "loadtest", "deploy", "docs", "pyproject.toml", "README.md", "Makefile")
+TEST_TIMEOUT_S = 30
+
+
+class Mutant(NamedTuple):
+    """A seeded fault.
+
+    Attributes:
+        name: what goes wrong.
+        old: text that occurs exactly once in the product's source.
+        new: what stands there instead.
+        tests: names of test functions, at least one of which must fail.
+    """
+
+    name: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+SCHEDULING = (
+    Mutant(
+        "a batch that is exactly full leaves its last request behind",
+        "        if rows > max_rows:\n            break\n        count += 1\n",
+        "        if rows >= max_rows:\n            break\n        count += 1\n",
+        ("test_decides",),
+    ),
+    Mutant(
+        "a batch is one moment too long in coming",
+        "    if now_ns >= closes_ns:\n        return Take(count, CloseReason.DELAY)\n",
+        "    if now_ns > closes_ns:\n        return Take(count, CloseReason.DELAY)\n",
+        ("test_decides", "test_never_overfills_and_never_waits_too_long"),
+    ),
+    Mutant(
+        "the last member of a batch does not count for its time",
+        "        if now_ns + promises_ns[min(more, most)] > due_ns:\n",
+        "        if now_ns + promises_ns[min(rows, most)] > due_ns:\n",
+        ("test_decides_by_what_is_due", "test_batches_by_due_times_are_as_promised"),
+    ),
+    Mutant(
+        "lower priority levels go first",
+        "        return key + level * self.handicap_ns if level else key\n",
+        "        return key - level * self.handicap_ns if level else key\n",
+        ("test_a_far_due_does_not_undo_a_priority", "test_levels_that_do_not_age_are_strict"),
+    ),
+    Mutant(
+        "nobody is woken for work that is left behind",
+        "                    if self._queue.count and self._sleepers and self._worth_waking():\n",
+        "                    if False and self._sleepers and self._worth_waking():\n",
+        ("test_an_interrupted_sleeper_hands_its_alarm_on", "test_many_callers_on_many_instances_all_get_their_own"),
+    ),
+    Mutant(
+        "dead entries of a lane are not counted",
+        "            self.dated -= 1\n        self._dead += 1\n        self._trim()\n",
+        "            self.dated -= 1\n        self._trim()\n",
+        ("test_leavers_behind_a_stalled_head_do_not_pile_up", "test_counts_stay_exact"),
+    ),
+    Mutant(
+        "admission forgets the batches that wait ahead",
+        "            return max(free_ns[0], now_ns) + batches * cycle_ns, batches, before\n",
+        "            return max(free_ns[0], now_ns), batches, before\n",
+        ("test_what_runs_and_what_waits_comes_before", "test_more_work_is_never_done_earlier"),
+    ),
+)
+
+COMPLETION = (
+    Mutant(
+        "a settled completion is settled again with its batch",
+        "        if not completion._once.acquire(False):  # `claim` and `finish`, without the calls\n            continue\n",
+        "        completion._once.acquire(False)\n",
+        (
+            "test_a_caller_who_leaves_in_the_air_takes_nobody_along",
+            "test_every_request_is_settled_once_with_its_own_rows",
+        ),
+    ),
+    Mutant(
+        "the mailbox is not armed again after its first wake-up",
+        "        self._armed = False\n        settled = self._settled\n",
+        "        settled = self._settled\n",
+        ("test_a_caller_who_leaves_the_queue_is_dropped_at_any_position",),  # it hangs
+    ),
+    Mutant(
+        "timers of a settled completion go on",
+        "        for timer in self._timers:\n            timer.cancel()\n",
+        "        for timer in self._timers:\n            timer.when()\n",
+        ("test_a_settled_completion_stops_its_timers",),
+    ),
+    Mutant(
+        "who awaits an outcome that is there already waits for ever",
+        "            if self._woken:\n                self._resolve(future)\n",
+        "            if not self._woken:\n                self._resolve(future)\n",
+        ("test_who_awaits_late_finds_the_outcome_and_many_may", "test_waiters_get_values_and_errors"),
+    ),
+    Mutant(
+        "rows of a batch are cut one too far",
+        "        results.append({name: array[start:stop] for name, array in named})\n        start = stop\n",
+        "        results.append({name: array[start:stop] for name, array in named})\n        start = stop - 1\n",
+        ("test_rows_return_to_their_callers_from_one_batch",),
+    ),
+)
+
+SHARED_MEMORY = (
+    Mutant(
+        "a write makes a truncated file grow again",
+        "            if os.fstat(self._descriptor).st_size < position + rest.nbytes:\n",
+        "            if os.fstat(self._descriptor).st_size < 0:\n",
+        ("test_truncated_memory_is_an_error_and_no_signal",),
+    ),
+    Mutant(
+        "a range may reach a byte past its region",
+        "    if offset < 0 or size_bytes < 0 or offset + size_bytes > region_bytes:\n",
+        "    if offset < 0 or size_bytes < 0 or offset + size_bytes > region_bytes + 1:\n",
+        ("test_any_range_is_read_right_or_refused", "test_writes_out_of_the_region_change_nothing"),
+    ),
+    Mutant(
+        "rows in a pinned region are read from its beginning",
+        "            return ResidentRows(base + offset, PINNED, _BYTES, (size_bytes,), pinned, copy)\n",
+        "            return ResidentRows(base, PINNED, _BYTES, (size_bytes,), pinned, copy)\n",
+        (
+            "test_it_is_pinned_for_the_first_who_has_a_gpu_and_located_from_then_on",
+            "test_a_host_copy_is_read_from_the_file_and_not_through_the_mapping",
+        ),
+    ),
+    Mutant(
+        "links in the folder of shared memory are followed",
+        "    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW\n",
+        "    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY\n",
+        ("test_only_plain_files_are_opened_and_the_error_does_not_tell_which",),
+    ),
+    Mutant(
+        "unregistering takes away regions of the other kind",
+        "            if registration is not None and registration.kind == kind:\n",
+        "            if registration is not None:\n",
+        ("test_unregister_takes_away_one_or_all_of_a_kind",),
+    ),
+)
+
+GPU_PIPELINE = (
+    Mutant(
+        "the kernels do not wait for the copy of their inputs",
+        "        berth.copied_in.hold_back(self.computing)\n",
+        "",
+        ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
+    ),
+    Mutant(
+        "the copy of the outputs does not wait for the kernels",
+        "        berth.computed.hold_back(self.copying_out)\n",
+        "",
+        ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
+    ),
+    Mutant(
+        "answers are views of memory that the next batch uses",
+        "            return {name: values.copy() for name, values in views.outputs.items()}\n",
+        "            return dict(views.outputs)\n",
+        ("test_answers_belong_to_the_caller",),
+    ),
+    Mutant(
+        "rows that a GPU reads are not kept until the flight has landed",
+        "        berth.residents = flight.residents\n",
+        "        berth.residents = []\n",
+        ("test_the_memory_is_kept_until_the_flight_has_landed",),
+    ),
+    Mutant(
+        "one flight too many is in the air",
+        "            while self._open >= depth or not self._landed.empty():\n",
+        "            while self._open > depth or not self._landed.empty():\n",
+        ("test_flights_keep_to_the_depth_and_to_their_order",),
+    ),
+    Mutant(
+        "rows that are copied beside resident ones land in the wrong place",
+        "                copies.append((buffer[start:row], copied))\n                copied = []\n            start = stop\n",
+        "                copies.append((buffer[start:row], copied))\n                copied = []\n            start = row\n",
+        ("test_every_row_is_where_the_gpu_looks_for_it", "test_each_input_goes_its_own_way"),
+    ),
+    Mutant(
+        "a discarded flight's memory is lost",
+        "        self._give_back(_trip(flight).berth)\n",
+        "        _trip(flight)\n",
+        ("test_a_discarded_flight_is_free_again",),
+    ),
+)
+
+MUTANTS = (*SCHEDULING, *COMPLETION, *SHARED_MEMORY, *GPU_PIPELINE)
+
+
+def sources(tree: Path) -> Iterator[Path]:
+    """The product's Python files."""
+    for name in SOURCES:
+        yield from sorted((tree / name).rglob("*.py"))
+
+
+def places(mutant: Mutant, tree: Path) -> list[Path]:
+    """Files with the text, each as often as it is there."""
+    return [path for path in sources(tree) for _ in range(path.read_text(encoding="utf-8").count(mutant.old))]
+
+
+def killers(mutant: Mutant, tree: Path) -> list[str]:
+    """Its tests as pytest names them, wherever they are now; empty if one of them is nowhere."""
+    found = []
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((tree / "tests").rglob("test_*.py"))}
+    for name in mutant.tests:
+        named = [f"{path.relative_to(tree)}::{name}" for path, text in texts.items() if f"def {name}(" in text]
+        if not named:
+            return []
+        found += named
+    return found
+
+
+def copy_tree(folder: Path) -> Path:
+    """A copy of what tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run some tests of a tree against its own source."""
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_TIMEOUT_S}", "--tb=line"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *tests],
+        cwd=tree,
+        env={**os.environ, "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def judge(mutant: Mutant) -> str:
+    """ "" if the mutant is killed; else what is wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        tree = copy_tree(Path(name))
+        files, tests = places(mutant, tree), killers(mutant, tree)
+        if len(files) != 1 or not tests:
+            return f"its text is there {len(files)} times, its tests are {tests}"
+        text = files[0].read_text(encoding="utf-8").replace(mutant.old, mutant.new)
+        ast.parse(text)
+        files[0].write_text(text, encoding="utf-8")
+        ran = run_tests(tree, tests)
+        if ran.returncode == 0:
+            return f"SURVIVED {' '.join(tests)}"
+        if ran.returncode != 1:
+            return f"pytest ended with {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
+    return ""
+
+
+def check_tests(mutants: Sequence[Mutant]) -> str:
+    """ "" if the tests pass without any mutant; else what they print."""
+    with tempfile.TemporaryDirectory() as name:
+        tree = copy_tree(Path(name))
+        tests = sorted({test for mutant in mutants for test in killers(mutant, tree)})
+        ran = run_tests(tree, tests)
+        return f"{ran.stdout[-4000:]}{ran.stderr[-2000:]}" if ran.returncode else ""
+
+
+def main() -> int:
+    """Judge the mutants whose names contain one of the words given, or all; 1 if any is not killed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("word", nargs="*", help="part of a mutant's name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
+    options = parser.parse_args()
+    chosen = [each for each in MUTANTS if not options.word or any(word in each.name for word in options.word)]
+    if failure := check_tests(chosen):
+        print(f"the tests fail without a mutant:\n{failure}")
+        return 1
+    survivors = 0
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for mutant, problem in zip(chosen, threads.map(judge, chosen), strict=True):
+            survivors += bool(problem)
+            print(
+                f"{'NOT killed' if problem else 'killed    '}  {mutant.name}{': ' if problem else ''}{problem}",
+                flush=True,
+            )
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+    return 1 if survivors or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

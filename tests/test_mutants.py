@@ -1,0 +1,27 @@
+"""The seeded faults of `tests/mutants.py` stay applicable; `python -m tests.mutants` runs them, which takes minutes."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.mutants import MUTANTS, ROOT, Mutant, killers, places, sources
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_be_applied(mutant: Mutant) -> None:
+    """Where a rename or a move has changed the text or a test's name, change it in `tests/mutants.py` too."""
+    files = places(mutant, ROOT)
+    assert len(files) == 1, (
+        f"the text of the mutant is in {[str(path.relative_to(ROOT)) for path in files]}:\n{mutant.old}"
+    )
+    ast.parse(files[0].read_text(encoding="utf-8").replace(mutant.old, mutant.new))
+    assert killers(mutant, ROOT), f"one of {mutant.tests} is nowhere under tests/"
+
+
+def test_there_are_at_least_twenty_of_different_names() -> None:
+    assert len(MUTANTS) >= 20
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    assert next(sources(ROOT), None) is not None
