@@ -46,8 +46,8 @@ def plain(text: str) -> str:
     """A help text in a form that all versions of argparse share: an option and its text on one line, one blank between them."""
     text = re.sub(r"\n {20,}", "   ", text)
     text = re.sub(r"(?<=\S) {2,}", "  ", text)
-    # Python 3.13 writes the value of an option once: `-o, --option VALUE`.
-    return re.sub(r"(?m)^(  -\w) (\S+), (?=--\S+ \2)", r"\1, ", text)
+    # Python 3.13 writes the value of an option once: `--option, --alias VALUE`.
+    return re.sub(r"(?m)^(  --?[\w-]+) (\S+), (?=--[\w-]+ \2)", r"\1, ", text)
 
 
 def help_texts(folder: Path) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -32,11 +32,12 @@ output { name: "SCORES" data_type: TYPE_FP32 dims: 5 label_filename: "labels.txt
 output { name: "BEST" data_type: TYPE_INT64 dims: 1 }
 """
 SERVICE = "/inference.GRPCInferenceService/"
-# Numbers in headers, parameters and their names in JSON; why a batch was closed, which depends on the model's measured latency.
+# Numbers in headers, parameters and JSON; why a batch was closed, which depends on the model's measured latency.
 MASKS = (
     (rb"((?:headrace-queue-depth|headrace-predicted-wait-us|headrace_queue_depth|[a-z_]+_us)[^\w#]{1,4})\d+", rb"\1#"),
     (rb'((?:[a-z]+_us|_depth)": ?\{"int64Param": ?)"\d+"', rb'\1"#"'),
     (rb"(;dur=)[\d.]+", rb"\1#"),
+    (rb"413 Request Entity Too Large", rb"413 Content Too Large"),  # before Python 3.13
     (rb'(batch_closed(?:=|":"|": ?\{"stringParam": ?")|desc="\d+ rows, )[a-z]+', rb"\1#"),
 )
 
