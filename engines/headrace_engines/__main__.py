@@ -46,10 +46,10 @@ _GROUPS = {"engines": "the store of built engines", "models": "the demo models"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 if something could not be built, 2 if the call was wrong."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    Parser.words = given
-    parser, command = _parser(given)
-    options = parser.parse_args(given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    Parser.words = words
+    parser, command = _parser(words)
+    options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, _stop)
     # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
+def _parser(words_given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
     """The parser, and the module of the command that is called; only that one is imported."""
     parser = Parser(prog="headrace", description="Headrace's model and engine builders.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -75,10 +75,10 @@ def _parser(given: list[str]) -> tuple[argparse.ArgumentParser, Any]:
     }
     called = None
     for words, (module_name, text) in COMMANDS.items():
-        place = groups[words[0]] if len(words) > 1 else commands
-        child = place.add_parser(words[-1], help=text, description=text)
+        group = groups[words[0]] if len(words) > 1 else commands
+        child = group.add_parser(words[-1], help=text, description=text)
         child.set_defaults(words=words)
-        if tuple(given[: len(words)]) == words:
+        if tuple(words_given[: len(words)]) == words:
             module: Any = import_module(module_name)
             # One module has three commands, which differ in their options.
             arguments = (child, words[-1]) if module_name == "headrace_engines.commands.engines" else (child,)

@@ -81,14 +81,14 @@ class Accuracy:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Self:
+    def from_json(cls, document: Mapping[str, Any]) -> Self:
         """Back from `to_json`; what is not known is left out.
 
         Raises:
             BuildError: something is missing.
         """
         try:
-            return cls(**{f.name: told[f.name] for f in fields(cls) if f.name in told})
+            return cls(**{f.name: document[f.name] for f in fields(cls) if f.name in document})
         except TypeError as error:
             raise BuildError(f"what was measured of an artefact cannot be read ({error}): build it anew") from error
 
@@ -169,55 +169,55 @@ class _Comparison:
     max_abs: float = 0.0
     problem: str = ""
 
-    def add(self, expected: Mapping[str, Array], given: Mapping[str, Array], count: int) -> None:
+    def add(self, expected: Mapping[str, Array], actual: Mapping[str, Array], count: int) -> None:
         """Count in a batch of `count` samples."""
         first, self.samples = self.samples, self.samples + count
-        wanted = {name: _by_row(array, count) for name, array in expected.items()}
-        for name, rows in wanted.items():
-            got = given.get(name)
-            if got is None or got.shape != expected[name].shape:
-                shape = "is missing" if got is None else f"has shape {list(got.shape)}"
+        expected_rows = {name: _by_row(array, count) for name, array in expected.items()}
+        for name, rows in expected_rows.items():
+            output = actual.get(name)
+            if output is None or output.shape != expected[name].shape:
+                shape = "is missing" if output is None else f"has shape {list(output.shape)}"
                 self.problem = self.problem or f"output {name} {shape}, FP32's has {list(expected[name].shape)}"
             elif rows.dtype.kind == "f":
-                self._add_floats(name, rows, got.reshape(rows.shape))
-        if self.chosen is None or self.chosen not in wanted:
-            self.chosen = _with_classes(wanted)
-        if self.chosen in wanted and not self.problem:
-            rows = wanted[self.chosen]
-            self._add_classes(rows, given[self.chosen].reshape(rows.shape), first)
+                self._add_floats(name, rows, output.reshape(rows.shape))
+        if self.chosen is None or self.chosen not in expected_rows:
+            self.chosen = _with_classes(expected_rows)
+        if self.chosen in expected_rows and not self.problem:
+            rows = expected_rows[self.chosen]
+            self._add_classes(rows, actual[self.chosen].reshape(rows.shape), first)
 
-    def _add_floats(self, name: str, expected: Array, given: Array) -> None:
+    def _add_floats(self, name: str, expected: Array, actual: Array) -> None:
         finite = np.isfinite(expected)
-        broken = int(np.count_nonzero(~np.isfinite(given) & finite))
+        broken = int(np.count_nonzero(~np.isfinite(actual) & finite))
         if broken:
             self.problem = (
                 self.problem or f"output {name} has {broken} values that are NaN or infinite, FP32's has none there"
             )
             return
         if not finite.any():
-            told = f"output {name} of the FP32 model itself is NaN or infinite throughout: look at the samples and the model"
-            self.problem = self.problem or told
+            problem = f"output {name} of the FP32 model itself is NaN or infinite throughout: look at the samples and the model"
+            self.problem = self.problem or problem
             return
         a = np.where(finite, expected, 0).reshape(len(expected), -1).astype(np.float64)
-        b = np.where(finite, given, 0).reshape(len(given), -1).astype(np.float64)
+        b = np.where(finite, actual, 0).reshape(len(actual), -1).astype(np.float64)
         self.max_abs = max(self.max_abs, float(np.abs(a - b).max(initial=0.0)))
         sums = self.outputs.setdefault(name, _Output())
         sums.cosines += float(_cosines(a, b).sum())
         sums.count += len(a)
 
-    def _add_classes(self, expected: Array, given: Array, first: int) -> None:
+    def _add_classes(self, expected: Array, actual: Array, first: int) -> None:
         if expected.dtype.kind != "f":
-            self.same += int(np.count_nonzero(expected == given))
+            self.same += int(np.count_nonzero(expected == actual))
             self.compared += expected.size
             return
-        wanted, got = expected.argmax(-1), given.argmax(-1)
-        self.same += int(np.count_nonzero(wanted == got))
-        self.compared += wanted.size
-        if self.labels is not None and wanted.ndim == 1:
-            labels = self.labels[first : first + len(wanted)]
+        expected_classes, classes = expected.argmax(-1), actual.argmax(-1)
+        self.same += int(np.count_nonzero(expected_classes == classes))
+        self.compared += expected_classes.size
+        if self.labels is not None and expected_classes.ndim == 1:
+            labels = self.labels[first : first + len(expected_classes)]
             self.labelled += len(labels)
-            self.right += int(np.count_nonzero(got == labels))
-            self.reference_right += int(np.count_nonzero(wanted == labels))
+            self.right += int(np.count_nonzero(classes == labels))
+            self.reference_right += int(np.count_nonzero(expected_classes == labels))
 
     def accuracy(self, data: str) -> Accuracy:
         """What came of it."""

@@ -244,9 +244,9 @@ class _Build:
         if not self._project.config.max_batch_size:
             return measure(reference, engine, held_out, 1, report, output=output)
         shapes = [next(iter(profile.shapes.values())) for profile in self._spec.profiles]
-        fewest, most = min((least[0], most[0]) for least, _, most in shapes)
-        rows = max(min(ROWS, most), fewest)
-        return measure(reference, _Filled(engine, fewest), held_out, rows, report, output=output)
+        min_rows, max_rows = min((smallest[0], max_rows[0]) for smallest, _, max_rows in shapes)
+        rows = max(min(ROWS, max_rows), min_rows)
+        return measure(reference, _Filled(engine, min_rows), held_out, rows, report, output=output)
 
     def _timings(self, engine: Engine, report: Report) -> list[Timing]:
         sizes = batch_sizes(self._project, self._spec)
@@ -303,9 +303,9 @@ class _Filled:
         fewest: rows that it takes.
     """
 
-    def __init__(self, engine: Engine, fewest: int) -> None:
+    def __init__(self, engine: Engine, min_rows: int) -> None:
         self._engine = engine
-        self._fewest = fewest
+        self._fewest = min_rows
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         rows = len(next(iter(inputs.values())))
@@ -324,8 +324,8 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """One row, what the first profile is tuned for, and the most it takes."""
     if not project.config.max_batch_size:
         return [1]
-    least, tuned, most = next(iter(spec.profiles[0].shapes.values()))
-    return sorted({least[0], tuned[0], most[0]})
+    smallest, tuned, largest = next(iter(spec.profiles[0].shapes.values()))
+    return sorted({smallest[0], tuned[0], largest[0]})
 
 
 def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
@@ -336,14 +336,14 @@ def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
     return {name: _resized(array, rows) for name, array in batch.items()}
 
 
-def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridden: bool, forced: bool) -> Stamp:
+def stamp_of(built: Built, entry: Entry, project: Project, requested: str, overridden: bool, forced: bool) -> Stamp:
     """What `build.json` says of an artefact that is published.
 
     Args:
         built: the artefact.
         entry: in the store.
         project: with the configuration as it is in the folder.
-        asked: the precision asked for, maybe "best".
+        requested: the precision asked for, maybe "best".
         overridden: on the command line, not in the configuration.
         forced: it is published although it misses its bar.
     """
@@ -354,7 +354,7 @@ def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridde
             "key": built.key,
             "artefact": artefact_name(built.key, built.path.suffix),
             "config_digest": config_digest(project.config),
-            "asked": asked,
+            "asked": requested,
             "overridden": overridden,
             "forced": forced,
         }
@@ -363,13 +363,13 @@ def stamp_of(built: Built, entry: Entry, project: Project, asked: str, overridde
 
 def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> Built:
     facts: dict[str, Any] = dict(entry.facts)
-    told = facts.get("accuracy")
+    accuracy = facts.get("accuracy")
     return Built(
         path=entry.path,
         spec=spec,
         machine=machine,
         key=key,
-        accuracy=None if told is None else Accuracy.from_json(told),
+        accuracy=None if accuracy is None else Accuracy.from_json(accuracy),
         refusal=list(facts.get("refusal", [])),
         kept=tuple(facts.get("kept", ())),
         timings=tuple(Timing(**timing) for timing in facts.get("timings", ())),
@@ -381,10 +381,10 @@ def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bo
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _SOURCES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # installed by other means
             continue
-    return found
+    return versions

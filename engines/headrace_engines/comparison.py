@@ -179,8 +179,8 @@ def compare(
             rows.append(row)
         batches = {size: rows_of(data, size, project) for size in sizes}
         rows = _measure(rows, engines, batches, bool(project.config.max_batch_size), seconds, reports)
-    told = next((row.accuracy.data for row in rows if row.accuracy is not None), "")
-    return Comparison(project.name, project.version, target.describe(), told, tuple(sizes), seconds, tuple(rows))
+    data_origin = next((row.accuracy.data for row in rows if row.accuracy is not None), "")
+    return Comparison(project.name, project.version, target.describe(), data_origin, tuple(sizes), seconds, tuple(rows))
 
 
 def _build(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, maker: Maker) -> Row:
@@ -228,13 +228,13 @@ def _measure(
 ) -> list[Row]:
     """Times, then memory, of each engine that still works; one that fails becomes its row's reason."""
     timing = reports.get("timing", silent)
-    found: dict[str, list[Timing]] = {precision: [] for precision in engines}
+    by_precision: dict[str, list[Timing]] = {precision: [] for precision in engines}
     failed: dict[str, str] = {}
     for number, (size, inputs) in enumerate(batches.items()):
         report = part(timing, number / len(batches), (number + 1) / len(batches))
         alive = {precision: engine for precision, engine in engines.items() if precision not in failed}
         for precision, rounds in _in_turns(alive, inputs, seconds, report, failed, size).items():
-            found[precision].append(_joined(rounds, size, batched))
+            by_precision[precision].append(_joined(rounds, size, batched))
     timing(1.0, "timed")
     measured = []
     for row in rows:
@@ -242,7 +242,7 @@ def _measure(
             measured.append(Row(row.precision, failed[row.precision]))
         elif row.precision in engines:
             memory_bytes, remark = _memory(engines[row.precision], row.remark)
-            timings = tuple(found[row.precision])
+            timings = tuple(by_precision[row.precision])
             measured.append(replace(row, timings=timings, memory_bytes=memory_bytes, remark=remark))
         else:
             measured.append(row)
@@ -262,10 +262,10 @@ def _in_turns(
     for turn in range(ROUNDS):
         # Whoever comes first finds the caches of whoever was last: everybody is first once.
         first = turn % max(len(order), 1)
-        for place, precision in enumerate(order[first:] + order[:first]):
+        for index, precision in enumerate(order[first:] + order[:first]):
             if precision in failed:
                 continue
-            report((turn + place / len(order)) / ROUNDS, f"{precision}, {size} row{'s' * (size > 1)}")
+            report((turn + index / len(order)) / ROUNDS, f"{precision}, {size} row{'s' * (size > 1)}")
             try:
                 rounds[precision].append(engines[precision].time(inputs, seconds / ROUNDS))
             except (BuildError, MemoryError) as error:
@@ -292,19 +292,19 @@ def _memory(engine: Engine, remark: str) -> tuple[int | None, str]:
         return None, "; ".join(filter(None, (remark, str(error))))
 
 
-def _finite(told: dict[str, Any]) -> dict[str, Any]:
+def _finite(document: dict[str, Any]) -> dict[str, Any]:
     """JSON has no word for what is not finite."""
-    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in told.items()}
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in document.items()}
 
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
     """From the fewest to the most rows of the first profile by factors of four, of two where they are few; both ends included."""
     if not project.config.max_batch_size:
         return [1]
-    least, _, most = next(iter(spec.profiles[0].shapes.values()))
-    factor = 2 if most[0] <= 16 * least[0] else 4
-    sizes, size = {least[0], most[0]}, least[0]
-    while size < most[0]:
+    smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))
+    factor = 2 if largest[0] <= 16 * smallest[0] else 4
+    sizes, size = {smallest[0], largest[0]}, smallest[0]
+    while size < largest[0]:
         sizes.add(size)
         size *= factor
     return sorted(sizes)

@@ -176,11 +176,13 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
         if rows not in (None, 1):
             raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return next(iter(random_samples(config, 1, tuned).batches(1)))
-    least, best, most = next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
+    smallest, tuned_rows, largest = (
+        next(iter(profile.shapes.values())) if profile else ((1,), (1,), (config.max_batch_size,))
+    )
     if rows is None:
-        rows = max(least[0], min(best[0], _CPU_ROWS)) if target.name == "onnxruntime" else best[0]
-    if not least[0] <= rows <= most[0]:
-        raise CallError(f"--batch is {rows}, {project.name} takes {least[0]} to {most[0]} rows")
+        rows = max(smallest[0], min(tuned_rows[0], _CPU_ROWS)) if target.name == "onnxruntime" else tuned_rows[0]
+    if not smallest[0] <= rows <= largest[0]:
+        raise CallError(f"--batch is {rows}, {project.name} takes {smallest[0]} to {largest[0]} rows")
     samples = random_samples(config, min(rows, _NOISE_ROWS), {name: shape[1:] for name, shape in tuned.items()})
     batch = next(iter(samples.batches(_NOISE_ROWS)))
     return {name: np.resize(array, (rows, *array.shape[1:])) for name, array in batch.items()}

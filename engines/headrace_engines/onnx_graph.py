@@ -83,8 +83,8 @@ class Graph:
 
     def constant(self, tensor: str) -> Array | None:
         """The values of an initializer, None for any other tensor. The array is a copy."""
-        found = self._constants.get(tensor)
-        return None if found is None else np.array(numpy_helper.to_array(found))
+        initializer = self._constants.get(tensor)
+        return None if initializer is None else np.array(numpy_helper.to_array(initializer))
 
     def element_type(self, tensor: str) -> int:
         """`TensorProto.DataType` of a tensor, 0 where it is not known."""
@@ -104,8 +104,8 @@ class Graph:
 
     def attribute(self, node: onnx.NodeProto, name: str, default: Any = None) -> Any:
         """The value of a node's attribute, or `default`."""
-        found = next((a for a in node.attribute if a.name == name), None)
-        return default if found is None else helper.get_attribute_value(found)
+        match = next((a for a in node.attribute if a.name == name), None)
+        return default if match is None else helper.get_attribute_value(match)
 
     # Changing
 
@@ -140,8 +140,8 @@ class Graph:
             attributes: of the node; those that are None are left out.
         """
         name = self.fresh(output or operator)
-        given = {key: value for key, value in attributes.items() if value is not None}
-        node = helper.make_node(operator, list(inputs), [name], name=name, domain=domain, **given)
+        present = {key: value for key, value in attributes.items() if value is not None}
+        node = helper.make_node(operator, list(inputs), [name], name=name, domain=domain, **present)
         self.model.graph.node.append(node)
         self._enter(self.model.graph.node[-1])
         return name
@@ -155,8 +155,8 @@ class Graph:
             self._values[tensor] = value
         value.type.tensor_type.elem_type = element_type
         if shape is not None:
-            made = helper.make_tensor_value_info(tensor, element_type, [None if s < 0 else s for s in shape])
-            value.type.CopyFrom(made.type)
+            info = helper.make_tensor_value_info(tensor, element_type, [None if s < 0 else s for s in shape])
+            value.type.CopyFrom(info.type)
 
     def rewire(self, node: onnx.NodeProto, index: int, tensor: str) -> None:
         """Let input `index` of a node read another tensor."""
@@ -182,8 +182,8 @@ class Graph:
             BuildError: there is a cycle.
         """
         nodes = list(self.model.graph.node)
-        place = {name: i for i, node in enumerate(nodes) for name in node.output if name}
-        waits = [{place[name] for name in self._reads(node) if name in place} for node in nodes]
+        index_of = {name: i for i, node in enumerate(nodes) for name in node.output if name}
+        waits = [{index_of[name] for name in self._reads(node) if name in index_of} for node in nodes]
         readers: dict[int, list[int]] = {}
         for i, needs in enumerate(waits):
             for need in needs:
@@ -200,9 +200,9 @@ class Graph:
         if len(order) != len(nodes):
             raise BuildError("the ONNX graph has a cycle: check it with onnx.checker")
         # Copies: protobuf's repeated fields own their messages.
-        kept = [onnx.NodeProto.FromString(nodes[i].SerializeToString()) for i in order]
+        ordered = [onnx.NodeProto.FromString(nodes[i].SerializeToString()) for i in order]
         del self.model.graph.node[:]
-        self.model.graph.node.extend(kept)
+        self.model.graph.node.extend(ordered)
         self._index()
 
     def finish(self) -> onnx.ModelProto:
@@ -222,8 +222,8 @@ class Graph:
             inferred = onnx.shape_inference.infer_shapes(_without_weights(self.model), data_prop=True)
         except Exception:  # inference is a service: models with operators it does not know go without
             return
-        known = {value.name for value in self.model.graph.value_info}
-        self.model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in known)
+        named = {value.name for value in self.model.graph.value_info}
+        self.model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in named)
 
     def _index(self) -> None:
         graph = self.model.graph
@@ -264,20 +264,20 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     bare.graph.name = model.graph.name
     for field in ("node", "input", "output", "value_info"):
         getattr(bare.graph, field).extend(getattr(model.graph, field))
-    given = {value.name for value in model.graph.input}
+    input_names = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
         if len(tensor.raw_data) <= _SMALL_BYTES and not tensor.external_data:
             bare.graph.initializer.append(tensor)
-        elif tensor.name not in given:
+        elif tensor.name not in input_names:
             bare.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     return bare
 
 
 def _keep(field: Any, used: set[str]) -> None:
-    kept = [type(item).FromString(item.SerializeToString()) for item in field if item.name in used]
-    if len(kept) != len(field):
+    remaining = [type(item).FromString(item.SerializeToString()) for item in field if item.name in used]
+    if len(remaining) != len(field):
         del field[:]
-        field.extend(kept)
+        field.extend(remaining)
 
 
 def copy_model(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -296,9 +296,9 @@ def read_onnx(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load_model(path, load_external_data=False)
         for tensor in model.graph.initializer:
-            place = next((e.value for e in tensor.external_data if e.key == "location"), "")
-            if place and not (path.parent / place).resolve().is_relative_to(path.parent.resolve()):
-                raise BuildError(f"{path.name}: the data of '{tensor.name}' lie outside of the folder, at '{place}'")
+            location = next((e.value for e in tensor.external_data if e.key == "location"), "")
+            if location and not (path.parent / location).resolve().is_relative_to(path.parent.resolve()):
+                raise BuildError(f"{path.name}: the data of '{tensor.name}' lie outside of the folder, at '{location}'")
         onnx.load_external_data_for_model(model, str(path.parent))
         onnx.checker.check_model(model)
     except FileNotFoundError as error:
@@ -345,8 +345,8 @@ class OnnxRunner:
     def __init__(self, model: onnx.ModelProto, tensors: Sequence[str] = (), *, optimize: bool = True) -> None:
         if tensors:
             model = copy_model(model)
-            known = {value.name for value in model.graph.output}
-            model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in known)
+            output_names = {value.name for value in model.graph.output}
+            model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in output_names)
         options = ort.SessionOptions()
         options.log_severity_level = 4
         levels = ort.GraphOptimizationLevel
@@ -366,9 +366,9 @@ class OnnxRunner:
             BuildError: the model refuses the inputs, or fails on them.
         """
         try:
-            found = self._session.run(self.outputs, dict(inputs))
+            results = self._session.run(self.outputs, dict(inputs))
         except Exception as error:  # the binding's exceptions share no other base
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
             first = " ".join(str(error).split())[:300]
             raise BuildError(f"the model fails on samples of {shapes}: {first}: check the samples") from error
-        return dict(zip(self.outputs, found, strict=True))
+        return dict(zip(self.outputs, results, strict=True))

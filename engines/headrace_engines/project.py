@@ -68,10 +68,10 @@ class Project:
     def digest(self) -> str:
         """Of the ONNX file and its data; read once as long as the file stays as it is."""
         state = self.source.stat()
-        known = (str(self.source), state.st_ino, state.st_size, state.st_mtime_ns)
-        if known not in _DIGESTS:
-            _DIGESTS[known] = file_digest(self.source)
-        return _DIGESTS[known]
+        state_key = (str(self.source), state.st_ino, state.st_size, state.st_mtime_ns)
+        if state_key not in _DIGESTS:
+            _DIGESTS[state_key] = file_digest(self.source)
+        return _DIGESTS[state_key]
 
 
 def open_project(model: str, repository: Path, version: int | None = None) -> Project:
@@ -185,13 +185,13 @@ class BuildSpec:
         Without samples random inputs are compared. Among their outputs the largest is often a near tie, which rounding decides:
         then the cosine alone is demanded, unless the configuration asks for an agreement.
         """
-        told = self.accuracy
+        config = self.accuracy
         lossy = self.precision in CALIBRATED
-        has_samples = bool(told.data or self.calibration.data)
+        has_samples = bool(config.data or self.calibration.data)
         default = 0.0 if not has_samples else 0.9 if lossy else 0.98
-        agreement = told.min_top1_agreement if told.min_top1_agreement is not None else default
-        cosine = told.min_cosine if told.min_cosine is not None else 0.95 if lossy else 0.999
-        return Bar(agreement, cosine, told.max_drop)
+        agreement = config.min_top1_agreement if config.min_top1_agreement is not None else default
+        cosine = config.min_cosine if config.min_cosine is not None else 0.95 if lossy else 0.999
+        return Bar(agreement, cosine, config.max_drop)
 
     def at(self, precision: str) -> BuildSpec:
         """The same in another precision.
@@ -206,7 +206,7 @@ class BuildSpec:
 
     def digest(self) -> str:
         """SHA-256, in hex, of all that makes the artefact what it is, less the model and the machine."""
-        told = {
+        document = {
             "recipe": [RECIPE, ranges.RECIPE],
             "precision": self.precision,
             "profiles": [asdict(profile) for profile in self.profiles],
@@ -214,7 +214,7 @@ class BuildSpec:
             "calibration": self.calibration.model_dump(mode="json") if self.quantized else None,
             "accuracy": self.accuracy.model_dump(mode="json"),
         }
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def spec_of(config: ModelConfig, precision: str = "") -> BuildSpec:
@@ -227,17 +227,17 @@ def spec_of(config: ModelConfig, precision: str = "") -> BuildSpec:
     Raises:
         BuildError: an accelerator's parameter is not understood, or a free dimension has no profile.
     """
-    told = config.optimization
+    options = config.optimization
     workspace_bytes = _check_accelerator(config)
-    if told.workspace_mb is not None:
-        workspace_bytes = told.workspace_mb << 20
-    profiles = told.profiles or (EngineProfile(),)
+    if options.workspace_mb is not None:
+        workspace_bytes = options.workspace_mb << 20
+    profiles = options.profiles or (EngineProfile(),)
     return BuildSpec(
-        precision=precision or asked_precision(told),
+        precision=precision or asked_precision(options),
         profiles=tuple(_shape_range(config, profile) for profile in profiles),
         workspace_bytes=workspace_bytes,
-        calibration=told.calibration,
-        accuracy=told.accuracy,
+        calibration=options.calibration,
+        accuracy=options.accuracy,
     )
 
 
@@ -258,30 +258,30 @@ def _check_accelerator(config: ModelConfig) -> int | None:
 
 def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
     shapes = {}
-    most = max(config.max_batch_size, 1)
-    rows = profile.batch or (1, most, most)
+    max_rows = max(config.max_batch_size, 1)
+    rows = profile.batch or (1, max_rows, max_rows)
     if config.max_batch_size and rows[2] > config.max_batch_size:
-        cure = f"raise max_batch_size to {rows[2]}, or write [.., .., {most}]"
-        raise BuildError(f"{config.name}: a profile has a batch of {rows[2]}, max_batch_size is {most}: {cure}")
+        cure = f"raise max_batch_size to {rows[2]}, or write [.., .., {max_rows}]"
+        raise BuildError(f"{config.name}: a profile has a batch of {rows[2]}, max_batch_size is {max_rows}: {cure}")
     unknown = sorted(set(profile.shapes) - {tensor.name for tensor in config.input})
     if unknown:
         names = ", ".join(tensor.name for tensor in config.input)
         raise BuildError(f"{config.name}: a profile names {', '.join(unknown)}, the model's inputs are {names}")
     for tensor in config.input:
         dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
-        given = profile.shapes.get(tensor.name)
-        if given is None and any(size < 0 for size in dims):
+        shapes_of_input = profile.shapes.get(tensor.name)
+        if shapes_of_input is None and any(size < 0 for size in dims):
             cure = f"write optimization.profiles with shapes for it: {{shapes: {{{tensor.name}: [min, opt, max]}}}}"
             raise BuildError(f"{config.name}: input {tensor.name} has free dimensions {list(dims)}: {cure}")
-        least, tuned, largest = given or (dims, dims, dims)
-        if len(least) != len(dims) or any(
-            told not in (-1, a) or told not in (-1, c) for told, a, c in zip(dims, least, largest, strict=True)
+        smallest, tuned, largest = shapes_of_input or (dims, dims, dims)
+        if len(smallest) != len(dims) or any(
+            dim not in (-1, a) or dim not in (-1, c) for dim, a, c in zip(dims, smallest, largest, strict=True)
         ):
             raise BuildError(f"{config.name}: the profile of input {tensor.name} does not fit its dims {list(dims)}")
         if config.max_batch_size:
-            shapes[tensor.name] = ((rows[0], *least), (rows[1], *tuned), (rows[2], *largest))
+            shapes[tensor.name] = ((rows[0], *smallest), (rows[1], *tuned), (rows[2], *largest))
         else:
-            shapes[tensor.name] = (least, tuned, largest)
+            shapes[tensor.name] = (smallest, tuned, largest)
     return ShapeRange(shapes)
 
 
@@ -320,9 +320,9 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
             precision needs some and the configuration names none.
     """
     config, folder = project.config, project.folder.path
-    told, bar = spec.calibration, spec.accuracy
+    options, bar = spec.calibration, spec.accuracy
     output = class_output(config)
-    calibration = open_samples(told.data, folder, config, told.samples) if told.data else None
+    calibration = open_samples(options.data, folder, config, options.samples) if options.data else None
     if calibration is None and spec.quantized and spec.precision != "best":
         cure = "write optimization.calibration.data: a folder of pictures, an .npz or file.py:function in the model's folder"
         raise BuildError(f"{project.name}: {spec.precision} needs samples to calibrate with: {cure}")
@@ -354,18 +354,18 @@ def _check_shapes(project: Project, spec: BuildSpec, samples: Samples) -> None:
     """
     first = 1 if project.config.max_batch_size else 0
     ranges = [
-        {name: (least[first:], most[first:]) for name, (least, _, most) in profile.shapes.items()}
+        {name: (smallest[first:], largest[first:]) for name, (smallest, _, largest) in profile.shapes.items()}
         for profile in spec.profiles
     ]
-    if all(least == most for profile in ranges for least, most in profile.values()):
+    if all(smallest == largest for profile in ranges for smallest, largest in profile.values()):
         return
     for batch in samples.batches(1):
         shapes = {name: array.shape[first:] for name, array in batch.items()}
         if not any(_within(shapes, profile) for profile in ranges):
-            found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            shape_text = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
             cure = "widen optimization.profiles, or take such samples out"
             raise BuildError(
-                f"{project.name}: {samples.origin} has a sample of {found}, which is in no profile: {cure}"
+                f"{project.name}: {samples.origin} has a sample of {shape_text}, which is in no profile: {cure}"
             )
 
 

@@ -55,9 +55,9 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     _plain_gemm(graph)
     simple = graph.finish()
     for field in ("input", "output"):
-        given = [v for v in getattr(model.graph, field) if v.name not in {t.name for t in model.graph.initializer}]
+        original = [v for v in getattr(model.graph, field) if v.name not in {t.name for t in model.graph.initializer}]
         del getattr(simple.graph, field)[:]
-        getattr(simple.graph, field).extend(given)
+        getattr(simple.graph, field).extend(original)
     del simple.metadata_props[:]
     simple.metadata_props.extend(model.metadata_props)
     simple.doc_string, simple.graph.name = model.doc_string, model.graph.name or "graph"
@@ -72,8 +72,8 @@ def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
     Raises:
         BuildError: an operator has no counterpart.
     """
-    own = next((o.version for o in model.opset_import if o.domain in _STANDARD), version)
-    if own >= version:
+    current = next((o.version for o in model.opset_import if o.domain in _STANDARD), version)
+    if current >= version:
         return model
     try:
         converted = version_converter.convert_version(model, version)
@@ -81,7 +81,7 @@ def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
         reason = str(error).strip().partition("\n")[0]
         cure = f"export the model with opset {version} or later"
         raise BuildError(
-            f"opset {own} cannot be converted to {version}{_where(model, reason)}: {reason}: {cure}"
+            f"opset {current} cannot be converted to {version}{_where(model, reason)}: {reason}: {cure}"
         ) from error
     raised = copy_model(model)
     raised.graph.CopyFrom(converted.graph)
@@ -107,15 +107,15 @@ def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _name_nodes(model: onnx.ModelProto) -> None:
     """Give nodes without a name, or with another's, that of their first output."""
-    taken: set[str] = set()
+    used: set[str] = set()
     for node in model.graph.node:
-        base = node.name if node.name and node.name not in taken else next(filter(None, node.output), node.op_type)
+        base = node.name if node.name and node.name not in used else next(filter(None, node.output), node.op_type)
         name, number = base, 0
-        while name in taken:
+        while name in used:
             number += 1
             name = f"{base}_{number}"
         node.name = name
-        taken.add(name)
+        used.add(name)
 
 
 def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -133,8 +133,8 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
             if model.ByteSize() > _LARGE_BYTES:
                 external = "session.optimized_model_external_initializers_file_name"
                 options.add_session_config_entry(external, "simple.data")
-            given = str(folder / "given.onnx")
-            ort.InferenceSession(given, options, providers=["CPUExecutionProvider"], disabled_optimizers=_LEFT_OUT)
+            source = str(folder / "given.onnx")
+            ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], disabled_optimizers=_LEFT_OUT)
             simple = onnx.load_model(folder / "simple.onnx")
         except OSError as error:
             raise BuildError(f"the model cannot be written to {folder.parent}: {error}: make room there") from error
@@ -163,11 +163,11 @@ def _where(model: onnx.ModelProto, reason: str) -> str:
     nodes = list(model.graph.node)
     by_name = (node for node in nodes if told(node.name))
     by_operator = (node for node in nodes if told(node.op_type))
-    found = next(by_name, None) or next(by_operator, None)
-    if found is None:
+    culprit = next(by_name, None) or next(by_operator, None)
+    if culprit is None:
         return ""
-    operator = f"{found.domain}:{found.op_type}" if found.domain not in _STANDARD else found.op_type
-    return f" at node '{found.name}' ({operator})"
+    operator = f"{culprit.domain}:{culprit.op_type}" if culprit.domain not in _STANDARD else culprit.op_type
+    return f" at node '{culprit.name}' ({operator})"
 
 
 def _cure(reason: str) -> str:
@@ -185,16 +185,16 @@ def _sums_to_additions(graph: Graph) -> None:
 
 def _constants_to_initializers(model: onnx.ModelProto) -> None:
     """The Constant nodes that raising the opset leaves."""
-    kept = []
+    remaining = []
     for node in model.graph.node:
         value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
         if value is None:
-            kept.append(onnx.NodeProto.FromString(node.SerializeToString()))
+            remaining.append(onnx.NodeProto.FromString(node.SerializeToString()))
         else:
             model.graph.initializer.add().CopyFrom(value)
             model.graph.initializer[-1].name = node.output[0]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(remaining)
 
 
 def _fold_casts(graph: Graph) -> None:
@@ -237,9 +237,9 @@ def _merge_affine(graph: Graph) -> None:
 def _drop(graph: Graph, names: set[str]) -> None:
     """Take nodes out whose outputs others make now, all at once."""
     if names:
-        kept = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
+        remaining = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
         del graph.model.graph.node[:]
-        graph.model.graph.node.extend(kept)
+        graph.model.graph.node.extend(remaining)
         graph.sort()
 
 
@@ -306,17 +306,17 @@ def _plain_gemm(graph: Graph) -> None:
 
 
 def _set_float(node: onnx.NodeProto, name: str, value: float) -> None:
-    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    remaining = [attribute for attribute in node.attribute if attribute.name != name]
     del node.attribute[:]
-    node.attribute.extend([*kept, helper.make_attribute(name, value)])
+    node.attribute.extend([*remaining, helper.make_attribute(name, value)])
 
 
 def _drop_unused_domains(model: onnx.ModelProto) -> None:
     """Forget operator sets that ONNX Runtime lists but no node uses, and functions that it has written out."""
     used = {domain for graph in _graphs(model.graph) for domain in (node.domain for node in graph.node)}
-    kept = [o for o in model.opset_import if o.domain in _STANDARD or o.domain in used]
+    remaining = [o for o in model.opset_import if o.domain in _STANDARD or o.domain in used]
     del model.opset_import[:]
-    model.opset_import.extend(kept)
+    model.opset_import.extend(remaining)
     functions = [f for f in model.functions if f.domain in used]
     del model.functions[:]
     model.functions.extend(functions)

@@ -66,15 +66,15 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
         needed_bytes: that have to be free there, 0 where it is not known.
         cure: what else could be done.
     """
-    place = next(reversed(_places(error)), path)
+    path_named = next(reversed(_places(error)), path)
     if error.errno in _FULL:
-        return BuildError(_full(place, needed_bytes, cure))
+        return BuildError(_full(path_named, needed_bytes, cure))
     if error.errno == errno.EFBIG:
         needed = f", {size(needed_bytes)} are needed" if needed_bytes else ""
-        return BuildError(f"{place} would be larger than a file may be here{needed}: raise `ulimit -f`, or {cure}")
+        return BuildError(f"{path_named} would be larger than a file may be here{needed}: raise `ulimit -f`, or {cure}")
     if error.errno in _FORBIDDEN:
-        return BuildError(f"{place} cannot be written ({error.strerror}): check its permissions, or {cure}")
-    return BuildError(f"{place} cannot be used ({error.strerror or error}): check the disk, or {cure}")
+        return BuildError(f"{path_named} cannot be written ({error.strerror}): check its permissions, or {cure}")
+    return BuildError(f"{path_named} cannot be used ({error.strerror or error}): check the disk, or {cure}")
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def told_if_full(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if any(place.is_relative_to(folder) for place in _places(error)) or error.errno in (*_FULL, errno.EFBIG):
+        if any(path.is_relative_to(folder) for path in _places(error)) or error.errno in (*_FULL, errno.EFBIG):
             raise disk_error(error, folder) from error
         raise
     except Exception as error:
@@ -100,9 +100,9 @@ def told_if_full(folder: Path) -> Iterator[None]:
 
 def free_bytes(folder: Path) -> int:
     """Room on a folder's disk for this user; plenty where nobody can tell."""
-    for place in (folder, *folder.parents):
+    for existing in (folder, *folder.parents):
         try:
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(existing).free
         except OSError:
             continue
     return 1 << 62
@@ -113,10 +113,10 @@ def _places(error: OSError) -> list[Path]:
     return [Path(name) for name in (error.filename, error.filename2) if isinstance(name, str)]
 
 
-def _full(place: Path, needed_bytes: int, cure: str) -> str:
+def _full(path: Path, needed_bytes: int, cure: str) -> str:
     needed = f"{size(needed_bytes)} are needed, " if needed_bytes else ""
-    free = size(free_bytes(place))
-    return f"{place}: the disk is full ({needed}{free} are free): make room, e.g. by `headrace engines gc`, or {cure}"
+    free = size(free_bytes(path))
+    return f"{path}: the disk is full ({needed}{free} are free): make room, e.g. by `headrace engines gc`, or {cure}"
 
 
 DEFAULT_ROOT = Path("~/.cache/headrace/engines")
@@ -213,14 +213,14 @@ class Store:
         except BuildError:
             return None
         state = entry.path.stat(follow_symlinks=False) if entry.path.exists() else None
-        known = None if state is None else (entry.sha256, state.st_ino, state.st_mtime_ns, state.st_size)
+        state_key = None if state is None else (entry.sha256, state.st_ino, state.st_mtime_ns, state.st_size)
         with self._lock:
-            checked = known in self._checked
+            checked = state_key in self._checked
         if artefact_problem(entry.path, entry.size_bytes, "" if checked else entry.sha256):
             return None
-        if known is not None:
+        if state_key is not None:
             with self._lock:
-                self._checked.add(known)
+                self._checked.add(state_key)
         with suppress(OSError):  # a store that is only read has nothing to sweep by age either
             os.utime(entry.path.with_name(ENTRY_FILE))
         return entry
@@ -236,19 +236,19 @@ class Store:
             with path.open("rb") as stream:
                 used_s = os.fstat(stream.fileno()).st_mtime
                 content = stream.read(_MAX_ENTRY_BYTES + 1)
-            told: Any = json.loads(content) if len(content) <= _MAX_ENTRY_BYTES else None
+            document: Any = json.loads(content) if len(content) <= _MAX_ENTRY_BYTES else None
         except OSError as error:
             raise BuildError(f"{path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError):
-            told = None
-        match told:
+            document = None
+        match document:
             case {
                 "format": 1,
                 "artefact": str(name),
                 "artefact_sha256": str(sha256),
                 "size_bytes": int(size_bytes),
-            } if isinstance(told.get("facts"), dict) and name == artefact_name(key, Path(name).suffix):
-                facts = {**told["facts"], "artefact_sha256": sha256, "size_bytes": size_bytes}
+            } if isinstance(document.get("facts"), dict) and name == artefact_name(key, Path(name).suffix):
+                facts = {**document["facts"], "artefact_sha256": sha256, "size_bytes": size_bytes}
                 return Entry(key, path.with_name(name), sha256, size_bytes, facts, used_s)
         raise BuildError(f"{path} is not what a builder writes: remove {path.parent}")
 
@@ -293,9 +293,9 @@ class Store:
         Raises:
             BuildError: the store cannot be written, or the disk got full meanwhile, whoever noticed.
         """
-        place = self._folder("scratch")
+        parent = self._folder("scratch")
         self.sweep()
-        folder = place / secrets.token_hex(8)
+        folder = parent / secrets.token_hex(8)
         lock = folder.with_suffix(".lock")
         with ExitStack() as stack:
             try:
@@ -332,7 +332,7 @@ class Store:
                 sha256 = onnx_digest(entry / name)
             except ConfigError as error:
                 raise BuildError(f"the artefact is not whole: {error}") from error
-            told = {
+            document = {
                 "format": FORMAT,
                 "key": key,
                 "artefact": name,
@@ -340,12 +340,12 @@ class Store:
                 "size_bytes": (entry / name).stat().st_size,
                 "facts": dict(facts),
             }
-            write_durably(entry / ENTRY_FILE, (json.dumps(told, indent=2) + "\n").encode())
-            place = self._place(key)
+            write_durably(entry / ENTRY_FILE, (json.dumps(document, indent=2) + "\n").encode())
+            final = self._place(key)
             # A folder that holds something cannot be replaced: what is there is damaged, or unwanted.
-            if place.exists():
-                place.rename(scratch / "old")
-            entry.rename(place)
+            if final.exists():
+                final.rename(scratch / "old")
+            entry.rename(final)
             sync(self.root)
         return self.read(key)
 
@@ -362,19 +362,19 @@ class Store:
         Raises:
             BuildError: the store cannot be written.
         """
-        place, lock = self._place(key), self._lock_file(key)
+        folder, lock = self._place(key), self._lock_file(key)
         try:
             with locked(lock, block=False):
-                freed_bytes = sum(state.st_size for state in _states(place) if state.st_nlink == 1)
+                freed_bytes = sum(state.st_size for state in _states(folder) if state.st_nlink == 1)
                 if not dry_run:
                     with self.scratch() as scratch:
-                        place.rename(scratch / "old")
+                        folder.rename(scratch / "old")
                 lock.unlink(missing_ok=True)
                 return freed_bytes
         except BlockingIOError:
             return None
         except OSError as error:
-            raise disk_error(error, place) from error
+            raise disk_error(error, folder) from error
 
     def sweep(self) -> None:
         """Remove what builders have left that were killed."""

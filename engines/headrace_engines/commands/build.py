@@ -159,10 +159,10 @@ class _Targets:
 
     def of(self, project: Project) -> tuple[Target, str]:
         """The target of a model, and what would make it another one."""
-        target, kept = self.default(), cpu_pin(project.config)
-        if self._name != "auto" or target.name == "onnxruntime" or not kept:
+        target, pin = self.default(), cpu_pin(project.config)
+        if self._name != "auto" or target.name == "onnxruntime" or not pin:
             return target, ""
-        return choose_target("onnxruntime"), f"built for the CPU ({kept}); for the GPU {cpu_change(project)}"
+        return choose_target("onnxruntime"), f"built for the CPU ({pin}); for the GPU {cpu_change(project)}"
 
 
 def build_one(
@@ -182,19 +182,19 @@ def build_one(
             error = "; ".join(built.refusal) + "; --force publishes it with a mark"
             return Outcome(project.name, built, False, False, error, time.monotonic() - started_s)
         forced = bool(built.refusal)
-        place = _publish(project, options, built, store, spec.precision, forced)
+        folder = _publish(project, options, built, store, spec.precision, forced)
         fp32 = _fp32_rows_per_s(project, built, target, store)
         outcome = Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
-        outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=place)
+        outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=folder)
         outcome = replace(outcome, not_served=outlook.not_served, advice=advice)
         return _compared(outcome, outlook, built)
     except HeadraceError as error:
-        told = str(error)
+        reason = str(error)
     except MemoryError:
-        told = "there is not enough memory: close other programs, or use fewer calibration samples"
+        reason = "there is not enough memory: close other programs, or use fewer calibration samples"
     except OSError as error:
-        told = _told(error)
-    return Outcome(project.name, built, False, False, told, time.monotonic() - started_s)
+        reason = _told(error)
+    return Outcome(project.name, built, False, False, reason, time.monotonic() - started_s)
 
 
 def _compared(outcome: Outcome, outlook: Forecast, built: Built) -> Outcome:
@@ -207,7 +207,7 @@ def _compared(outcome: Outcome, outlook: Forecast, built: Built) -> Outcome:
 
 
 def _publish(
-    project: Project, options: argparse.Namespace, built: Built, store: Store, asked: str, forced: bool
+    project: Project, options: argparse.Namespace, built: Built, store: Store, requested: str, forced: bool
 ) -> Path | None:
     """Put the engine beside the model, or into the state folder where that cannot be written.
 
@@ -221,10 +221,10 @@ def _publish(
     entry = store.find(built.key)
     if entry is None:
         raise BuildError("the engine has gone from the store meanwhile: build it again")
-    stamp = stamp_of(built, entry, project, asked, overridden, forced)
-    place = publishing_folder(project, options.state_dir)
-    publish(entry.path, place, stamp)
-    return None if place == project.version_folder else place
+    stamp = stamp_of(built, entry, project, requested, overridden, forced)
+    folder = publishing_folder(project, options.state_dir)
+    publish(entry.path, folder, stamp)
+    return None if folder == project.version_folder else folder
 
 
 def _state_place(project: Project, state: Path) -> Path:
@@ -237,8 +237,8 @@ def _fp32_rows_per_s(project: Project, built: Built, target: Target, store: Stor
     fp32 = find_fp32(project, built.spec, target, store)
     if fp32 is not None:
         return fp32.rows_per_s
-    own = built.baseline if target.name == "onnxruntime" else None
-    return 0.0 if own is None else own.rows_per_s
+    baseline = built.baseline if target.name == "onnxruntime" else None
+    return 0.0 if baseline is None else baseline.rows_per_s
 
 
 def _told(error: OSError) -> str:
@@ -303,18 +303,18 @@ def gpu_runtime() -> GpuRuntime:
 def cpu_change(project: Project) -> str:
     """Return the one-line change that lets a model that is kept on the CPU use the GPU."""
     if project.config.runtime == "onnxruntime":
-        yaml, pbtxt, place = (
+        yaml, pbtxt, field = (
             "runtime: auto",
             'parameters { key: "headrace.runtime" value { string_value: "auto" } }',
             "runtime",
         )
     else:
-        yaml, pbtxt, place = (
+        yaml, pbtxt, field = (
             "instance_group: [{kind: KIND_AUTO}]",
             "instance_group [ { kind: KIND_AUTO } ]",
             "instance_group",
         )
-    return _change(project, yaml, pbtxt, place)
+    return _change(project, yaml, pbtxt, field)
 
 
 def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
@@ -349,8 +349,8 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
 def served_words(built: Built) -> str:
     """What serves once an engine is taken, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
     target, device = built.machine.target, built.machine.device
-    place = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
-    return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {place}"
+    device_text = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
+    return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {device_text}"
 
 
 def now_words(plan: Plan) -> str:
@@ -399,9 +399,9 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
 def _refusal(project: Project, target: Target, then: Plan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
     instead = f"or build for what serves: headrace build {project.name} --target {other}"
-    kept = cpu_pin(project.config)
-    if target.name == "tensorrt" and kept:
-        return f"the configuration keeps the model on the CPU ({kept}): {cpu_change(project)}, {instead}"
+    pin = cpu_pin(project.config)
+    if target.name == "tensorrt" and pin:
+        return f"the configuration keeps the model on the CPU ({pin}): {cpu_change(project)}, {instead}"
     if target.name == "onnxruntime" and (then is None or then.runtime == "tensorrt"):
         change = _change(
             project,
@@ -513,10 +513,10 @@ def _row(outcome: Outcome) -> list[Text]:
         done = "not served" if outcome.not_served else "published, marked" if outcome.forced else "published"
     else:
         done = "refused" if built.refusal else "not published"
-    kept = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
+    kept_text = f", {len(built.kept)} node{'s' * (len(built.kept) > 1)} kept" if built.kept else ""
     cells = [
         plain(outcome.name),
-        f"{built.spec.precision}{kept}",
+        f"{built.spec.precision}{kept_text}",
         done,
         "" if accuracy is None or accuracy.top1_agreement is None else f"{accuracy.top1_agreement:.1%}",
         "" if accuracy is None or accuracy.accuracy is None else f"{accuracy.accuracy:.1%}",

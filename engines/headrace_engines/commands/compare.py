@@ -102,12 +102,12 @@ def show(console: Console, comparison: Comparison) -> None:
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
     cells = [cells_of(row) for row in comparison.worked]
-    told = told_columns(cells)
+    columns = told_columns(cells)
     what = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in told:
+    for column in columns:
         what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
     for line in cells:
-        what.add_row(*(Text(line[column]) for column in told))
+        what.add_row(*(Text(line[column]) for column in columns))
     if what.row_count:
         console.print(what)
     speed = Table(*SPEED_HEADINGS[:1], box=SIMPLE_HEAD, pad_edge=False)
@@ -136,30 +136,32 @@ def _started_when_told(display: BuildDisplay, name: str) -> Report:
     return report
 
 
-def _precisions(asked: str | None, target: Target) -> list[str]:
-    if asked is None:
+def _precisions(option: str | None, target: Target) -> list[str]:
+    if option is None:
         return [precision for precision in DEFAULT_PRECISIONS if precision != "fp8" or not target.refuses(precision)]
-    names = list(dict.fromkeys(word.strip().lower() for word in asked.split(",") if word.strip()))
+    names = list(dict.fromkeys(word.strip().lower() for word in option.split(",") if word.strip()))
     unknown = [name for name in names if name not in _COMPARABLE]
     if unknown or not names:
-        raise CallError(f"--precisions is '{asked}': write some of {','.join(_COMPARABLE)}")
+        raise CallError(f"--precisions is '{option}': write some of {','.join(_COMPARABLE)}")
     return names
 
 
-def _sizes(asked: str | None, project: Project) -> list[int]:
+def _sizes(option: str | None, project: Project) -> list[int]:
     spec = spec_of(project.config)
-    if asked is None:
+    if option is None:
         return default_sizes(project, spec)
-    words = [word.strip() for word in asked.split(",")]
+    words = [word.strip() for word in option.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise CallError(f"--batch is '{asked}': write batch sizes from 1 on, e.g. 1,8,32")
+        raise CallError(f"--batch is '{option}': write batch sizes from 1 on, e.g. 1,8,32")
     sizes = sorted({int(word) for word in words})
     if not project.config.max_batch_size:
         if sizes != [1]:
             raise CallError(f"{project.name} has no batch dimension: leave --batch out")
         return sizes
-    least, _, most = next(iter(spec.profiles[0].shapes.values()))
-    if sizes[0] < least[0] or sizes[-1] > most[0]:
-        cure = "raise max_batch_size or the profile's batch" if sizes[-1] > most[0] else "lower the profile's batch"
-        raise CallError(f"--batch is {asked}, engines of {project.name} take {least[0]} to {most[0]} rows: {cure}")
+    smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))
+    if sizes[0] < smallest[0] or sizes[-1] > largest[0]:
+        cure = "raise max_batch_size or the profile's batch" if sizes[-1] > largest[0] else "lower the profile's batch"
+        raise CallError(
+            f"--batch is {option}, engines of {project.name} take {smallest[0]} to {largest[0]} rows: {cure}"
+        )
     return sizes

@@ -82,17 +82,17 @@ def survey_store(store: Store, published: Sequence[Published], check: bool = Fal
     for one in published:
         if one.stamp is not None:
             places.setdefault(one.stamp.key, []).append(f"{one.model}/{one.version}")
-    found: list[Stored] = []
+    records: list[Stored] = []
     for key in store.keys():  # noqa: SIM118  (a list that it makes, not a mapping's)
         used_by = tuple(places.get(key, ()))
         try:
             entry = store.read(key)
         except BuildError as error:
-            found.append(Stored(key, None, str(error), used_by))
+            records.append(Stored(key, None, str(error), used_by))
             continue
         problem = artefact_problem(entry.path, entry.size_bytes, entry.sha256 if check else "")
-        found.append(Stored(key, entry, problem, used_by))
-    return found
+        records.append(Stored(key, entry, problem, used_by))
+    return records
 
 
 def survey_repositories(repositories: Sequence[Path], check: bool = False) -> list[Published]:
@@ -106,11 +106,11 @@ def survey_repositories(repositories: Sequence[Path], check: bool = False) -> li
         BuildError: a repository is not there.
     """
     machines = _Machines()
-    found: list[Published] = []
+    published: list[Published] = []
     for repository in repositories:
         for model, version in _versions(repository):
-            found += _survey_version(repository, model, version, machines, check)
-    return found
+            published += _survey_version(repository, model, version, machines, check)
+    return published
 
 
 def orphans(folder: Path, stamps: Sequence[Stamp]) -> list[Path]:
@@ -266,8 +266,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     Raises:
         BuildError: a repository is not there, or the store cannot be written.
     """
-    given: list[Path] | None = options.model_repository
-    repositories = given or [path for path in (_DEFAULT_REPOSITORY,) if path.is_dir()]
+    folders: list[Path] | None = options.model_repository
+    repositories = folders or [path for path in (_DEFAULT_REPOSITORY,) if path.is_dir()]
     store = Store(options.cache)
     if options.store_action == "gc":
         return _gc(store, repositories, options, console)
@@ -294,8 +294,8 @@ def _ls(
     store: Store, stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console
 ) -> None:
     if as_json:
-        told = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
-        console.print_json(data={"store": told, "published": [_published_json(one) for one in published]})
+        document = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
+        console.print_json(data={"store": document, "published": [_published_json(one) for one in published]})
         return
     if stored:
         console.print(_store_table(store, stored, console.width))
@@ -318,8 +318,8 @@ def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
             rows.append([key, *[Text()] * 5, publishers])
             continue
         facts = one.entry.facts
-        told = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
-        rows.append([key, *told, Text(size(one.entry.size_bytes)), Text(_age(one.entry.used_s)), publishers])
+        cells = (_text(facts.get("model")), _text(facts.get("precision")), _machine(facts.get("machine")))
+        rows.append([key, *cells, Text(size(one.entry.size_bytes)), Text(_age(one.entry.used_s)), publishers])
     table = narrow_table(plain(f"Store {store.root}"), _STORED, rows, width)
     total_bytes = sum(one.entry.size_bytes for one in stored if one.entry)
     table.caption = Text(f"{len(stored)} in all, {size(total_bytes)}")
@@ -339,38 +339,38 @@ def _published_table(published: Sequence[Published], width: int) -> Table:
         if stamp.overridden:
             state.append(" by option")
         measured = Text(_age(_changed_s(one.folder / stamp.artefact)))
-        told = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
-        rows.append([name, *told, _accuracy(stamp.accuracy), measured, state])
+        cells = (_text(stamp.precision), _machine(asdict(stamp.machine)), Text(size(stamp.size_bytes)))
+        rows.append([name, *cells, _accuracy(stamp.accuracy), measured, state])
     return narrow_table("Published", _PUBLISHED, rows, width)
 
 
 def _print_problems(stored: Sequence[Stored], published: Sequence[Published], console: Console) -> None:
     lines = [(one.key[:12], "damaged", one.problem) for one in stored if one.problem]
     # What is for another machine says so in its row.
-    told = [one for one in published if one.problem and one.state != FOREIGN]
-    lines += [(f"{one.model}/{one.version}", one.state, one.problem) for one in told]
+    broken = [one for one in published if one.problem and one.state != FOREIGN]
+    lines += [(f"{one.model}/{one.version}", one.state, one.problem) for one in broken]
     for where, state, problem in lines:
         line = Text.assemble((plain(where), "bold"), " ", (state, _STYLES[state]), f": {plain(problem)}")
         console.print(line, soft_wrap=True)
 
 
-def _machine(told: Any) -> Text:
-    told = told if isinstance(told, dict) else {}
+def _machine(machine: Any) -> Text:
+    machine = machine if isinstance(machine, dict) else {}
     lines = (("device", "capability"), ("target", "version"))
-    return Text("\n".join(plain(" ".join(str(told.get(name, "")) for name in line)) for line in lines))
+    return Text("\n".join(plain(" ".join(str(machine.get(name, "")) for name in line)) for line in lines))
 
 
 def _text(value: object) -> Text:
     return Text("" if value is None else plain(str(value)))
 
 
-def _accuracy(told: Any) -> Text:
+def _accuracy(accuracy: Any) -> Text:
     """The measure that says most: true accuracy, else top-1 agreement with FP32, else the cosine of the outputs."""
-    told = told if hasattr(told, "get") else {}
+    accuracy = accuracy if hasattr(accuracy, "get") else {}
     for name, what in (("accuracy", "true"), ("top1_agreement", "top-1")):
-        if isinstance(told.get(name), float | int):
-            return Text(f"{what} {100 * told[name]:.1f}%")
-    return Text(f"cosine {told['cosine']:.5f}" if isinstance(told.get("cosine"), float | int) else "")
+        if isinstance(accuracy.get(name), float | int):
+            return Text(f"{what} {100 * accuracy[name]:.1f}%")
+    return Text(f"cosine {accuracy['cosine']:.5f}" if isinstance(accuracy.get("cosine"), float | int) else "")
 
 
 def _changed_s(path: Path) -> float | None:
@@ -391,18 +391,18 @@ def _age(moment_s: float | None) -> str:
 
 
 def _stored_json(one: Stored) -> dict[str, Any]:
-    told: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
+    document: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
     if one.entry is not None:
         # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
-        told |= {"path": str(one.entry.path), "size_bytes": one.entry.size_bytes, "used_s": one.entry.used_s}
-        told["facts"] = _plain(one.entry.facts)
-    return told
+        document |= {"path": str(one.entry.path), "size_bytes": one.entry.size_bytes, "used_s": one.entry.used_s}
+        document["facts"] = _plain(one.entry.facts)
+    return document
 
 
 def _published_json(one: Published) -> dict[str, Any]:
     stamp = None if one.stamp is None else one.stamp.to_json()
-    place = {"model": one.model, "version": one.version, "path": str(one.folder)}
-    return {**place, "state": one.state, "problem": one.problem or None, "stamp": stamp}
+    location = {"model": one.model, "version": one.version, "path": str(one.folder)}
+    return {**location, "state": one.state, "problem": one.problem or None, "stamp": stamp}
 
 
 def _plain(value: Any) -> Any:
@@ -442,16 +442,16 @@ def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace,
     files = _old_files(store, oldest_s, options.all)
     freed_bytes = sum(one.freed_bytes for one in removed) + _remove_files(files, options.dry_run)
     if options.json:
-        told = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": [asdict(one) for one in removed]}
-        console.print_json(data={**told, "busy": busy, "files": [str(path) for path in files]})
+        document = {"dry_run": options.dry_run, "freed_bytes": freed_bytes, "removed": [asdict(one) for one in removed]}
+        console.print_json(data={**document, "busy": busy, "files": [str(path) for path in files]})
         return 0
     word = "would remove" if options.dry_run else "removed"
     lines = [f"{word} {one.key[:12]} {one.model}: {size(one.freed_bytes)}" for one in removed]
     lines += [f"{word} {path.relative_to(store.root)}" for path in files]
     lines += [f"kept {key[:12]}: it is being built" for key in busy]
-    kept = len(stored) - len(removed) - len(busy)
-    if kept:
-        lines.append(f"kept {kept}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
+    kept_count = len(stored) - len(removed) - len(busy)
+    if kept_count:
+        lines.append(f"kept {kept_count}: published here, or used in the last {options.keep_days:g} days (--keep-days)")
     for line in [*lines, _summary(len(removed), len(stored), freed_bytes, options.dry_run)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
@@ -468,13 +468,13 @@ def _model(one: Stored) -> str:
 
 def _old_files(store: Store, oldest_s: float, everything: bool) -> list[Path]:
     """Calibration tables and timing caches; both are made anew where they are missing."""
-    found = []
+    files = []
     for folder in ("tables", "timing"):
         for path in sorted((store.root / folder).glob("*")):
             changed_s = _changed_s(path)
             if changed_s is not None and (everything or changed_s <= oldest_s) and path.is_file():
-                found.append(path)
-    return found
+                files.append(path)
+    return files
 
 
 def _remove_files(files: Sequence[Path], dry_run: bool) -> int:

@@ -120,10 +120,10 @@ def _old_stamp(folder: Path) -> dict[str, Any] | None:
 
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def _rename_old_stamp(folder: Path) -> None:
@@ -206,7 +206,7 @@ def _write_missing_samples(model: DemoModel, folder: Path) -> str:
 
     A model serves without them, so that what they are made from is not installed does not fail it.
     """
-    missing = [place for place in model.sample_places if not (folder / place).exists()]
+    missing = [path for path in model.sample_places if not (folder / path).exists()]
     if not missing:
         return ""
     try:
@@ -216,17 +216,17 @@ def _write_missing_samples(model: DemoModel, folder: Path) -> str:
     return f"{' and '.join(missing)} laid beside it: samples to calibrate with and to measure on"
 
 
-def _write_samples(made: Mapping[str, bytes], missing: Sequence[str], folder: Path) -> None:
+def _write_samples(files: Mapping[str, bytes], missing: Sequence[str], folder: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=".samples.", dir=folder))
     try:
-        for name, data in made.items():
+        for name, data in files.items():
             path = temporary / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
-        for place in missing:
+        for target in missing:
             # Another builder may have been faster; its samples are the same.
-            if not (folder / place).exists():
-                (temporary / place).replace(folder / place)
+            if not (folder / target).exists():
+                (temporary / target).replace(folder / target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

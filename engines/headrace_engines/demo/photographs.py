@@ -30,17 +30,17 @@ def build() -> dict[str, bytes]:
     Raises:
         BuildError: if scikit-learn, which has the photographs, is not installed, or no longer ships them.
     """
-    found = {}
+    files_by_name = {}
     for index, name in enumerate(PHOTOGRAPHS):
         photograph = _read(f"{name}.jpg")
         for number in range(CALIBRATION_PICTURES):
             varied = _varied(photograph, np.random.default_rng([SEED, 0, index, number]))
-            found[f"calibration/{name}_{number:02}.jpg"] = _jpeg(varied)
-        found[f"accuracy/{name}_00.jpg"] = _jpeg(_resized(photograph))
+            files_by_name[f"calibration/{name}_{number:02}.jpg"] = _jpeg(varied)
+        files_by_name[f"accuracy/{name}_00.jpg"] = _jpeg(_resized(photograph))
         for number in range(1, ACCURACY_PICTURES):
             varied = _varied(photograph, np.random.default_rng([SEED, 1, index, number]))
-            found[f"accuracy/{name}_{number:02}.jpg"] = _jpeg(varied)
-    return found
+            files_by_name[f"accuracy/{name}_{number:02}.jpg"] = _jpeg(varied)
+    return files_by_name
 
 
 def _read(name: str) -> Image.Image:

@@ -67,13 +67,13 @@ def adopt(
 
 
 def _expect(role: str, values: list[onnx.ValueInfoProto], expected: Tensor) -> None:
-    found = [
+    actual = [
         (value.type.tensor_type.elem_type, tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)[1:])
         for value in values
     ]
-    if found != [expected]:
+    if actual != [expected]:
         raise BuildError(
-            f"the ONNX file's {role}s are (element type, shape of a row) {found}, expected only {expected}"
+            f"the ONNX file's {role}s are (element type, shape of a row) {actual}, expected only {expected}"
         )
 
 
@@ -166,9 +166,9 @@ def build_fetched(report: Report, weights: WeightsFile) -> Artefact:
 
     def tensor(name: str, shape: tuple[int, ...]) -> Floats:
         if name not in tensors or tensors[name].shape != shape or tensors[name].dtype != np.float32:
-            found = f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
+            actual = f"{tensors[name].dtype} {tensors[name].shape}" if name in tensors else "nothing"
             raise BuildError(
-                f"{weights.url}: {name} is {found}, expected float32 {shape}: this is no state dict of torchvision's resnet50"
+                f"{weights.url}: {name} is {actual}, expected float32 {shape}: this is no state dict of torchvision's resnet50"
             )
         return tensors[name]
 

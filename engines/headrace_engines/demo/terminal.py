@@ -84,10 +84,10 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -
         if outcome.error:
             console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)
         elif outcome.state is State.FOREIGN and not outcome.built:
-            kept = (
+            notice = (
                 f"{outcome.name}: a model without a stamp of this builder is there and was kept; --force replaces it."
             )
-            console.print(kept, highlight=False, soft_wrap=True)
+            console.print(notice, highlight=False, soft_wrap=True)
 
 
 def _done(outcome: Outcome) -> str:

@@ -59,10 +59,10 @@ class WeightsFile:
             raise BuildError(
                 f"{self.url}: {error}: without a network, give a local copy with --weights-url PATH --weights-sha256 HEX"
             ) from error
-        found = hashlib.sha256(content).hexdigest()
-        if found != self.sha256:
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != self.sha256:
             raise BuildError(
-                f"{self.url} has SHA-256 {found}, expected {self.sha256}: it is another file, or a damaged one"
+                f"{self.url} has SHA-256 {digest}, expected {self.sha256}: it is another file, or a damaged one"
             )
         return content
 

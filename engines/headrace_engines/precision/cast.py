@@ -96,8 +96,8 @@ def _lift_constants(graph: Graph) -> None:
     for node in [node for node in graph.nodes if node.op_type == "Constant"]:
         value = graph.attribute(node, "value")
         for name in ("value_float", "value_floats"):
-            found = graph.attribute(node, name)
-            value = value if found is None else numpy_helper.from_array(np.array(found, np.float32))
+            number = graph.attribute(node, name)
+            value = value if number is None else numpy_helper.from_array(np.array(number, np.float32))
         if value is None or value.data_type != TensorProto.FLOAT or node.output[0] in graph.outputs:
             continue
         lifted = graph.model.graph.initializer.add()
@@ -125,16 +125,16 @@ def _choose(graph: Graph, numbers: Format, keep: frozenset[str], quantized: Quan
     cast_tensors: set[str] = set()
     for node in graph.nodes:
         key = _key(node)
-        found = None if not key or key in stay or node.name in keep else signature(graph, node, numbers.element_type)
-        if found is None:
+        match = None if not key or key in stay or node.name in keep else signature(graph, node, numbers.element_type)
+        if match is None:
             continue
-        if found.follows:
-            read = [node.input[i] for i in found.inputs if not graph.is_constant(node.input[i])]
+        if match.follows:
+            read = [node.input[i] for i in match.inputs if not graph.is_constant(node.input[i])]
             # What quantises weights needs the type of what dequantises them.
             if not cast_tensors.issuperset(read) or not (read or node.op_type == "QuantizeLinear"):
                 continue
-        chosen[key] = _Chosen(node, found)
-        cast_tensors |= {node.output[i] for i in found.outputs}
+        chosen[key] = _Chosen(node, match)
+        cast_tensors |= {node.output[i] for i in match.outputs}
     return _without_islands(graph, chosen)
 
 
@@ -145,7 +145,7 @@ def _key(node: onnx.NodeProto) -> str:
 def _computed_from_shapes(graph: Graph) -> set[str]:
     """Nodes that depend on the inputs' shapes but not on their values, by key."""
     values, shapes = set(graph.inputs), set[str]()
-    found = set()
+    keys = set()
     for node in graph.nodes:
         by_value, by_shape = not values.isdisjoint(node.input), not shapes.isdisjoint(node.input)
         if any(a.HasField("g") or a.graphs for a in node.attribute):
@@ -154,8 +154,8 @@ def _computed_from_shapes(graph: Graph) -> set[str]:
             values.update(node.output)
         elif by_value or by_shape:
             shapes.update(node.output)
-            found |= {_key(node)} if by_shape else set()
-    return found
+            keys |= {_key(node)} if by_shape else set()
+    return keys
 
 
 def _near_quantized(graph: Graph, quantized: Quantized) -> set[str]:
@@ -311,20 +311,20 @@ class _Writer:
         return self._high[name]
 
     def _cast(self, name: str, suffix: str, element_type: int) -> str:
-        made = self._graph.add_node("Cast", [name], f"{name}/{suffix}", to=element_type)
-        self._graph.set_type(made, element_type, self._graph.shape(name))
-        return made
+        output = self._graph.add_node("Cast", [name], f"{name}/{suffix}", to=element_type)
+        self._graph.set_type(output, element_type, self._graph.shape(name))
+        return output
 
     def _drop_idle_casts(self) -> None:
         """Take out casts of the model's own that now cast a tensor to what it is."""
         graph = self._graph
         for node in [node for node in graph.nodes if node.op_type == "Cast"]:
-            source, made = node.input[0], node.output[0]
-            if graph.element_type(source) != graph.attribute(node, "to") or made in self._fixed:
+            source, output = node.input[0], node.output[0]
+            if graph.element_type(source) != graph.attribute(node, "to") or output in self._fixed:
                 continue
-            for reader in graph.consumers(made):
+            for reader in graph.consumers(output):
                 for i, name in enumerate(reader.input):
-                    if name == made:
+                    if name == output:
                         graph.rewire(reader, i, source)
             graph.remove(node)
 

@@ -159,12 +159,14 @@ def signature(graph: Graph, node: onnx.NodeProto, element_type: int) -> Signatur
         return None
     if any(name and not graph.element_type(name) for name in node.input):
         return None
-    wanted = _type_text(element_type)
-    allowed = {c.type_param_str: wanted in c.allowed_type_strs for c in schema.type_constraints}
+    type_text = _type_text(element_type)
+    allowed = {c.type_param_str: type_text in c.allowed_type_strs for c in schema.type_constraints}
     inputs = _fp32(graph, node.input, schema.inputs)
     outputs = _fp32(graph, node.output, schema.outputs)
-    told = _PARAMETERS.get(node.op_type, "")
-    reads = {i: formal.type_str for i, formal in inputs.items() if formal.name != told and formal.type_str in allowed}
+    parameter = _PARAMETERS.get(node.op_type, "")
+    reads = {
+        i: formal.type_str for i, formal in inputs.items() if formal.name != parameter and formal.type_str in allowed
+    }
     # A type that no input shares is told by an attribute: one that we can rewrite, or one like LayerNormalization's stash_type.
     by_attribute = node.op_type in TYPE_ATTRIBUTE
     makes = {i: formal.type_str for i, formal in outputs.items() if formal.type_str in reads.values() or by_attribute}
@@ -200,15 +202,15 @@ def _type_text(element_type: int) -> str:
 
 def upstream(graph: Graph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]) -> list[onnx.NodeProto]:
     """The nodes that a node's inputs come from, as far back as `through` holds; without the node itself."""
-    found: dict[int, onnx.NodeProto] = {}
+    nodes: dict[int, onnx.NodeProto] = {}
     waiting = [node]
     while waiting:
         for name in waiting.pop().input:
             producer = graph.producer(name)
-            if producer is not None and id(producer) not in found and through(producer):
-                found[id(producer)] = producer
+            if producer is not None and id(producer) not in nodes and through(producer):
+                nodes[id(producer)] = producer
                 waiting.append(producer)
-    return list(found.values())
+    return list(nodes.values())
 
 
 # So many samples are measured; a few show the order of magnitude, which is all that is asked for.
@@ -369,9 +371,9 @@ def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], s
     names: set[str] = set()
     for node in graph.consumers(mean.output[0]):
         if node.op_type in _BETWEEN_MEAN_AND_ROOT:
-            below, found = _behind(graph, node)
+            below, collected = _behind(graph, node)
             divided += below
-            names |= {node.name, *found} if found else set()
+            names |= {node.name, *collected} if collected else set()
         elif node.op_type == "Sqrt" or (node.op_type == "Pow" and graph.is_constant(node.input[1])):
             readers = [r for r in graph.consumers(node.output[0]) if r.op_type in ("Div", "Reciprocal", "Mul")]
             inverses = [r for r in readers if graph.is_constant(r.input[0]) or r.op_type == "Reciprocal"]
@@ -383,13 +385,13 @@ def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], s
 
 def _affine(graph: Graph, normed: list[onnx.NodeProto]) -> frozenset[str]:
     """Names of the scale and the shift behind a norm."""
-    found: set[str] = set()
+    names: set[str] = set()
     nodes = normed
     for operator in ("Mul", "Add"):
         readers = [reader for node in nodes for reader in graph.consumers(node.output[0])]
         nodes = [r for r in readers if r.op_type == operator and any(graph.is_constant(name) for name in r.input)]
-        found |= {node.name for node in nodes}
-    return frozenset(found)
+        names |= {node.name for node in nodes}
+    return frozenset(names)
 
 
 def _angles(graph: Graph) -> set[str]:
@@ -399,11 +401,11 @@ def _angles(graph: Graph) -> set[str]:
         # The frequencies of rotary positions are a vector, and may be multiplied by MatMul.
         return node.op_type not in HEAVY or not any(_is_matrix(graph.constant(name)) for name in node.input)
 
-    found = set()
+    names = set()
     for node in graph.nodes:
         if node.op_type in _ANGLES:
-            found |= {node.name, *(other.name for other in upstream(graph, node, computes))}
-    return found
+            names |= {node.name, *(other.name for other in upstream(graph, node, computes))}
+    return names
 
 
 def _is_matrix(values: Array | None) -> bool:
@@ -450,7 +452,7 @@ class _Extent:
 
 def _by_weights(graph: Graph, numbers: Format) -> set[str]:
     """Nodes with a constant that overflows, or is lost."""
-    found: set[str] = set()
+    names: set[str] = set()
     measured: dict[str, _Extent] = {}
     for node, changes in _castable(graph, numbers):
         for i in changes:
@@ -467,16 +469,16 @@ def _by_weights(graph: Graph, numbers: Format) -> set[str]:
                 low = False
             bounds = node.op_type in BOUNDING
             if (not bounds and (high or low)) or extent.loses(numbers) or _divides_by_zero(node, i, extent):
-                found.add(node.name)
-    return found
+                names.add(node.name)
+    return names
 
 
 def _castable(graph: Graph, numbers: Format) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
     """The nodes that could be cast, with the inputs that would change."""
     for node in graph.nodes:
-        found = signature(graph, node, numbers.element_type)
-        if found is not None:
-            yield node, found.inputs
+        match = signature(graph, node, numbers.element_type)
+        if match is not None:
+            yield node, match.inputs
 
 
 def _divides_by_zero(node: onnx.NodeProto, index: int, extent: _Extent) -> bool:
@@ -501,10 +503,10 @@ def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Rep
     names: dict[str, None] = {}
     for node, changes in castable:
         read = [node.input[i] for i in changes]
-        made = [name for name in node.output if graph.element_type(name) == TensorProto.FLOAT]
-        names |= dict.fromkeys(name for name in (*read, *made) if name and not graph.is_constant(name))
+        outputs = [name for name in node.output if graph.element_type(name) == TensorProto.FLOAT]
+        names |= dict.fromkeys(name for name in (*read, *outputs) if name and not graph.is_constant(name))
     extents = _measure(graph, numbers, list(names), samples, report)
-    found: set[str] = set()
+    nodes: set[str] = set()
     for name, extent in extents.items():
         producer, readers = graph.producer(name), graph.consumers(name)
         divides = [
@@ -516,13 +518,13 @@ def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Rep
         )
         limit = _MARGIN * numbers.largest
         if extent.magnitude() > limit or extent.loses(numbers) or (integers and not extent.exact):
-            found |= {reader.name for reader in readers}
+            nodes |= {reader.name for reader in readers}
         elif not divides and not (mean and extent.magnitude() * extent.sum_share > limit):
             continue
-        found |= {reader.name for reader in divides}
+        nodes |= {reader.name for reader in divides}
         if producer is not None:
-            found.add(producer.name)
-    return found & {node.name for node, _ in castable}
+            nodes.add(producer.name)
+    return nodes & {node.name for node, _ in castable}
 
 
 def _measure(graph: Graph, numbers: Format, names: list[str], samples: Samples, report: Report) -> dict[str, _Extent]:
@@ -532,11 +534,11 @@ def _measure(graph: Graph, numbers: Format, names: list[str], samples: Samples, 
     masked = {name for name in names if _only_into_softmax(graph, name)}
     extents = {name: _Extent() for name in names}
     for i, rows in enumerate(samples.batches(1)):
-        found = {**runner.run(rows), **rows}
+        values = {**runner.run(rows), **rows}
         for name, extent in extents.items():
-            extent.add(found[name], numbers, name in masked)
+            extent.add(values[name], numbers, name in masked)
             producer = graph.producer(name)
-            if producer is not None and producer.op_type in _MEANS and producer.input[0] in found:
-                extent.sum_share = max(extent.sum_share, found[producer.input[0]].size // max(found[name].size, 1))
+            if producer is not None and producer.op_type in _MEANS and producer.input[0] in values:
+                extent.sum_share = max(extent.sum_share, values[producer.input[0]].size // max(values[name].size, 1))
         report((i + 1) / len(samples), "measuring activations")
     return extents

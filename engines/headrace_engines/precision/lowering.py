@@ -149,7 +149,7 @@ class _Quantizer:
         self._ranges: dict[str, tuple[float, float]] = {}
 
     def run(self, report: Report) -> Lowered:
-        told, precision = self._spec.calibration, self._spec.precision
+        calibration, precision = self._spec.calibration, self._spec.precision
         if not self._nodes:
             if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
                 raise BuildError("the model is quantised already: ask for fp32, which leaves it as it is")
@@ -163,13 +163,15 @@ class _Quantizer:
         if self._never:
             logger.warning("%d convolutions run in fp16: %s", len(self._never), self._refused)
         # A name that another target quantises is none that is wrong.
-        keep = kept_by_name(quantizable(self._model), told)
+        keep = kept_by_name(quantizable(self._model), calibration)
         if keep.issuperset(self._nodes):
             raise BuildError(
                 f"calibration.keep leaves nothing in {precision}: name fewer nodes, or ask for fp32 or fp16"
             )
         tensors = tensors_to_calibrate(self._model)
-        self._ranges = calibrate(self._model, tensors, self._calibration, told, self._tables, part(report, 0.0, 0.4))
+        self._ranges = calibrate(
+            self._model, tensors, self._calibration, calibration, self._tables, part(report, 0.0, 0.4)
+        )
         quantized = self._corrected(keep, part(report, 0.4, 0.6))
         missed = self._missed(quantized, part(report, 0.6, 0.65))
         if missed:
@@ -185,9 +187,9 @@ class _Quantizer:
         def without(nodes: Collection[str]) -> Lowered | None:
             if half and self._spec.precision == "fp8":
                 return self._lowered(quantized, keep, half=False)
-            more = set(nodes) - keep
-            if more:
-                return self._lowered(self._corrected(keep | more, silent), keep | more, half)
+            added = set(nodes) - keep
+            if added:
+                return self._lowered(self._corrected(keep | added, silent), keep | added, half)
             return self._lowered(quantized, keep, half=False) if model is not quantized else None
 
         return Lowered(model, tuple(sorted(keep)), without=without)
@@ -222,7 +224,7 @@ class _Quantizer:
     def _search(self, keep: set[str], report: Report) -> set[str]:
         candidates = [name for name in self._nodes if name not in keep]
         # An engine that computes less than half of its layers in INT8 is none that anybody would ask for.
-        most = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
+        max_layers = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
         ranking = rank(
             self._model,
             self._ranges,
@@ -235,14 +237,14 @@ class _Quantizer:
         searching = part(report, 0.6, 1.0)
         tries = 0
 
-        def holds(more: set[str]) -> bool:
+        def holds(layers: set[str]) -> bool:
             nonlocal tries
             tries += 1
-            searching(tries / (tries + 4), f"{len(more)} layers left in floating point")
-            return not self._missed(self._quantize(self._model, keep | more), silent)
+            searching(tries / (tries + 4), f"{len(layers)} layers left in floating point")
+            return not self._missed(self._quantize(self._model, keep | layers), silent)
 
         try:
-            return keep | search([name for name, _ in ranking[: max(most, 0)]], holds)
+            return keep | search([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
             # The comparison of the artefact itself has the last word, and --force may want it all the same.
             logger.warning(
@@ -325,7 +327,7 @@ def rank(
     return sorted(harm.items(), key=lambda item: -item[1])
 
 
-def _output_error(expected: Sequence[Mapping[str, Array]], given: Sequence[Mapping[str, Array]]) -> float:
+def _output_error(expected: Sequence[Mapping[str, Array]], actual: Sequence[Mapping[str, Array]]) -> float:
     """Energy of the error over that of the signal, over all samples, of the worst floating-point output."""
     worst = 0.0
     for name, first in expected[0].items():
@@ -334,7 +336,7 @@ def _output_error(expected: Sequence[Mapping[str, Array]], given: Sequence[Mappi
         signal = sum(float(np.square(rows[name], dtype=np.float64).sum()) for rows in expected)
         error = sum(
             float(np.square(np.subtract(rows[name], got[name], dtype=np.float64)).sum())
-            for rows, got in zip(expected, given, strict=True)
+            for rows, got in zip(expected, actual, strict=True)
         )
         worst = max(worst, _ratio(error, signal))
     return worst

@@ -44,8 +44,8 @@ def correct_biases(
     """
     graph, rounded = Graph(copy_model(model)), Graph(copy_model(quantized))
     counterparts = {node.name: node for node in rounded.nodes}
-    wanted = set(nodes) & set(counterparts)
-    layers = [node for node in graph.nodes if node.name in wanted and node.op_type in _BIAS]
+    names = set(nodes) & set(counterparts)
+    layers = [node for node in graph.nodes if node.name in names and node.op_type in _BIAS]
     report(0.0, "correcting biases")
     means = _means(model, graph, sorted({node.input[0] for node in layers}), samples.head(SAMPLES), report)
     for node in layers:
@@ -120,19 +120,21 @@ def _shift(graph: Graph, node: onnx.NodeProto, error: Doubles, mean: Doubles) ->
 
 def _plain(graph: Graph, node: onnx.NodeProto) -> bool:
     """A Gemm that is x times W plus a bias."""
-    told = [graph.attribute(node, name, default) for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))]
-    return told == [1.0, 1.0, 0]
+    attributes = [
+        graph.attribute(node, name, default) for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
+    ]
+    return attributes == [1.0, 1.0, 0]
 
 
 def _take_off(graph: Graph, node: onnx.NodeProto, shift: Doubles) -> None:
     """Give the node a bias of its own, less the shift; a bias that is computed, or one for each row, is left alone."""
-    place = _BIAS[node.op_type]
-    given = node.input[place] if len(node.input) > place else ""
-    bias = graph.constant(given) if given else np.zeros(shift.shape, np.float32)
+    index = _BIAS[node.op_type]
+    name = node.input[index] if len(node.input) > index else ""
+    bias = graph.constant(name) if name else np.zeros(shift.shape, np.float32)
     if bias is None or bias.shape != shift.shape:
         return
-    own = graph.add_constant(f"{node.name}.bias", (bias - shift).astype(np.float32))
-    if len(node.input) > place:
-        graph.rewire(node, place, own)
+    corrected = graph.add_constant(f"{node.name}.bias", (bias - shift).astype(np.float32))
+    if len(node.input) > index:
+        graph.rewire(node, index, corrected)
     else:
-        node.input.append(own)
+        node.input.append(corrected)

@@ -134,8 +134,8 @@ class TensorHistogram:
         bits = flat.view(np.uint32)
         for start in range(0, len(bits), _PIECE):
             bins = (bits[start : start + _PIECE] & 0x7FFFFFFF) >> _DROPPED_BITS
-            found = np.bincount(bins)
-            self._counts[: len(found)] += found
+            counts = np.bincount(bins)
+            self._counts[: len(counts)] += counts
 
     def range(self) -> Range:
         """(low, high), with 0 in it; (0, 0) where there was nothing but zeros."""
@@ -211,28 +211,28 @@ def _least_divergence(counts: Floats, beyond: float) -> int:
         counts: [2048] values in bins of equal width, from 0.
         beyond: how many values are larger.
     """
-    best, least = len(counts), np.inf
+    best, min_divergence = len(counts), np.inf
     tails = np.cumsum(counts[::-1])[::-1]
-    for kept in range(len(counts), _ENTROPY_LEVELS - 1, -_ENTROPY_STEP):
-        inside = counts[:kept]
+    for bins in range(len(counts), _ENTROPY_LEVELS - 1, -_ENTROPY_STEP):
+        inside = counts[:bins]
         total = float(inside.sum())
-        clipped = beyond + (float(tails[kept]) if kept < len(counts) else 0.0)
+        clipped = beyond + (float(tails[bins]) if bins < len(counts) else 0.0)
         if total <= 0 or clipped > _ENTROPY_CLIPPED * (total + clipped):
             break
         original = inside.copy()
         original[-1] += clipped
         # Every level of INT8 stands for the bins in it: its count is shared out among those that hold anything.
-        starts = np.arange(_ENTROPY_LEVELS) * kept // _ENTROPY_LEVELS
+        starts = np.arange(_ENTROPY_LEVELS) * bins // _ENTROPY_LEVELS
         filled = inside > 0
         shares = np.add.reduceat(inside, starts) / np.maximum(np.add.reduceat(filled.astype(np.float64), starts), 1)
-        sizes = np.diff(np.append(starts, kept))
+        sizes = np.diff(np.append(starts, bins))
         quantized = np.where(filled, np.repeat(shares, sizes), 0.0)
         p = original / original.sum()
         q = np.maximum(quantized / total, _LEAST_PROBABILITY)
         some = p > 0
         divergence = float(np.sum(p[some] * np.log(p[some] / q[some])))
-        if divergence < least - _ENTROPY_TOLERANCE:
-            best, least = kept, divergence
+        if divergence < min_divergence - _ENTROPY_TOLERANCE:
+            best, min_divergence = bins, divergence
     return best
 
 
@@ -272,9 +272,9 @@ def calibrate(
     names = list(dict.fromkeys(tensors))
     key = _key(model, names, samples, method, calibration.percentile)
     table = None if cache is None else cache / f"{key}.json"
-    if table is not None and (known := _read(table, key, names)) is not None:
+    if table is not None and (stored := _read(table, key, names)) is not None:
         report(1.0, "calibrated earlier")
-        return known
+        return stored
     histograms = {name: TensorHistogram(name, method, calibration.percentile) for name in names}
     _fill(model, histograms, samples, report)
     ranges = {name: histogram.range() for name, histogram in histograms.items()}
@@ -288,11 +288,11 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
     """Run the model and count what is in its tensors."""
     constants = {constant.name: constant for constant in model.graph.initializer}
     inputs = {value.name for value in model.graph.input}
-    made = {name for node in model.graph.node for name in node.output}
-    unknown = [name for name in histograms if name not in made | inputs | set(constants)]
+    produced = {name for node in model.graph.node for name in node.output}
+    unknown = [name for name in histograms if name not in produced | inputs | set(constants)]
     if unknown:
         raise BuildError(f"the model has no tensor '{unknown[0]}': calibrate the model that is quantised")
-    inner = [name for name in histograms if name in made]
+    inner = [name for name in histograms if name in produced]
     for name, histogram in histograms.items():
         if name in constants:
             histogram.add(numpy_helper.to_array(constants[name]))
@@ -304,16 +304,16 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
         rows = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(sum(array.nbytes for array in first.values()), 1)))
     for batch in samples.batches(rows):
         report(done / len(samples), f"calibrating, {done} of {len(samples)} samples")
-        found = {**runner.run(batch), **batch}
+        values = {**runner.run(batch), **batch}
         for name, histogram in histograms.items():
-            if name in found:
-                histogram.add(found[name])
+            if name in values:
+                histogram.add(values[name])
         done += len(next(iter(batch.values()))) if samples.batched else 1
 
 
 def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method: str, percentile: float) -> str:
-    told = [RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
-    digest = hashlib.sha256(json.dumps(told).encode())
+    parts = [RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
+    digest = hashlib.sha256(json.dumps(parts).encode())
     digest.update(model.SerializeToString(deterministic=True))
     return digest.hexdigest()
 
@@ -321,24 +321,24 @@ def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method:
 def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | None:
     """The ranges of a table, None where it is missing, damaged, or another's."""
     try:
-        told = json.loads(table.read_text(encoding="utf-8"))
-        if told["recipe"] != RECIPE or told["key"] != key or set(told["ranges"]) != set(names):
+        document = json.loads(table.read_text(encoding="utf-8"))
+        if document["recipe"] != RECIPE or document["key"] != key or set(document["ranges"]) != set(names):
             return None
-        ranges = {name: (float(told["ranges"][name][0]), float(told["ranges"][name][1])) for name in names}
+        ranges = {name: (float(document["ranges"][name][0]), float(document["ranges"][name][1])) for name in names}
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
     whole = all(low <= 0 <= high and np.isfinite(high - low) for low, high in ranges.values())
     return ranges if whole else None
 
 
-def _write(table: Path, told: dict[str, Any]) -> None:
+def _write(table: Path, document: dict[str, Any]) -> None:
     """Written beside and moved into place: builders that race leave one whole table."""
     temporary = ""
     try:
         table.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=".table.", dir=table.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(told, stream, indent=1)
+            json.dump(document, stream, indent=1)
         Path(temporary).replace(table)
     except OSError as error:
         if temporary:

@@ -73,16 +73,16 @@ def weighted(graph: Graph, node: onnx.NodeProto) -> Weighted | None:
     """The node as one that can run in 8 bits; None if it is none: other operators, other types, already quantised."""
     if node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
-    found = _weighted(graph, node)
-    if found is None:
+    layer = _weighted(graph, node)
+    if layer is None:
         return None
-    for index in found.activations:
+    for index in layer.activations:
         maker = graph.producer(node.input[index])
         if not is_activation(graph, node.input[index]) or (maker is not None and maker.op_type == "DequantizeLinear"):
             return None
-    if found.weight is not None and graph.element_type(node.input[found.weight]) != TensorProto.FLOAT:
+    if layer.weight is not None and graph.element_type(node.input[layer.weight]) != TensorProto.FLOAT:
         return None
-    return found
+    return layer
 
 
 def _weighted(graph: Graph, node: onnx.NodeProto) -> Weighted | None:
@@ -110,8 +110,8 @@ def _product(node: onnx.NodeProto) -> Weighted:
 
 def all_weighted(graph: Graph, keep: Collection[str] = ()) -> dict[str, Weighted]:
     """All nodes that can run in 8 bits, less those in `keep`, by name and in order."""
-    found = (weighted(graph, node) for node in graph.nodes)
-    return {one.name: one for one in found if one is not None and one.name not in keep}
+    layers = (weighted(graph, node) for node in graph.nodes)
+    return {one.name: one for one in layers if one is not None and one.name not in keep}
 
 
 def is_activation(graph: Graph, tensor: str) -> bool:
@@ -155,17 +155,17 @@ def wanted(graph: Graph, chosen: Collection[str], through: Collection[str], keep
         through: operators of the steps.
         keep: names of nodes that are no such steps.
     """
-    found: set[str] = set()
+    tensors: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name in chosen:
             one = weighted(graph, node)
-            found.update(node.input[index] for index in (one.activations if one else ()))
-        elif node.op_type in through and node.name not in keep and any(name in found for name in node.output):
+            tensors.update(node.input[index] for index in (one.activations if one else ()))
+        elif node.op_type in through and node.name not in keep and any(name in tensors for name in node.output):
             if node.op_type in JOINS:
-                found.update(node.input if joins_activations(graph, node) else ())
+                tensors.update(node.input if joins_activations(graph, node) else ())
             elif is_activation(graph, node.input[0]):
-                found.add(node.input[0])
-    return found
+                tensors.add(node.input[0])
+    return tensors
 
 
 def concatenated(graph: Graph, wanted_tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
@@ -204,25 +204,30 @@ def overlapping(graph: Graph, tensors: Collection[str]) -> dict[str, tuple[str, 
     Returns:
         By tensor the others, in their order; without those that have none.
     """
-    made: dict[str, frozenset[str]] = {}  # of the concatenations in it, and what those are made of
+    parts_of: dict[str, frozenset[str]] = {}  # of the concatenations in it, and what those are made of
     for node in graph.nodes:
         if node.op_type == "Concat" and joins_activations(graph, node):
-            parts = (made.get(name, frozenset((name,))) for name in node.input)
-            made[node.output[0]] = frozenset(node.output).union(*parts)
+            parts = (parts_of.get(name, frozenset((name,))) for name in node.input)
+            parts_of[node.output[0]] = frozenset(node.output).union(*parts)
         elif moves_values(graph, node) and is_activation(graph, node.input[0]):
-            same = made.get(node.input[0], frozenset((node.input[0],)))
-            made.update((name, same) for name in node.output)
+            same = parts_of.get(node.input[0], frozenset((node.input[0],)))
+            parts_of.update((name, same) for name in node.output)
     holders: dict[str, list[str]] = {}
     for tensor in tensors:
-        for part in made.get(tensor, (tensor,)):
+        for part in parts_of.get(tensor, (tensor,)):
             holders.setdefault(part, []).append(tensor)
-    found = {}
+    overlaps = {}
     for tensor in tensors:
-        own = made.get(tensor, frozenset((tensor,)))
-        near = {other for part in own for other in holders[part] if made.get(other, frozenset((other,))) != own}
+        own_parts = parts_of.get(tensor, frozenset((tensor,)))
+        near = {
+            other
+            for part in own_parts
+            for other in holders[part]
+            if parts_of.get(other, frozenset((other,))) != own_parts
+        }
         if near:
-            found[tensor] = tuple(other for other in tensors if other in near)
-    return found
+            overlaps[tensor] = tuple(other for other in tensors if other in near)
+    return overlaps
 
 
 # What runs in FP8 wherever anything does.
@@ -237,10 +242,10 @@ _MOST_FILTER_ELEMENTS = 32
 _FEWEST_CHANNELS = 16
 
 
-def fp8_layers(graph: Graph, found: dict[str, Weighted]) -> dict[str, Weighted]:
+def fp8_layers(graph: Graph, layers: dict[str, Weighted]) -> dict[str, Weighted]:
     """Those that TensorRT has fast FP8 kernels for: products, and convolutions of many channels with small filters."""
     nodes = {node.name: node for node in graph.nodes}
-    return {name: one for name, one in found.items() if _fits(graph, nodes[name], one)}
+    return {name: one for name, one in layers.items() if _fits(graph, nodes[name], one)}
 
 
 def _fits(graph: Graph, node: onnx.NodeProto, one: Weighted) -> bool:
@@ -470,7 +475,7 @@ def _depths(graph: Graph) -> dict[str, int]:
     """By tensor how many convolutions lie, at the most, between it and the inputs."""
     depth: dict[str, int] = {}
     for node in graph.nodes:
-        own = int(node.op_type in ("Conv", "ConvTranspose"))
+        count = int(node.op_type in ("Conv", "ConvTranspose"))
         behind = max((depth.get(name, 0) for name in node.input if is_activation(graph, name)), default=0)
-        depth.update((name, own + behind) for name in node.output)
+        depth.update((name, count + behind) for name in node.output)
     return depth

@@ -40,9 +40,9 @@ def fp8_scale(largest: float) -> np.float32:
         return np.float32(1)
     limits = np.finfo(np.float16)
     # Small values lose nothing by a larger scale: the format's own exponents reach far enough down.
-    wanted = min(max(largest / FP8_LARGEST, float(limits.smallest_normal)), float(limits.max))
-    scale = np.float16(wanted)
-    return np.float32(scale if float(scale) >= wanted else next_fp8_scale(np.float32(scale)))
+    exact = min(max(largest / FP8_LARGEST, float(limits.smallest_normal)), float(limits.max))
+    scale = np.float16(exact)
+    return np.float32(scale if float(scale) >= exact else next_fp8_scale(np.float32(scale)))
 
 
 def next_fp8_scale(scale: np.float32) -> np.float32:
@@ -58,8 +58,10 @@ def encode_fp8(values: Array, scale: np.float32) -> TensorProto:
 
 def fp8_numbers(values: Array, scale: np.float32) -> Array:
     """The same as an array of FP8 numbers."""
-    found: Array = np.clip(values.astype(np.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(ml_dtypes.float8_e4m3fn)
-    return found
+    numbers: Array = np.clip(values.astype(np.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(
+        ml_dtypes.float8_e4m3fn
+    )
+    return numbers
 
 
 Floats = npt.NDArray[np.float32]
@@ -148,13 +150,13 @@ class _Scheme(Protocol):
     def larger(self, scale: Floats) -> Floats:
         """A scale that is a little larger."""
 
-    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array | TensorProto, _Scale]:
         """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
 
         Args:
             values: FP32.
             one: the node.
-            least: scales that must not be undercut, [channels].
+            min_scale: scales that must not be undercut, [channels].
         """
 
 
@@ -170,8 +172,8 @@ class _SymmetricInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, one.axis, least, 127)
+    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, min_scale, 127)
 
 
 class _UnsignedInt8:
@@ -193,8 +195,8 @@ class _UnsignedInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array, _Scale]:
-        return _symmetric(values, one.axis, least, self._largest_weight)
+    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array, _Scale]:
+        return _symmetric(values, one.axis, min_scale, self._largest_weight)
 
 
 class _Fp8:
@@ -208,7 +210,7 @@ class _Fp8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(next_fp8_scale(np.float32(scale)))
 
-    def weight(self, values: Floats, one: Weighted, least: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array | TensorProto, _Scale]:
         # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
         scale = fp8_scale(float(np.abs(values).max(initial=0)))
         # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
@@ -224,13 +226,13 @@ def _float32(values: npt.ArrayLike) -> Floats:
     return np.asarray(np.maximum(values, np.finfo(np.float32).tiny), np.float32)
 
 
-def _symmetric(values: Floats, axis: int | None, least: Floats | None, largest: int) -> tuple[Array, _Scale]:
+def _symmetric(values: Floats, axis: int | None, min_scale: Floats | None, largest: int) -> tuple[Array, _Scale]:
     """Whole numbers -largest..largest and their scales; channels of zeros only have the scale of the others."""
     others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
     size = np.abs(values).max(axis=others, initial=0)
     whole = float(size.max(initial=0)) or 1.0
     scale = np.where(size > 0, size, whole).astype(np.float32) / np.float32(largest)
-    scale = _float32(np.maximum(scale, least) if least is not None and axis is not None else scale)
+    scale = _float32(np.maximum(scale, min_scale) if min_scale is not None and axis is not None else scale)
     shape = [-1 if i == axis else 1 for i in range(values.ndim)] if axis is not None else []
     quantized = np.clip(np.rint(values / scale.reshape(shape)), -largest, largest).astype(np.int8)
     return quantized, _Scale(scale, np.zeros(scale.shape, np.int8))
@@ -266,17 +268,17 @@ class _Writer:
     def _pair(self, tensor: str) -> str:
         graph, scheme = self._graph, self._scheme
         low, high, clamped = self._range(tensor)
-        found = scheme.activation(low, high, clamped)
-        taken = {
+        scale = scheme.activation(low, high, clamped)
+        other_scales = {
             float(self._scales[name].scale) for name in self._placement.apart.get(tensor, ()) if name in self._scales
         }
-        while float(found.scale) in taken:
-            found = replace(found, scale=scheme.larger(found.scale))
-        self._scales[tensor] = found
+        while float(scale.scale) in other_scales:
+            scale = replace(scale, scale=scheme.larger(scale.scale))
+        self._scales[tensor] = scale
         shape = graph.shape(tensor)
         constants = [
-            graph.add_constant(f"{tensor}_scale", found.scale),
-            graph.add_constant(f"{tensor}_zero_point", _copied(found.zero_point)),
+            graph.add_constant(f"{tensor}_scale", scale.scale),
+            graph.add_constant(f"{tensor}_zero_point", _copied(scale.zero_point)),
         ]
         quantized = graph.add_node("QuantizeLinear", [tensor, *constants], f"{tensor}_quantized")
         graph.set_type(quantized, scheme.element_type, shape)
@@ -290,12 +292,12 @@ class _Writer:
         for name in self._placement.sources[tensor]:
             if name not in self._ranges:
                 raise BuildError(f"the range of tensor '{name}' is not known: calibrate it (see tensors_to_calibrate)")
-            found = self._ranges[name]
-            if not all(map(math.isfinite, found)) or found[0] > found[1]:
+            bounds_found = self._ranges[name]
+            if not all(map(math.isfinite, bounds_found)) or bounds_found[0] > bounds_found[1]:
                 raise BuildError(
-                    f"the range of tensor '{name}' is {tuple(found)}: the samples, or the model, are at fault"
+                    f"the range of tensor '{name}' is {tuple(bounds_found)}: the samples, or the model, are at fault"
                 )
-            low, high = min(low, found[0]), max(high, found[1])
+            low, high = min(low, bounds_found[0]), max(high, bounds_found[1])
         maker = self._graph.producer(tensor)
         if maker is None or maker.op_type not in ("Relu", "Clip"):
             return low, high, False
@@ -317,14 +319,14 @@ class _Writer:
         )
         step = self._scales[tensor].scale
         # A weight's scale must be so large that the bias, in steps of both scales, is an int32; half of that is left for sums.
-        least = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
-        quantized, found = scheme.weight(values, one, least)
-        key = (name, one.axis, found.scale.tobytes())
+        min_scale = None if bias is None else np.asarray(2 * np.abs(bias) / (step * _INT32_LARGEST), np.float32)
+        quantized, weight_scale = scheme.weight(values, one, min_scale)
+        key = (name, one.axis, weight_scale.scale.tobytes())
         if key not in self._weights:
-            self._weights[key] = self._dequantized(name, quantized, found, one.axis, scheme.weight_type)
+            self._weights[key] = self._dequantized(name, quantized, weight_scale, one.axis, scheme.weight_type)
         graph.rewire(node, one.weight, self._weights[key])
         if bias is not None:
-            scale = np.asarray(found.scale.astype(np.float64) * step, np.float32)
+            scale = np.asarray(weight_scale.scale.astype(np.float64) * step, np.float32)
             whole = np.clip(np.rint(bias.astype(np.float64) / scale), -_INT32_LARGEST, _INT32_LARGEST).astype(np.int32)
             zeros = _Scale(scale, np.zeros(scale.shape, np.int32))
             graph.rewire(node, 2, self._dequantized(node.input[2], whole, zeros, 0, TensorProto.INT32))

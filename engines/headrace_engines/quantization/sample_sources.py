@@ -134,8 +134,10 @@ def open_pictures(
     labels = _labels(names, path, folder, config, where)
     reader = _Pictures(path, folder, names, layout, recipe, where)
     # What one picture becomes tells a change of the code that prepares it.
-    told = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
-    digests = [hashlib.sha256(told + _content(path / name, folder, f"{where}{name}")).digest() for name in names]
+    recipe_bytes = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
+    digests = [
+        hashlib.sha256(recipe_bytes + _content(path / name, folder, f"{where}{name}")).digest() for name in names
+    ]
     name = path.relative_to(folder).as_posix() + "/"
     return Samples(reader.read, digests, name, "pictures", labels=labels, batched=layout.batched)
 
@@ -213,8 +215,8 @@ def _pictures(path: Path, where: str) -> list[str]:
             else:
                 others += 1
     if not names:
-        found = f"the {others} files there are none" if others else "it is empty"
-        raise BuildError(f"{where} has no pictures ({found}): put {', '.join(SUFFIXES)} files there")
+        reason = f"the {others} files there are none" if others else "it is empty"
+        raise BuildError(f"{where} has no pictures ({reason}): put {', '.join(SUFFIXES)} files there")
     return names
 
 
@@ -233,26 +235,26 @@ def _content(file: Path, folder: Path, where: str) -> bytes:
 def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, where: str) -> Array | None:
     """The classes of the pictures; None where neither folders nor a file tell them."""
     if (path / LABEL_FILE).is_file():
-        told = _label_file(path / LABEL_FILE, where)
-        missing = [name for name in names if name not in told]
+        by_file = _label_file(path / LABEL_FILE, where)
+        missing = [name for name in names if name not in by_file]
         if missing:
             raise BuildError(f"{where}{LABEL_FILE} has no line for {missing[0]}: write one for every picture")
-        classes = [told[name] for name in names]
+        classes = [by_file[name] for name in names]
     else:
         classes = [name.partition("/")[0] if "/" in name else "" for name in names]
         if not any(classes):
             return None
     numbers = _numbers(folder, config)
-    known = {name: numbers(_plain(name)) for name in dict.fromkeys(classes)}
-    if (path / LABEL_FILE).is_file() or any(number is not None for number in known.values()):
-        strange = [name for name, number in known.items() if number is None]
+    class_numbers = {name: numbers(_plain(name)) for name in dict.fromkeys(classes)}
+    if (path / LABEL_FILE).is_file() or any(number is not None for number in class_numbers.values()):
+        strange = [name for name, number in class_numbers.items() if number is None]
         if strange:
             cure = "name every class by its number or its line in the label file"
-            found = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
+            culprit = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
             raise BuildError(
-                f"{where}: the pictures' classes are told by folders or {LABEL_FILE}, {found} is no class: {cure}"
+                f"{where}: the pictures' classes are told by folders or {LABEL_FILE}, {culprit} is no class: {cure}"
             )
-        return check_labels(np.array([known[name] for name in classes], np.int64), config, where)
+        return check_labels(np.array([class_numbers[name] for name in classes], np.int64), config, where)
     return None
 
 
@@ -281,7 +283,7 @@ def _plain(name: str) -> str:
 
 
 def _label_file(file: Path, where: str) -> dict[str, str]:
-    told = {}
+    classes = {}
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             for line, row in enumerate(csv.reader(stream), 1):
@@ -289,10 +291,10 @@ def _label_file(file: Path, where: str) -> dict[str, str]:
                     continue
                 if len(row) != 2:
                     raise BuildError(f"{where}{LABEL_FILE}:{line}: {len(row)} fields, expected two: write file,class")
-                told[row[0].strip()] = row[1]
+                classes[row[0].strip()] = row[1]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BuildError(f"{where}{LABEL_FILE} cannot be read: {error}: write it as UTF-8, file,class") from error
-    return told
+    return classes
 
 
 LABELS = ("labels", "label")
@@ -376,9 +378,9 @@ class _ArrayFile:
         if len(self._layouts) == len(missing) == len(others) == 1:
             return {missing[0]: others[0]}
         if missing:
-            found = ", ".join(self._headers) or "nothing"
+            names = ", ".join(self._headers) or "nothing"
             raise BuildError(
-                f"{self._where} has no array for {', '.join(missing)} (it holds {found}): add one of that name"
+                f"{self._where} has no array for {', '.join(missing)} (it holds {names}): add one of that name"
             )
         return arrays
 
@@ -388,9 +390,9 @@ class _ArrayFile:
             header = self._headers[array]
             counts[array] = self._layouts[tensor].count(header.dtype, header.shape, f"{self._where}: array '{array}'")
         if len(set(counts.values())) != 1:
-            told = ", ".join(f"'{array}' {count}" for array, count in counts.items()) or "none"
+            counts_text = ", ".join(f"'{array}' {count}" for array, count in counts.items()) or "none"
             raise BuildError(
-                f"{self._where}: the arrays differ in their number of samples ({told}): write as many of each"
+                f"{self._where}: the arrays differ in their number of samples ({counts_text}): write as many of each"
             )
         count = next(iter(counts.values()))
         if not count:
@@ -442,15 +444,15 @@ class _ArrayFile:
 
 def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
     """So many bytes, or none of them where they are only passed over."""
-    kept = bytearray()
+    content = bytearray()
     while size_bytes:
         piece = stream.read(min(size_bytes, _SKIP_BYTES))
         if not piece:
             raise EOFError("it ends too early")
         size_bytes -= len(piece)
         if keep:
-            kept += piece
-    return bytes(kept)
+            content += piece
+    return bytes(content)
 
 
 def open_reader(
@@ -471,24 +473,24 @@ def open_reader(
         BuildError: the code fails (told with file and line), or what it yields does not fit.
     """
     where = f"{path.name}:{function}"
-    kept = _Kept()
+    store = _Kept()
     labels: list[int] = []
     for number, item in enumerate(_call(path, function)):
         for sample, label in _samples_of(item, layouts, config, f"{where}: item {number}"):
-            if len(kept) < limit:
-                kept.add(sample)
+            if len(store) < limit:
+                store.add(sample)
                 labels += [] if label is None else [label]
-        if len(kept) >= limit:
+        if len(store) >= limit:
             break
-    if not len(kept):
+    if not len(store):
         raise BuildError(f"{where} gave no samples: let it yield at least one")
-    if labels and len(labels) != len(kept):
+    if labels and len(labels) != len(store):
         raise BuildError(
-            f"{where} gave labels for {len(labels)} of {len(kept)} samples: give every sample one, or none"
+            f"{where} gave labels for {len(labels)} of {len(store)} samples: give every sample one, or none"
         )
     batched = config.max_batch_size > 0
-    found = check_labels(np.array(labels), config, where) if labels else None
-    return Samples(kept.read, kept.digests, where, labels=found, batched=batched)
+    checked = check_labels(np.array(labels), config, where) if labels else None
+    return Samples(store.read, store.digests, where, labels=checked, batched=batched)
 
 
 class _Kept:
@@ -514,17 +516,17 @@ class _Kept:
                     self._file.write(np.ascontiguousarray(array).tobytes())
             self._file.flush()
         except OSError as error:
-            place = tempfile.gettempdir()
+            folder = tempfile.gettempdir()
             raise BuildError(
-                f"the samples cannot be kept in {place}: {error.strerror or error}: make room there"
+                f"the samples cannot be kept in {folder}: {error.strerror or error}: make room there"
             ) from error
         self.digests.append(content_digest(sample))
         self._places.append(places)
 
     def read(self, number: int) -> Sample:
         sample: Sample = {name: array for (n, name), array in self._text.items() if n == number}
-        for name, place, dtype, shape in self._places[number]:
-            self._file.seek(place)
+        for name, offset, dtype, shape in self._places[number]:
+            self._file.seek(offset)
             size_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             sample[name] = np.frombuffer(self._file.read(size_bytes), dtype).reshape(shape)
         return sample
@@ -541,17 +543,17 @@ def _call(path: Path, function: str) -> Iterator[Any]:
         # Not imported: that would leave a cache in the model's folder.
         code = _guarded(path, lambda: compile(path.read_bytes(), str(path), "exec", dont_inherit=True))
         _guarded(path, exec, code, module.__dict__)
-        made = getattr(module, function, None)
-        if not callable(made):
+        callable_ = getattr(module, function, None)
+        if not callable(callable_):
             there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             raise BuildError(
                 f"{path.name} has no function '{function}' (it has {', '.join(there) or 'none'}): define it"
             )
-        items = _guarded(path, made)
+        items = _guarded(path, callable_)
         if not hasattr(items, "__iter__") or isinstance(items, dict | np.ndarray):
-            found = type(items).__name__
+            type_name = type(items).__name__
             raise BuildError(
-                f"{path.name}:{function} gave one {found} and not several: write it with yield, or return a list"
+                f"{path.name}:{function} gave one {type_name} and not several: write it with yield, or return a list"
             )
         iterator = _guarded(path, iter, items)
         ended = object()
@@ -589,9 +591,9 @@ def _samples_of(
     unknown = sorted(str(name) for name in set(arrays) - set(layouts))
     missing = [name for name, layout in layouts.items() if name not in arrays and not layout.optional]
     if unknown or missing or not arrays:
-        found = ", ".join(map(str, arrays)) or "nothing"
+        names = ", ".join(map(str, arrays)) or "nothing"
         raise BuildError(
-            f"{where}: the model's inputs are {', '.join(layouts)}, found {found}: yield arrays of those names"
+            f"{where}: the model's inputs are {', '.join(layouts)}, found {names}: yield arrays of those names"
         )
     try:
         values = {name: np.asarray(value) for name, value in arrays.items()}
@@ -613,9 +615,9 @@ def _several(
     counts = {name: layouts[name].count(array.dtype, array.shape, where) for name, array in values.items()}
     labels = None if label is None else check_labels(np.atleast_1d(np.asarray(label)), config, where)
     if len(set(counts.values())) != 1 or (labels is not None and len(labels) not in counts.values()):
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        counts_text = ", ".join(f"{name} {count}" for name, count in counts.items())
         labelled = "" if labels is None else f", labels {len(labels)}"
-        raise BuildError(f"{where}: different numbers of samples ({told}{labelled}): yield as many of each")
+        raise BuildError(f"{where}: different numbers of samples ({counts_text}{labelled}): yield as many of each")
     for row in range(next(iter(counts.values()))):
         sample = {}
         for name, array in values.items():

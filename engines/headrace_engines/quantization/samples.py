@@ -84,7 +84,7 @@ class InputLayout:
         array = self._converted(array, where)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise BuildError(f"{where}: '{self.name}' holds NaN or infinity: take such samples out")
-        free = iter([found for told, found in zip(self.dims, array.shape, strict=True) if told < 0])
+        free = iter([actual for expected, actual in zip(self.dims, array.shape, strict=True) if expected < 0])
         return array.reshape([next(free) if size < 0 else size for size in self.model_dims])
 
     def check(self, dtype: np.dtype[Any], shape: Sequence[int], where: str, samples_in_front: bool = False) -> None:
@@ -99,11 +99,13 @@ class InputLayout:
         Raises:
             BuildError: they do not fit; tells what is expected and found, and the usual mistake where it looks like one.
         """
-        own = tuple(shape[1:]) if samples_in_front else tuple(shape)
-        if len(own) != len(self.dims) or any(e not in (-1, f) for e, f in zip(self.dims, own, strict=True)):
+        sample_shape = tuple(shape[1:]) if samples_in_front else tuple(shape)
+        if len(sample_shape) != len(self.dims) or any(
+            e not in (-1, f) for e, f in zip(self.dims, sample_shape, strict=True)
+        ):
             expected = ["N", *self.dims] if samples_in_front else [*self.dims]
             message = f"{where}: input '{self.name}' takes {_shown(expected)}, found {_shown(shape)}"
-            raise BuildError(f"{message}: {self._cure(tuple(shape), own)}")
+            raise BuildError(f"{message}: {self._cure(tuple(shape), sample_shape)}")
         if not self._takes(dtype):
             cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
             raise BuildError(f"{where}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
@@ -129,19 +131,19 @@ class InputLayout:
         with np.errstate(over="ignore"):  # what overflows becomes infinity, which is told
             return np.asarray(array, self.dtype)
 
-    def _cure(self, whole: tuple[int, ...], own: tuple[int, ...]) -> str:
+    def _cure(self, whole: tuple[int, ...], sample_shape: tuple[int, ...]) -> str:
         def fits(shape: tuple[int, ...]) -> bool:
             return len(shape) == len(self.dims) and all(e in (-1, f) for e, f in zip(self.dims, shape, strict=True))
 
         if fits(whole):
             return "a dimension for the samples is missing in front: array[None] for a single one"
-        if len(own) == 3 and fits((own[2], own[0], own[1])):
+        if len(sample_shape) == 3 and fits((sample_shape[2], sample_shape[0], sample_shape[1])):
             return "this is channels last (NHWC) where channels first (NCHW) is wanted: array.transpose(0, 3, 1, 2)"
-        if len(own) == 3 and fits((own[1], own[2], own[0])):
+        if len(sample_shape) == 3 and fits((sample_shape[1], sample_shape[2], sample_shape[0])):
             return "this is channels first (NCHW) where channels last (NHWC) is wanted: array.transpose(0, 2, 3, 1)"
-        if fits((1, *own)):
+        if fits((1, *sample_shape)):
             return "the dimension of the single channel is missing: array[:, None]"
-        if fits((*own, 1)):
+        if fits((*sample_shape, 1)):
             return "the dimension of the single channel is missing: array[..., None]"
         return "bring it into the shape the model takes"
 
@@ -169,10 +171,10 @@ def class_output(config: ModelConfig) -> str:
 def class_names(config: ModelConfig) -> tuple[str, int]:
     """The label file ("" if none) and the number of classes (0 if not known) of the output that classifies."""
     name = class_output(config)
-    found = [output for output in config.output if output.name == name]
-    if not found and len(config.output) > 1:
+    matches = [output for output in config.output if output.name == name]
+    if not matches and len(config.output) > 1:
         return "", 0
-    output = next(iter(found or config.output), None)
+    output = next(iter(matches or config.output), None)
     if output is None:
         return "", 0
     return output.label_filename, max(output.dims[-1], 0) if output.dims else 0
@@ -191,12 +193,12 @@ def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
     """
     flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
-        found = f"{labels.dtype} {_shown(labels.shape)}"
-        raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {found}: write those")
+        actual = f"{labels.dtype} {_shown(labels.shape)}"
+        raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {actual}: write those")
     classes = class_names(config)[1]
     if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
-        told = f"from 0 to {classes - 1}" if classes else "0 or more"
-        raise BuildError(f"{where}: labels go from {flat.min()} to {flat.max()}, the model's classes are {told}")
+        bounds = f"from 0 to {classes - 1}" if classes else "0 or more"
+        raise BuildError(f"{where}: labels go from {flat.min()} to {flat.max()}, the model's classes are {bounds}")
     return flat.astype(np.int64)
 
 
@@ -254,11 +256,11 @@ class Samples:
     @classmethod
     def of(cls, arrays: Mapping[str, Array], labels: Array | None = None, name: str = "arrays") -> Self:
         """Samples from arrays by input name, all with the samples along their first dimension."""
-        kept = {key: np.asarray(array) for key, array in arrays.items()}
-        count = len(next(iter(kept.values())))
+        by_name = {key: np.asarray(array) for key, array in arrays.items()}
+        count = len(next(iter(by_name.values())))
 
         def read(number: int) -> Sample:
-            return {key: array[number] for key, array in kept.items()}
+            return {key: array[number] for key, array in by_name.items()}
 
         return cls(read, [content_digest(read(n)) for n in range(count)], name, labels=labels)
 
@@ -330,8 +332,8 @@ class Samples:
 
     def without(self, others: Samples) -> Samples:
         """Those that are not among others, by content."""
-        known = {others._digests[number] for number in others._numbers}
-        return self._part([number for number in self._numbers if self._digests[number] not in known])
+        digests = {others._digests[number] for number in others._numbers}
+        return self._part([number for number in self._numbers if self._digests[number] not in digests])
 
     def _part(self, numbers: Sequence[int]) -> Samples:
         return Samples(
@@ -373,20 +375,22 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
             sample[name] = values
         return sample
 
-    told = repr([(name, layout.shape, str(layout.dtype)) for name, layout in layouts.items()] + [mean, deviation])
-    digests = [hashlib.sha256(f"random {SEED} {number} {told}".encode()).digest() for number in range(count)]
+    description = repr(
+        [(name, layout.shape, str(layout.dtype)) for name, layout in layouts.items()] + [mean, deviation]
+    )
+    digests = [hashlib.sha256(f"random {SEED} {number} {description}".encode()).digest() for number in range(count)]
     batched = all(layout.batched for layout in layouts.values())
     return Samples(read, digests, "random inputs", "", batched=batched)
 
 
-def content_digest(sample: Sample, *more: object) -> bytes:
-    """SHA-256 over a sample's names, types, shapes and values, and over the text of `more`."""
+def content_digest(sample: Sample, *extra: object) -> bytes:
+    """SHA-256 over a sample's names, types, shapes and values, and over the text of `extra`."""
     digest = hashlib.sha256()
     for name, array in sorted(sample.items()):
         content = repr(array.tolist()).encode() if array.dtype.kind == "O" else np.ascontiguousarray(array).tobytes()
         digest.update(repr((name, array.dtype.str, array.shape, len(content))).encode())
         digest.update(content)
-    digest.update(repr(more).encode())
+    digest.update(repr(extra).encode())
     return digest.digest()
 
 

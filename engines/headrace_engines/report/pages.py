@@ -141,11 +141,11 @@ def layers_page(inspection: Inspection) -> str:
 
 def _layer(layer: Layer, longest_us: float) -> str:
     nodes = ", ".join(layer.nodes)
-    told = " · ".join(word for word in (layer.kind, layer.precision, layer.tactic) if word)
+    description = " · ".join(word for word in (layer.kind, layer.precision, layer.tactic) if word)
     head = f"<b>{escape(nodes)}</b>" if nodes else f'<span class="soft">{escape(layer.name)}</span>'
     name = f"<br><small>{escape(layer.name)}</small>" if nodes and nodes != layer.name else ""
     return (
-        f'<li><div class="name">{head}{name}</div><small class="kind">{escape(told)}</small>'
+        f'<li><div class="name">{head}{name}</div><small class="kind">{escape(description)}</small>'
         f'<div class="time">{layer.time_us:,.1f} us <span class="soft">{layer.share:.1%}</span></div>'
         f'<div class="bar" style="width:{100 * layer.time_us / longest_us:.2f}%;background:{colour(layer.precision)}"></div></li>'
     )
@@ -171,11 +171,11 @@ def _by_kind(layers: Sequence[Layer]) -> str:
     rows = [
         [
             escape(kind),
-            str(len(found)),
-            f"{sum(layer.time_us for layer in found):,.1f}",
-            f"{sum(layer.share for layer in found):.1%}",
+            str(len(group)),
+            f"{sum(layer.time_us for layer in group):,.1f}",
+            f"{sum(layer.share for layer in group):.1%}",
         ]
-        for kind, found in ranked
+        for kind, group in ranked
     ]
     return table(("kind", "layers", "us", "share"), rows)
 
@@ -185,7 +185,7 @@ def comparison_page(comparison: Comparison) -> str:
     names = [row.precision for row in comparison.worked]
     throughput, latency, accuracy = _panels(comparison)
     lines = [cells_of(row) for row in comparison.worked]
-    told = told_columns(lines)
+    columns = told_columns(lines)
     label = f"{comparison.model} by precision: "
     body = [
         f"<h1>{escape(comparison.model)} <small>version {comparison.version}, precisions compared</small></h1>",
@@ -199,8 +199,13 @@ def comparison_page(comparison: Comparison) -> str:
         svg(latency, WIDTH, HEIGHT, label + "latency"),
         svg(accuracy[0], WIDTH, accuracy[1], label + "accuracy"),
         "</div><h2>What they are</h2>",
-        table([HEADINGS[column] for column in told], [[escape(cells[column]) for column in told] for cells in lines]),
-        *(f"<p><small><b>{escape(row.precision)}</b> {escape(told)}</small></p>" for row, told in _remarks(comparison)),
+        table(
+            [HEADINGS[column] for column in columns], [[escape(cells[column]) for column in columns] for cells in lines]
+        ),
+        *(
+            f"<p><small><b>{escape(row.precision)}</b> {escape(columns)}</small></p>"
+            for row, columns in _remarks(comparison)
+        ),
         "<h2>How fast they are</h2>",
         table(
             SPEED_HEADINGS, [_speed_cells(comparison, row, n) for row in comparison.worked for n in comparison.sizes]
@@ -266,7 +271,7 @@ def speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:
 
 
 def _remarks(comparison: Comparison) -> list[tuple[Row, str]]:
-    return [(row, told) for row in comparison.rows if (told := cells_of(row)[-1])]
+    return [(row, remark) for row in comparison.rows if (remark := cells_of(row)[-1])]
 
 
 def _panels(comparison: Comparison) -> tuple[str, str, tuple[str, int]]:
@@ -290,8 +295,8 @@ def _accuracy_bars(rows: list[Row]) -> list[Bar]:
         if accuracy is None:
             continue
         if accuracy.top1_agreement is not None:
-            told = accuracy.top1_agreement
-            bars.append(Bar(row.precision, f"{row.precision} same as FP32", told, f"{told:.1%}"))
+            agreement = accuracy.top1_agreement
+            bars.append(Bar(row.precision, f"{row.precision} same as FP32", agreement, f"{agreement:.1%}"))
         else:
             bars.append(Bar(row.precision, f"{row.precision} cosine", accuracy.cosine, f"{accuracy.cosine:.4f}"))
         if accuracy.accuracy is not None:

@@ -82,11 +82,11 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
     if width >= PIPE_WIDTH:
         rows = [[Text(", ").join(cell.split("\n")) for cell in row] for row in rows]
     shown = [column for column in range(len(headings)) if any(row[column].plain for row in rows)]
-    least = [_widest(heading, [row[i] for row in rows], heading.wraps) for i, heading in enumerate(headings)]
-    most = [_widest(heading, [row[i] for row in rows], False) for i, heading in enumerate(headings)]
-    least[0] = min(least[0], width // 2)
+    min_widths = [_widest(heading, [row[i] for row in rows], heading.wraps) for i, heading in enumerate(headings)]
+    max_widths = [_widest(heading, [row[i] for row in rows], False) for i, heading in enumerate(headings)]
+    min_widths[0] = min(min_widths[0], width // 2)
     gap = _GAP
-    while (spare := width - sum(least[column] + gap for column in shown) + gap) < 0:
+    while (spare := width - sum(min_widths[column] + gap for column in shown) + gap) < 0:
         expendable = max(shown, key=lambda column: headings[column].rank)
         if gap > 1:
             gap -= 1
@@ -99,10 +99,10 @@ def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequenc
     table.padding = (0, gap - 1, 0, 0)
     table.title_justify = table.caption_justify = "left"
     for column in shown:
-        more = min(max(spare, 0), most[column] - least[column])
-        spare -= more
+        extra = min(max(spare, 0), max_widths[column] - min_widths[column])
+        spare -= extra
         justify = "right" if headings[column].number else "left"
-        table.add_column(headings[column].text, justify=justify, overflow="fold", max_width=least[column] + more)  # type: ignore[arg-type]
+        table.add_column(headings[column].text, justify=justify, overflow="fold", max_width=min_widths[column] + extra)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(row[column] for column in shown))
     return fit_title(table, width)
@@ -142,8 +142,8 @@ class BuildDisplay:
         )
         self._names = list(names)
         self._tasks: dict[str, TaskID] = {
-            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=place < _SHOWN)
-            for place, name in enumerate(names)
+            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=index < _SHOWN)
+            for index, name in enumerate(names)
         }
 
     def __enter__(self) -> BuildDisplay:
@@ -164,8 +164,8 @@ class BuildDisplay:
         """Begin with a model; what is returned moves its bar."""
         task = self._tasks[name]
         first = max(min(self._names.index(name) - _SHOWN // 2, len(self._names) - _SHOWN), 0)
-        for place, other in enumerate(self._names):
-            self._progress.update(self._tasks[other], visible=first <= place < first + _SHOWN)
+        for index, other in enumerate(self._names):
+            self._progress.update(self._tasks[other], visible=first <= index < first + _SHOWN)
         self._progress.start_task(task)
         return lambda done, note: self._progress.update(task, completed=done, note=escape(note))
 

@@ -39,14 +39,14 @@ def label(node: onnx.NodeProto) -> str:
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which every node has a name of its own, that of its `label` where it is free."""
     named = copy_model(model)
-    taken: set[str] = set()
+    used: set[str] = set()
     for node in named.graph.node:
         base = label(node)
         node.name, number = base, 1
-        while node.name in taken:
+        while node.name in used:
             node.name = f"{base}#{number}"
             number += 1
-        taken.add(node.name)
+        used.add(node.name)
     return named
 
 
@@ -97,14 +97,14 @@ class _Trace:
         for node in self._optimised.node:
             self._claim(node)
         self._give_away_what_is_left()
-        return {name: tuple(sorted(found, key=self._order.__getitem__)) for name, found in self._found.items()}
+        return {name: tuple(sorted(names, key=self._order.__getitem__)) for name, names in self._found.items()}
 
     def _anchor(self, node: onnx.NodeProto) -> None:
         if node.op_type in _MOVERS and node.name not in self._by_name:
             return
-        known = next((name for name in node.output if self._graph.producer(name) is not None), None)
-        if known is not None:
-            self._set_anchor(node, known, True)
+        tensor = next((name for name in node.output if self._graph.producer(name) is not None), None)
+        if tensor is not None:
+            self._set_anchor(node, tensor, True)
             for hint, is_tensor in _hints(node.name):
                 if not is_tensor and hint in self._by_name:
                     self._anchors.setdefault(hint, node.name)
@@ -178,7 +178,7 @@ class _Trace:
         self._found[name].add(node.name)
 
     def _give_away_what_is_left(self) -> None:
-        done = {name for found in self._found.values() for name in found}
+        done = {name for names in self._found.values() for name in names}
         for node in self._graph.nodes:
             if node.name in done or all(self._is_folded(name) for name in node.input if name):
                 continue

@@ -90,17 +90,17 @@ def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.Infere
 
 
 def _load_failure(text: str) -> str:
-    found = _NODE.search(text)
+    match = _NODE.search(text)
     reason = text.partition(" : ")[2] or text
     if "serialization failed" in text:
         return f"ONNX Runtime cannot write the optimised model: {reason}: is the disk full?"
-    if not found:
+    if not match:
         return f"ONNX Runtime cannot load the model: {reason}: check it with onnx.checker"
-    operator = next(value for name, value in found.groupdict().items() if name.startswith("op") and value)
-    node = next((value for name, value in found.groupdict().items() if name.startswith("node") and value), "")
-    place = f"node '{node}' ({operator})" if node else f"operator {operator}"
+    operator = next(value for name, value in match.groupdict().items() if name.startswith("op") and value)
+    node = next((value for name, value in match.groupdict().items() if name.startswith("node") and value), "")
+    location = f"node '{node}' ({operator})" if node else f"operator {operator}"
     cure = "keep it in FP32, or write it with operators that ONNX Runtime has on CPUs"
-    return f"{place} cannot run on ONNX Runtime's CPU: {reason}: {cure}"
+    return f"{location} cannot run on ONNX Runtime's CPU: {reason}: {cure}"
 
 
 class OnnxRuntimeEngine:
@@ -140,16 +140,16 @@ class OnnxRuntimeEngine:
             self.run(fed)
             if time.perf_counter_ns() - started_ns > _WARM_UP_SHARE * seconds * 1e9:
                 break
-        taken_ns: list[int] = []
+        durations_ns: list[int] = []
         started_ns = now_ns = time.perf_counter_ns()
-        while len(taken_ns) < _FEWEST_RUNS or now_ns - started_ns < seconds * 1e9:
+        while len(durations_ns) < _FEWEST_RUNS or now_ns - started_ns < seconds * 1e9:
             self._session.run(self._outputs, fed)
             done_ns = time.perf_counter_ns()
-            taken_ns.append(done_ns - now_ns)
+            durations_ns.append(done_ns - now_ns)
             now_ns = done_ns
-        median_us, p99_us = np.percentile(np.array(taken_ns) / 1e3, (50, 99))
+        median_us, p99_us = np.percentile(np.array(durations_ns) / 1e3, (50, 99))
         rows = rows_of(fed)
-        return Timing(rows, float(median_us), float(p99_us), rows * len(taken_ns) / ((now_ns - started_ns) / 1e9))
+        return Timing(rows, float(median_us), float(p99_us), rows * len(durations_ns) / ((now_ns - started_ns) / 1e9))
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
         """The kernels that ONNX Runtime runs, in order, timed on this batch by its own profiler."""
@@ -165,19 +165,19 @@ class OnnxRuntimeEngine:
             BuildError: that process did not live to tell.
         """
         shapes = self._largest or {name: tuple(_fixed(size) for size in sizes) for name, sizes in self._inputs.items()}
-        asked = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
-        if asked not in self._memory_bytes:
+        request = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
+        if request not in self._memory_bytes:
             # As a file, so that the child imports ONNX Runtime and nothing of ours; -P: nor what lies beside the file.
             command = [sys.executable, "-P", str(Path(__file__).with_name("onnxruntime_memory.py"))]
             try:
                 done = subprocess.run(
-                    command, input=asked, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S, check=True
+                    command, input=request, capture_output=True, text=True, timeout=_MEMORY_TIMEOUT_S, check=True
                 )
             except (subprocess.SubprocessError, OSError) as error:
-                told = (getattr(error, "stderr", "") or "").strip().rpartition("\n")[2]
-                raise BuildError(f"the memory of {self._path.name} cannot be measured: {told or error}") from error
-            self._memory_bytes[asked] = int(done.stdout)
-        return self._memory_bytes[asked]
+                last_line = (getattr(error, "stderr", "") or "").strip().rpartition("\n")[2]
+                raise BuildError(f"the memory of {self._path.name} cannot be measured: {last_line or error}") from error
+            self._memory_bytes[request] = int(done.stdout)
+        return self._memory_bytes[request]
 
     def close(self) -> None:
         """Drop the session."""
@@ -302,18 +302,18 @@ def _fused(named: Path, folder: Path) -> onnx.ModelProto:
 
 def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[str, _Kernel]:
     """By name, in the order of the last run; the main graph's alone: the time of an If is that of its branch."""
-    known = {node.name for node in optimised.graph.node}
+    names = {node.name for node in optimised.graph.node}
     kernels: dict[str, _Kernel] = {}
     for run in list(_runs(events))[_PROFILE_WARM_UP_RUNS:]:
         spent_us: dict[str, float] = defaultdict(float)
         for event in run:
             name = event["name"].removesuffix(_SUFFIX)
-            if name not in known:
+            if name not in names:
                 continue
             spent_us[name] += event["dur"]
             if name not in kernels:
-                told = event.get("args", {})
-                kernels[name] = _Kernel(told.get("op_name", ""), told.get("provider", ""), _precision(told))
+                args = event.get("args", {})
+                kernels[name] = _Kernel(args.get("op_name", ""), args.get("provider", ""), _precision(args))
         for name, time_us in spent_us.items():
             kernels[name].times_us.append(time_us)
     return kernels
@@ -330,12 +330,12 @@ def _runs(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             run = []
 
 
-def _precision(told: dict[str, Any]) -> str:
+def _precision(args: dict[str, Any]) -> str:
     """Of what a kernel computes with: 8-bit integers where its first input has them, else the first floating type."""
-    types = [kind for kinds in (told.get("input_type_shape"), told.get("output_type_shape")) for kind in _types(kinds)]
+    types = [kind for kinds in (args.get("input_type_shape"), args.get("output_type_shape")) for kind in _types(kinds)]
     if not types:
         return ""
-    if types[0] in ("int8", "uint8") and told.get("op_name") != "Cast":
+    if types[0] in ("int8", "uint8") and args.get("op_name") != "Cast":
         return "int8"
     chosen = next((kind for kind in types if kind in _FLOATING), types[0])
     return _PRECISIONS.get(chosen, chosen) if chosen in _FLOATING else chosen
@@ -466,19 +466,19 @@ def _drop_unused_opsets(model: onnx.ModelProto) -> None:
         *_domains(model.graph.node),
         *(domain for f in model.functions for domain in (f.domain, *_domains(f.node))),
     }
-    kept = [helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain in used]
+    remaining = [helper.make_opsetid(o.domain, o.version) for o in model.opset_import if o.domain in used]
     del model.opset_import[:]
-    model.opset_import.extend(kept)
+    model.opset_import.extend(remaining)
 
 
 def _domains(nodes: Iterable[onnx.NodeProto]) -> set[str]:
-    found: set[str] = set()
+    domains: set[str] = set()
     for node in nodes:
-        found.add(node.domain)
+        domains.add(node.domain)
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs):
-                found |= _domains(inner.node)
-    return found
+                domains |= _domains(inner.node)
+    return domains
 
 
 def _missing_bf16() -> str:

@@ -21,17 +21,17 @@ _NUMPY = {"float": "f4", "float16": "f2", "double": "f8", "bool": "?"}
 
 def main() -> None:
     """Print the growth in bytes."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     options = ort.SessionOptions()
-    options.intra_op_num_threads = asked["threads"]
+    options.intra_op_num_threads = request["threads"]
     options.log_severity_level = 4
     before_bytes = _resident_bytes()
-    session = ort.InferenceSession(asked["path"], options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(request["path"], options, providers=["CPUExecutionProvider"])
     inputs = {}
     for node in session.get_inputs():
         element = node.type.removeprefix("tensor(").removesuffix(")")
         dtype = np.dtype(object) if element == "string" else np.dtype(_NUMPY.get(element, element))
-        inputs[node.name] = np.full(asked["shapes"][node.name], "" if element == "string" else 0, dtype)
+        inputs[node.name] = np.full(request["shapes"][node.name], "" if element == "string" else 0, dtype)
     inputs_bytes = sum(array.nbytes for array in inputs.values())
     for _ in range(_RUNS):
         session.run(None, inputs)
@@ -45,8 +45,8 @@ def _resident_bytes() -> int:
     import resource
 
     # The most it ever was: all that systems without /proc tell; in KiB except on macOS.
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

@@ -130,8 +130,10 @@ class TensorRt:
             return kind(self.logger)
         except TypeError as error:
             # The binding says no more than that it was given nothing.
-            told = "; ".join(errors) or str(error)
-            raise BuildError(f"TensorRT {self.version} does not start: {told}: check driver and free memory") from error
+            reason = "; ".join(errors) or str(error)
+            raise BuildError(
+                f"TensorRT {self.version} does not start: {reason}: check driver and free memory"
+            ) from error
 
     def network(self, builder: Any, *, strongly_typed: bool) -> Any:
         """An empty network; in TensorRT 11 every network is strongly typed and nothing is asked for."""
@@ -290,7 +292,7 @@ class Progress(Stop):
             self.stop(error)
 
     def _tell(self, phase: str) -> None:
-        roots = [name for name, found in self._phases.items() if found.parent not in self._phases]
+        roots = [name for name, active in self._phases.items() if active.parent not in self._phases]
         share = max((self._done(name) for name in roots), default=0.0)
         self._share = max(self._share, min(share, 1.0))
         if self.raised is None:
@@ -298,7 +300,7 @@ class Progress(Stop):
 
     def _done(self, name: str) -> float:
         phase = self._phases[name]
-        inner = max((self._done(child) for child, found in self._phases.items() if found.parent == name), default=0.0)
+        inner = max((self._done(child) for child, active in self._phases.items() if active.parent == name), default=0.0)
         return (phase.done + min(inner, 1.0)) / phase.steps
 
 

@@ -72,18 +72,18 @@ def check_profiles(
 
 
 def _check_shapes(where: str, shape: tuple[int, ...], shapes: tuple[tuple[int, ...], ...]) -> None:
-    least, tuned, most = shapes
-    if not len(least) == len(tuned) == len(most) == len(shape):
+    smallest, tuned, largest = shapes
+    if not len(smallest) == len(tuned) == len(largest) == len(shape):
         raise BuildError(
             f"{where}: the model's shape {_text(shape)} has {len(shape)} dimensions, not those told: {_CURE}"
         )
-    for own, a, b, c in zip(shape, least, tuned, most, strict=True):
+    for size, a, b, c in zip(shape, smallest, tuned, largest, strict=True):
         if not 0 < a <= b <= c:
-            told = f"{_text(least)}, {_text(tuned)}, {_text(most)}"
-            raise BuildError(f"{where}: {told} do not ascend from the smallest to the largest: {_CURE}")
-        if own != -1 and (a != own or c != own):
-            told = f"{_text(least)} to {_text(most)}"
-            raise BuildError(f"{where}: {told} do not fit the model's shape {_text(shape)}: {_CURE}")
+            shapes_text = f"{_text(smallest)}, {_text(tuned)}, {_text(largest)}"
+            raise BuildError(f"{where}: {shapes_text} do not ascend from the smallest to the largest: {_CURE}")
+        if size != -1 and (a != size or c != size):
+            shapes_text = f"{_text(smallest)} to {_text(largest)}"
+            raise BuildError(f"{where}: {shapes_text} do not fit the model's shape {_text(shape)}: {_CURE}")
 
 
 def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles: Sequence[ShapeRange]) -> None:
@@ -93,10 +93,10 @@ def add_profiles(builder: Any, config: Any, inputs: Mapping[str, Any], profiles:
         BuildError: TensorRT finds an inconsistency of its own.
     """
     for number, profile in enumerate(profiles if inputs else ()):
-        made = builder.create_optimization_profile()
+        optimization_profile = builder.create_optimization_profile()
         for name in inputs:
-            set_shape(made, name, profile.shapes[name])
-        if config.add_optimization_profile(made) < 0:
+            set_shape(optimization_profile, name, profile.shapes[name])
+        if config.add_optimization_profile(optimization_profile) < 0:
             raise BuildError(f"TensorRT does not take profile {number + 1}: {_CURE}")
 
 
@@ -218,22 +218,22 @@ def _faults(parser: Any, model: onnx.ModelProto) -> list[ParserFault]:
     return faults
 
 
-def _unsupported(parser: Any, model: onnx.ModelProto, known: list[ParserFault]) -> list[ParserFault]:
+def _unsupported(parser: Any, model: onnx.ModelProto, faults: list[ParserFault]) -> list[ParserFault]:
     """Nodes of operators or in parts that TensorRT does not support, of which it has given no error."""
-    told = {fault.node for fault in known}
-    found = [
+    labels = {fault.node for fault in faults}
+    unsupported = [
         ParserFault(label, node.op_type, "", True)
         for index, node in enumerate(model.graph.node)
-        if not parser.supports_operator(node.op_type) and (label := node_label(model, index)) not in told
+        if not parser.supports_operator(node.op_type) and (label := node_label(model, index)) not in labels
     ]
-    told |= {fault.node for fault in found}
+    labels |= {fault.node for fault in unsupported}
     for subgraph in range(parser.num_subgraphs):
         if not parser.is_subgraph_supported(subgraph):
             for index in parser.get_subgraph_nodes(subgraph):
                 label = node_label(model, index)
-                if label not in told:
-                    found.append(ParserFault(label, model.graph.node[index].op_type, "", True))
-    return found
+                if label not in labels:
+                    unsupported.append(ParserFault(label, model.graph.node[index].op_type, "", True))
+    return unsupported
 
 
 def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options: Options, gpu: Gpu) -> Any:

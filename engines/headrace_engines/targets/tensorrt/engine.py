@@ -53,12 +53,12 @@ def numpy_type(datatype: Any) -> np.dtype[Any]:
     Raises:
         BuildError: it holds it in no way.
     """
-    found = _DTYPES.get(datatype.name)
-    if found is None:
+    dtype = _DTYPES.get(datatype.name)
+    if dtype is None:
         raise BuildError(
             f"the engine has a tensor of type {datatype.name}: inputs and outputs must be of a type of NumPy's"
         )
-    return np.dtype(found)
+    return np.dtype(dtype)
 
 
 class Tensor:
@@ -279,20 +279,20 @@ def read_layers(information: str, times_us: Mapping[str, float], nodes: Collecti
         raise BuildError(f"TensorRT's engine inspector tells nothing that can be read ({error})") from error
     described = [{"Name": entry} if isinstance(entry, str) else entry for entry in entries]
     total = sum(times_us.values()) or 1.0
-    known = set(nodes) if nodes is not None else None
-    layers = [_layer(entry, times_us, total, known) for entry in described]
-    told = {layer.name for layer in layers}
-    extra = [{"Name": name} for name in times_us if name not in told]
-    return layers + [_layer(entry, times_us, total, known) for entry in extra]
+    node_names = set(nodes) if nodes is not None else None
+    layers = [_layer(entry, times_us, total, node_names) for entry in described]
+    described_names = {layer.name for layer in layers}
+    extra = [{"Name": name} for name in times_us if name not in described_names]
+    return layers + [_layer(entry, times_us, total, node_names) for entry in extra]
 
 
-def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float, known: set[str] | None) -> Layer:
+def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float, node_names: set[str] | None) -> Layer:
     name = str(entry.get("Name", ""))
     time_us = times_us.get(name, 0.0)
     return Layer(
         name=name,
         kind=str(entry.get("LayerType", "")),
-        nodes=_nodes(entry, name, known),
+        nodes=_nodes(entry, name, node_names),
         precision=_precision(entry),
         tactic=str(entry.get("TacticName", "")),
         time_us=time_us,
@@ -300,14 +300,14 @@ def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float
     )
 
 
-def _nodes(entry: Mapping[str, Any], name: str, known: set[str] | None) -> tuple[str, ...]:
-    told = entry.get("Metadata")
-    if told is None:
+def _nodes(entry: Mapping[str, Any], name: str, node_names: set[str] | None) -> tuple[str, ...]:
+    metadata = entry.get("Metadata")
+    if metadata is None:
         # Without details a layer's name is all there is: that of its one node, or several joined by " + ".
-        found: Iterable[str] = name.split(" + ") if known is not None else ()
+        names: Iterable[str] = name.split(" + ") if node_names is not None else ()
     else:
-        found = _ONNX_LAYER.findall(str(told))
-    return tuple(node for node in dict.fromkeys(found) if known is None or node in known)
+        names = _ONNX_LAYER.findall(str(metadata))
+    return tuple(node for node in dict.fromkeys(names) if node_names is None or node in node_names)
 
 
 def _precision(entry: Mapping[str, Any]) -> str:
@@ -321,8 +321,8 @@ def _precision(entry: Mapping[str, Any]) -> str:
 
 
 def _type(tensor: Mapping[str, Any]) -> str:
-    told = str(tensor.get("Format/Datatype", tensor.get("Datatype", "")))
-    return next((name for name, pattern in _TYPES if re.search(pattern, told, re.IGNORECASE)), "")
+    text = str(tensor.get("Format/Datatype", tensor.get("Datatype", "")))
+    return next((name for name, pattern in _TYPES if re.search(pattern, text, re.IGNORECASE)), "")
 
 
 _WARM_UP, _SINGLE, _SUSTAINED = 0.2, 0.4, 0.4
@@ -392,15 +392,15 @@ def choose_profile(
     """
     fitting = []
     for number, profile in enumerate(ranges):
-        if all(_within(shapes[name], least, most) for name, (least, _, most) in profile.items()):
+        if all(_within(shapes[name], smallest, largest) for name, (smallest, _, largest) in profile.items()):
             tuned = all(shapes[name] == tuple(opt) for name, (_, opt, _) in profile.items())
-            room = sum(math.prod(most) for _, _, most in profile.values())
+            room = sum(math.prod(largest) for _, _, largest in profile.values())
             fitting.append((not tuned, room, number))
     return min(fitting)[2] if fitting else None
 
 
-def _within(shape: Sequence[int], least: Sequence[int], most: Sequence[int]) -> bool:
-    return len(shape) == len(least) and all(a <= s <= c for a, s, c in zip(least, shape, most, strict=True))
+def _within(shape: Sequence[int], smallest: Sequence[int], largest: Sequence[int]) -> bool:
+    return len(shape) == len(smallest) and all(a <= s <= c for a, s, c in zip(smallest, shape, largest, strict=True))
 
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -519,9 +519,9 @@ class TensorRtEngine:
                 self._stream.synchronize()
             inspector = self._engine.create_engine_inspector()
             inspector.execution_context = context
-            told = inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON)
+            information = inspector.get_engine_information(self._api.trt.LayerInformationFormat.JSON)
             del inspector, context
-            return read_layers(told, times.mean_us(_PROFILED_RUNS), self._nodes)
+            return read_layers(information, times.mean_us(_PROFILED_RUNS), self._nodes)
 
     @property
     def memory_bytes(self) -> int:
@@ -582,16 +582,16 @@ class TensorRtEngine:
     def _new_context(self, errors: Any) -> Any:
         """An execution context; all of the engine share their scratch memory, for one of them runs at a time."""
         size_bytes = self._api.scratch_bytes(self._engine)
-        told = ""
+        reason = ""
         try:
             self._scratch.reserve(size_bytes)
             context = self._api.context(self._engine, self._scratch.address, size_bytes)
         except OutOfDeviceMemory as error:
-            context, told = None, f" ({error})"
+            context, reason = None, f" ({error})"
         if context is None:
-            told = told or (f" ({errors[-1]})" if errors else "")
+            reason = reason or (f" ({errors[-1]})" if errors else "")
             cure = "close what else uses the GPU, or lower the largest shapes in optimization.profiles"
-            raise BuildError(f"{self._name} needs {size_bytes >> 20} MiB of scratch memory on the GPU{told}: {cure}")
+            raise BuildError(f"{self._name} needs {size_bytes >> 20} MiB of scratch memory on the GPU{reason}: {cure}")
         return context
 
     def _read_tensors(self) -> None:
@@ -604,8 +604,8 @@ class TensorRtEngine:
             dtype = numpy_type(engine.get_tensor_dtype(name))
             tensor = Tensor(name, dtype, tuple(engine.get_tensor_shape(name)), on_host=on_host)
             self._tensors[name] = tensor
-            given = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
-            (self._inputs if given else self._outputs).append(tensor)
+            is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
+            (self._inputs if is_input else self._outputs).append(tensor)
         self._ranges = [
             {tensor.name: self._range(tensor, profile) for tensor in self._inputs}
             for profile in range(engine.num_optimization_profiles)
@@ -663,12 +663,16 @@ class TensorRtEngine:
     def _choose_profile(self, context: Any, shapes: dict[str, tuple[int, ...]]) -> None:
         number = choose_profile(self._ranges, shapes)
         if number is None:
-            told = "; ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            shapes_text = "; ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
             served = " or ".join(
-                ", ".join(f"{name} {list(least)} to {list(most)}" for name, (least, _, most) in profile.items())
+                ", ".join(
+                    f"{name} {list(smallest)} to {list(largest)}" for name, (smallest, _, largest) in profile.items()
+                )
                 for profile in self._ranges
             )
-            raise BuildError(f"{self._name} was not built for {told}, it takes {served}: see optimization.profiles")
+            raise BuildError(
+                f"{self._name} was not built for {shapes_text}, it takes {served}: see optimization.profiles"
+            )
         if context.active_optimization_profile != number:
             if not context.set_optimization_profile_async(number, self._stream.handle):
                 raise BuildError(f"{self._name} cannot switch to profile {number + 1}")

@@ -115,23 +115,23 @@ def build_failure(
     if workspace_bytes is not None:
         more_memory = f"raise optimization.workspace_mb, {more_memory}"
     for error in reversed(list(errors)):
-        found = _NO_KERNEL.search(error)
-        if found is None:
+        match = _NO_KERNEL.search(error)
+        if match is None:
             continue
-        nodes = mentioned(found[1], [node.name for node in model.graph.node])
-        layer = _shortened(found[1])
-        if found["workspace"] and workspace_bytes is not None:
-            told = f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}"
-            return BuildError(f"{told}: raise optimization.workspace_mb")
+        nodes = mentioned(match[1], [node.name for node in model.graph.node])
+        layer = _shortened(match[1])
+        if match["workspace"] and workspace_bytes is not None:
+            failure = f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}"
+            return BuildError(f"{failure}: raise optimization.workspace_mb")
         named = f" (ONNX nodes {', '.join(nodes)})" if nodes else ""
-        told = f"TensorRT {version} finds no kernel for {layer}{named} on {gpu}"
+        failure = f"TensorRT {version} finds no kernel for {layer}{named} on {gpu}"
         if any(_NO_MEMORY.search(other) or _TOO_LARGE.search(other) for other in errors):
-            return BuildError(f"{told}, some were passed over for want of memory: {more_memory}")
+            return BuildError(f"{failure}, some were passed over for want of memory: {more_memory}")
         if any(node.op_type == "QuantizeLinear" for node in model.graph.node):
             listed = ", ".join(f'"{name}"' for name in _computing(model, nodes)) or "..."
             cure = f"keep it in floating point by optimization.calibration.keep: [{listed}]"
-            return NoKernelError(f"{told}: {cure}", _quantized(model, nodes))
-        return NoKernelError(f"{told}: take another precision, raise optimization.workspace_mb, or {_SMALLER}")
+            return NoKernelError(f"{failure}: {cure}", _quantized(model, nodes))
+        return NoKernelError(f"{failure}: take another precision, raise optimization.workspace_mb, or {_SMALLER}")
     if any(_NO_MEMORY.search(error) for error in errors):
         within = f" with a workspace{bound}" if bound else ""
         return BuildError(f"TensorRT {version} ran out of memory on {gpu}{within}: {more_memory}")
@@ -157,8 +157,8 @@ def _computing(model: onnx.ModelProto, names: Collection[str]) -> list[str]:
 
 def _quantized(model: onnx.ModelProto, names: Collection[str]) -> tuple[str, ...]:
     """Those nodes that read what a DequantizeLinear makes."""
-    made = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-    reading = [node for node in model.graph.node if node.op_type not in _QDQ and not made.isdisjoint(node.input)]
+    dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    reading = [node for node in model.graph.node if node.op_type not in _QDQ and not dequantized.isdisjoint(node.input)]
     return tuple(node.name for node in reading if node.name in names)
 
 

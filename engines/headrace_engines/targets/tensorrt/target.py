@@ -68,14 +68,14 @@ class TensorRtTarget:
         missing = available(self._device)
         if missing:
             return missing
-        least = _LEAST.get(precision)
-        if least is None:
+        min_capability = _LEAST.get(precision)
+        if min_capability is None:
             return f"TensorRT engines have no precision '{precision}': take one of {', '.join(_LEAST)}"
         gpu = gpus.describe(self._device)
         major, _, minor = gpu.capability.partition(".")
-        if (int(major), int(minor)) < least:
-            needed = ".".join(map(str, least))
-            cure = "take fp16" if least > (7, 5) else "build for ONNX Runtime"
+        if (int(major), int(minor)) < min_capability:
+            needed = ".".join(map(str, min_capability))
+            cure = "take fp16" if min_capability > (7, 5) else "build for ONNX Runtime"
             return f"{precision} needs compute capability {needed}, the {gpu.name} has {gpu.capability}: {cure}"
         return ""
 
@@ -88,8 +88,8 @@ class TensorRtTarget:
         api = load()
         if api.fp8_convolutions:
             return ""
-        least = ".".join(map(str, FP8_CONVOLUTIONS))
-        return f"convolutions in FP8 are for TensorRT {least} and newer, this is {api.version}"
+        min_version = ".".join(map(str, FP8_CONVOLUTIONS))
+        return f"convolutions in FP8 are for TensorRT {min_version} and newer, this is {api.version}"
 
     def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
         """Write a plan, which appears whole or not at all.
