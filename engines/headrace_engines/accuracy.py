@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
-
-if TYPE_CHECKING:
-    from headrace_engines.project import Bar
-    from headrace_engines.quantization.samples import Samples
+from headrace_engines.project import AccuracyLimits
+from headrace_engines.quantization.samples import Samples
+from headrace_engines.targets.base import ModelRunner
 
 Array = npt.NDArray[Any]
 
@@ -34,13 +33,6 @@ _QUANTIZED_CURE = (
     "keep the layers that lose most in floating point (optimization.calibration.keep), calibrate with more samples like "
     "those the model will see, or ask for a higher precision"
 )
-
-
-class Runs(Protocol):
-    """What answers: an `Engine` or an `OnnxRunner`."""
-
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name; inputs have their batch dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ class Accuracy:
 
 
 def measure(
-    reference: Runs, engine: Runs, samples: Samples, rows: int, report: Report, *, output: str = ""
+    reference: ModelRunner, engine: ModelRunner, samples: Samples, rows: int, report: Report, *, output: str = ""
 ) -> Accuracy:
     """Run both on all samples and compare.
 
@@ -119,7 +111,7 @@ def measure(
     return comparison.accuracy(samples.origin)
 
 
-def judge(accuracy: Accuracy, bar: Bar, *, quantized: bool = True) -> list[str]:
+def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) -> list[str]:
     """What an artefact misses, a sentence each, measured and demanded; the last one says what to do.
 
     Args:

@@ -22,12 +22,12 @@ from headrace.config.stamps import Stamp, artefact_name, config_digest
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
-from headrace_engines.precision.lowering import ROWS, Lowered, lower
+from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.progress import Report, part
-from headrace_engines.project import RECIPE, BuildData, BuildSpec, Project, open_data
+from headrace_engines.project import BUILD_RECIPE, BuildData, BuildSpec, Project, open_data
 from headrace_engines.simplify import simplify
-from headrace_engines.store import Entry, Store
-from headrace_engines.targets.base import Engine, Order, Target, Timing
+from headrace_engines.store import Store, StoreEntry
+from headrace_engines.targets.base import Engine, Target, TargetSpec, Timing
 from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
 
 logger = logging.getLogger("headrace.build")
@@ -46,7 +46,7 @@ _SOURCES = ("onnx", "onnxruntime", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildResult:
     """An artefact in the store.
 
     Attributes:
@@ -83,14 +83,14 @@ class Built:
         return max((timing.rows_per_s for timing in self.timings), default=0.0)
 
 
-def make(
+def build_engine(
     project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool = False
-) -> Built:
+) -> BuildResult:
     """Build an artefact, or find it in the store; nothing is published.
 
     Args:
         project: what from.
-        spec: what; "best" is for `make_best`.
+        spec: what; "best" is for `build_best_engine`.
         target: for what.
         store: where it goes.
         report: told how far the work is.
@@ -107,18 +107,18 @@ def make(
     digest = project.digest()
     key = _key(project, spec, data, machine, store)
     if not rebuild and (entry := store.find(key)) is not None:
-        return _built(entry, spec, machine, key, cached=True)
+        return _result_from_entry(entry, spec, machine, key, cached=True)
     with store.building(key, waits=lambda note: report(0.0, note)):
         # Another builder may have been faster.
         if not rebuild and (entry := store.find(key)) is not None:
-            return _built(entry, spec, machine, key, cached=True)
+            return _result_from_entry(entry, spec, machine, key, cached=True)
         entry = _Build(project, spec, target, store, data, key, digest, machine).run(report)
-    return _built(entry, spec, machine, key, cached=False)
+    return _result_from_entry(entry, spec, machine, key, cached=False)
 
 
-def make_best(
+def build_best_engine(
     project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
-) -> Built:
+) -> BuildResult:
     """The fastest precision, at the largest batch size, that holds the accuracy bar; FP32 if none does.
 
     A lower precision must be clearly faster: timings of the same engine differ by a few percent.
@@ -132,7 +132,7 @@ def make_best(
     for index, precision in enumerate(candidates):
         share = part(report, index / len(candidates), (index + 1) / len(candidates))
         try:
-            built.append(make(project, spec.at(precision), target, store, share, rebuild=rebuild))
+            built.append(build_engine(project, spec.at(precision), target, store, share, rebuild=rebuild))
         except BuildError as error:
             if precision == "fp32":
                 raise
@@ -144,12 +144,12 @@ def make_best(
     return best
 
 
-def find_fp32(project: Project, spec: BuildSpec, target: Target, store: Store) -> Built | None:
+def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: Store) -> BuildResult | None:
     """Return the FP32 engine of the same target, model and shapes, if the store has one."""
     plain, machine = spec.at("fp32"), target.describe()
     key = _key(project, plain, open_data(project, plain), machine, store)
     entry = store.find(key)
-    return None if entry is None else _built(entry, plain, machine, key, cached=True)
+    return None if entry is None else _result_from_entry(entry, plain, machine, key, cached=True)
 
 
 def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, store: Store) -> str:
@@ -158,7 +158,7 @@ def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, s
     return store.key(parts)
 
 
-def _rows_per_s(built: Built) -> float:
+def _rows_per_s(built: BuildResult) -> float:
     """At the largest batch size."""
     return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
@@ -186,12 +186,12 @@ class _Build:
         self._digest = digest
         self._machine = machine
 
-    def run(self, report: Report) -> Entry:
+    def run(self, report: Report) -> StoreEntry:
         started_s = time.monotonic()
         report(0.0, "reading the model")
         source = read_onnx(self._project.source)
         model = simplify(source)
-        lowered = lower(
+        lowered = lower_model(
             model,
             self._spec,
             self._target.name,
@@ -202,7 +202,7 @@ class _Build:
         )
         with self._store.scratch() as scratch:
             artefact = scratch / f"model{self._target.suffix}"
-            lowered = self._built(lowered, artefact, part(report, 0.45, 0.8))
+            lowered = self._build_artefact(lowered, artefact, part(report, 0.45, 0.8))
             engine = self._target.open(artefact, lowered.model)
             try:
                 accuracy = self._compare(OnnxRunner(source), engine, part(report, 0.8, 0.95))
@@ -213,7 +213,7 @@ class _Build:
             facts = {**self._facts(lowered, accuracy, timings, seconds), "baseline": self._baseline(timings)}
             return self._store.add(self._key, artefact, facts)
 
-    def _built(self, lowered: Lowered, artefact: Path, report: Report) -> Lowered:
+    def _build_artefact(self, lowered: LoweredModel, artefact: Path, report: Report) -> LoweredModel:
         """Build; layers for which the target has no kernel in 8 bits are left in floating point. Returns what was built."""
         for tried in range(_TRIES):
             try:
@@ -227,15 +227,15 @@ class _Build:
                 lowered = other
         return lowered
 
-    def _order(self, lowered: Lowered) -> Order:
-        return Order(
+    def _order(self, lowered: LoweredModel) -> TargetSpec:
+        return TargetSpec(
             precision=self._spec.precision,
             profiles=self._spec.profiles,
             workspace_bytes=self._spec.workspace_bytes,
             timing_cache=self._store.timing_cache(self._machine),
             calibrate=lowered.calibrate,
             calibration_table=self._store.tables
-            / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}-{RECIPE}.cache",
+            / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}-{BUILD_RECIPE}.cache",
         )
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
@@ -246,14 +246,14 @@ class _Build:
         shapes = [next(iter(profile.shapes.values())) for profile in self._spec.profiles]
         min_rows, max_rows = min((smallest[0], max_rows[0]) for smallest, _, max_rows in shapes)
         rows = max(min(ROWS, max_rows), min_rows)
-        return measure(reference, _Filled(engine, min_rows), held_out, rows, report, output=output)
+        return measure(reference, _PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
 
     def _timings(self, engine: Engine, report: Report) -> list[Timing]:
         sizes = batch_sizes(self._project, self._spec)
         timings = []
         for index, rows in enumerate(sizes):
             report(index / len(sizes), f"timing {rows} row{'s' * (rows > 1)}")
-            timings.append(self._per_row(engine.time(rows_of(self._data, rows, self._project), _TIMING_S)))
+            timings.append(self._per_row(engine.time(sample_batch(self._data, rows, self._project), _TIMING_S)))
         return timings
 
     def _baseline(self, timings: list[Timing]) -> Mapping[str, object] | None:
@@ -263,7 +263,7 @@ class _Build:
         try:
             engine = OnnxRuntimeEngine(self._project.source)
             try:
-                timing = engine.time(rows_of(self._data, rows, self._project), _TIMING_S)
+                timing = engine.time(sample_batch(self._data, rows, self._project), _TIMING_S)
             finally:
                 engine.close()
         except BuildError as error:
@@ -277,7 +277,7 @@ class _Build:
         return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
 
     def _facts(
-        self, lowered: Lowered, accuracy: Accuracy, timings: list[Timing], seconds: float
+        self, lowered: LoweredModel, accuracy: Accuracy, timings: list[Timing], seconds: float
     ) -> Mapping[str, object]:
         return {
             "model": self._project.name,
@@ -295,7 +295,7 @@ class _Build:
         }
 
 
-class _Filled:
+class _PaddedEngine:
     """An engine that takes batches of fewer rows than it was built for: rows are repeated, and their answers dropped.
 
     Args:
@@ -328,7 +328,7 @@ def batch_sizes(project: Project, spec: BuildSpec) -> list[int]:
     return sorted({smallest[0], tuned[0], largest[0]})
 
 
-def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
+def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
     """A batch of so many rows, samples repeated where there are fewer."""
     batch = next(iter(data.held_out.batches(rows)))
     if not project.config.max_batch_size:
@@ -336,7 +336,9 @@ def rows_of(data: BuildData, rows: int, project: Project) -> dict[str, Array]:
     return {name: _resized(array, rows) for name, array in batch.items()}
 
 
-def stamp_of(built: Built, entry: Entry, project: Project, requested: str, overridden: bool, forced: bool) -> Stamp:
+def make_stamp(
+    built: BuildResult, entry: StoreEntry, project: Project, requested: str, overridden: bool, forced: bool
+) -> Stamp:
     """What `build.json` says of an artefact that is published.
 
     Args:
@@ -361,10 +363,10 @@ def stamp_of(built: Built, entry: Entry, project: Project, requested: str, overr
     )
 
 
-def _built(entry: Entry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> Built:
+def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, key: str, cached: bool) -> BuildResult:
     facts: dict[str, Any] = dict(entry.facts)
     accuracy = facts.get("accuracy")
-    return Built(
+    return BuildResult(
         path=entry.path,
         spec=spec,
         machine=machine,

@@ -13,11 +13,11 @@ import onnx
 from headrace.config.machine import Machine
 
 from headrace_engines.accuracy import Accuracy
-from headrace_engines.build import Built, make, rows_of
+from headrace_engines.build import BuildResult, build_engine, sample_batch
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report, part, silent
-from headrace_engines.project import BuildSpec, Project, open_data, spec_of
+from headrace_engines.project import BuildSpec, Project, open_data, read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Array, Engine, Target, Timing
 
@@ -32,11 +32,11 @@ ROUNDS = 5
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
 
 
-Maker = Callable[[Project, BuildSpec, Target, Store, Report], Built]
+Maker = Callable[[Project, BuildSpec, Target, Store, Report], BuildResult]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One precision.
 
     Attributes:
@@ -50,7 +50,7 @@ class Row:
 
     precision: str
     reason: str = ""
-    built: Built | None = None
+    built: BuildResult | None = None
     memory_bytes: int | None = None
     timings: tuple[Timing, ...] = ()
     remark: str = ""
@@ -72,7 +72,9 @@ class Row:
             "worked": built is not None,
             "reason": self.reason,
             "remark": self.remark,
-            "accuracy": _finite(accuracy.to_json() | {"drop": accuracy.drop}) if accuracy is not None else None,
+            "accuracy": _without_nonfinite(accuracy.to_json() | {"drop": accuracy.drop})
+            if accuracy is not None
+            else None,
             "refusal": list(built.refusal) if built else [],
             "kept": list(built.kept) if built else [],
             "size_bytes": built.size_bytes if built else None,
@@ -104,14 +106,14 @@ class Comparison:
     data: str
     sizes: tuple[int, ...]
     seconds: float
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
     @property
-    def worked(self) -> list[Row]:
+    def worked(self) -> list[ComparisonRow]:
         """The rows that could be measured."""
         return [row for row in self.rows if row.built is not None]
 
-    def speed_up(self, row: Row, rows: int) -> float | None:
+    def speed_up(self, row: ComparisonRow, rows: int) -> float | None:
         """Throughput against FP32 at a batch size, None where either is missing."""
         base = next((one.at(rows) for one in self.rows if one.precision == "fp32"), None)
         mine = row.at(rows)
@@ -140,7 +142,7 @@ def compare(
     sizes: Sequence[int],
     seconds: float,
     reports: Mapping[str, Report],
-    maker: Maker = make,
+    maker: Maker = build_engine,
 ) -> Comparison:
     """Build a model in several precisions (or find them in the store), then time them in turns in this process.
 
@@ -159,8 +161,8 @@ def compare(
     Raises:
         BuildError: the samples cannot be read.
     """
-    spec = spec_of(project.config)
-    rows: list[Row] = []
+    spec = read_spec(project.config)
+    rows: list[ComparisonRow] = []
     source = read_onnx(project.source)
     data = open_data(project, spec.at("fp32"))
     with ExitStack() as stack:
@@ -177,17 +179,19 @@ def compare(
                     stack.callback(engine.close)
                     engines[precision] = engine
             rows.append(row)
-        batches = {size: rows_of(data, size, project) for size in sizes}
+        batches = {size: sample_batch(data, size, project) for size in sizes}
         rows = _measure(rows, engines, batches, bool(project.config.max_batch_size), seconds, reports)
     data_origin = next((row.accuracy.data for row in rows if row.accuracy is not None), "")
     return Comparison(project.name, project.version, target.describe(), data_origin, tuple(sizes), seconds, tuple(rows))
 
 
-def _build(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, maker: Maker) -> Row:
+def _build(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, maker: Maker
+) -> ComparisonRow:
     refused = target.refuses(spec.precision)
     if refused:
         report(1.0, "refused")
-        return Row(spec.precision, refused)
+        return ComparisonRow(spec.precision, refused)
     try:
         built = maker(project, spec, target, store, report)
     except MemoryError:
@@ -202,10 +206,10 @@ def _build(project: Project, spec: BuildSpec, target: Target, store: Store, repo
         from headrace_engines.targets.onnxruntime import FP16_REMARK
 
         remarks.append(FP16_REMARK)
-    return Row(spec.precision, built=built, remark="; ".join(remarks))
+    return ComparisonRow(spec.precision, built=built, remark="; ".join(remarks))
 
 
-def _with_convolutions(row: Row, source: onnx.ModelProto, target: Target) -> str:
+def _with_convolutions(row: ComparisonRow, source: onnx.ModelProto, target: Target) -> str:
     """The remark of a row, and where its convolutions are not FP8, that they are not."""
     if row.precision != "fp8" or row.built is None or all(node.op_type != "Conv" for node in source.graph.node):
         return row.remark
@@ -213,19 +217,19 @@ def _with_convolutions(row: Row, source: onnx.ModelProto, target: Target) -> str
     return "; ".join(filter(None, (row.remark, refused and f"convolutions run in fp16: {refused}")))
 
 
-def _failed(spec: BuildSpec, report: Report, reason: str) -> Row:
+def _failed(spec: BuildSpec, report: Report, reason: str) -> ComparisonRow:
     report(1.0, "failed")
-    return Row(spec.precision, reason)
+    return ComparisonRow(spec.precision, reason)
 
 
 def _measure(
-    rows: list[Row],
+    rows: list[ComparisonRow],
     engines: dict[str, Engine],
     batches: Mapping[int, dict[str, Array]],
     batched: bool,
     seconds: float,
     reports: Mapping[str, Report],
-) -> list[Row]:
+) -> list[ComparisonRow]:
     """Times, then memory, of each engine that still works; one that fails becomes its row's reason."""
     timing = reports.get("timing", silent)
     by_precision: dict[str, list[Timing]] = {precision: [] for precision in engines}
@@ -233,13 +237,13 @@ def _measure(
     for number, (size, inputs) in enumerate(batches.items()):
         report = part(timing, number / len(batches), (number + 1) / len(batches))
         alive = {precision: engine for precision, engine in engines.items() if precision not in failed}
-        for precision, rounds in _in_turns(alive, inputs, seconds, report, failed, size).items():
-            by_precision[precision].append(_joined(rounds, size, batched))
+        for precision, rounds in _interleaved(alive, inputs, seconds, report, failed, size).items():
+            by_precision[precision].append(_median_timing(rounds, size, batched))
     timing(1.0, "timed")
     measured = []
     for row in rows:
         if row.precision in failed:
-            measured.append(Row(row.precision, failed[row.precision]))
+            measured.append(ComparisonRow(row.precision, failed[row.precision]))
         elif row.precision in engines:
             memory_bytes, remark = _memory(engines[row.precision], row.remark)
             timings = tuple(by_precision[row.precision])
@@ -249,7 +253,7 @@ def _measure(
     return measured
 
 
-def _in_turns(
+def _interleaved(
     engines: Mapping[str, Engine],
     inputs: dict[str, Array],
     seconds: float,
@@ -273,7 +277,7 @@ def _in_turns(
     return {precision: timings for precision, timings in rounds.items() if precision not in failed}
 
 
-def _joined(rounds: list[Timing], size: int, batched: bool) -> Timing:
+def _median_timing(rounds: list[Timing], size: int, batched: bool) -> Timing:
     """The median round of each figure: one bad round does not show."""
     # Without a batch dimension one execution is one row, whatever the first dimension says.
     per_row = 1 if batched else max(rounds[0].rows, 1)
@@ -292,7 +296,7 @@ def _memory(engine: Engine, remark: str) -> tuple[int | None, str]:
         return None, "; ".join(filter(None, (remark, str(error))))
 
 
-def _finite(document: dict[str, Any]) -> dict[str, Any]:
+def _without_nonfinite(document: dict[str, Any]) -> dict[str, Any]:
     """JSON has no word for what is not finite."""
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in document.items()}
 

@@ -15,14 +15,14 @@ from headrace.core.errors import ConfigError
 
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
-from headrace_engines.project import Project, spec_of
+from headrace_engines.project import Project, read_spec
 from headrace_engines.quantization.samples import random_samples
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Array, Layer, ShapeRange, Target, Timing
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class EngineInspection:
     """An engine and what it consists of.
 
     Attributes:
@@ -101,7 +101,7 @@ _NOISE_ROWS = 8
 _TIMING_S = 0.5
 
 
-def targets_of(name: str) -> list[Target]:
+def inspection_targets(name: str) -> list[Target]:
     """Where an engine is looked for, in order; "auto" on a GPU machine means its CPU as well.
 
     Raises:
@@ -113,7 +113,7 @@ def targets_of(name: str) -> list[Target]:
     return [first, choose_target("onnxruntime")]
 
 
-def inspect(project: Project, targets: list[Target], rows: int | None = None) -> Inspection:
+def inspect(project: Project, targets: list[Target], rows: int | None = None) -> EngineInspection:
     """Open what was built for this machine, else the model itself on ONNX Runtime, and look into it.
 
     Args:
@@ -138,7 +138,9 @@ def inspect(project: Project, targets: list[Target], rows: int | None = None) ->
     return _inspect(project, choose_target("onnxruntime"), project.source, "", reasons[0], rows)
 
 
-def _inspect(project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None) -> Inspection:
+def _inspect(
+    project: Project, target: Target, path: Path, precision: str, reason: str, rows: int | None
+) -> EngineInspection:
     inputs = _inputs(project, target, rows)
     engine = target.open(path, read_onnx(project.source))
     try:
@@ -150,7 +152,7 @@ def _inspect(project: Project, target: Target, path: Path, precision: str, reaso
     if not batched:
         # Without a batch dimension, one execution is one row.
         timing = replace(timing, rows=1, rows_per_s=timing.rows_per_s / max(timing.rows, 1))
-    return Inspection(
+    return EngineInspection(
         model=project.name,
         version=project.version,
         artefact=path.name,
@@ -168,7 +170,7 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
     """Noise in the shapes that the engine is tuned for: kernels take as long on any values."""
     config = project.config
     try:
-        profile: ShapeRange | None = spec_of(config).profiles[0]
+        profile: ShapeRange | None = read_spec(config).profiles[0]
     except BuildError:  # free dimensions of which nobody tells anything: they become 1
         profile = None
     tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}

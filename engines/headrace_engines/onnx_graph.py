@@ -1,7 +1,7 @@
 """An ONNX model with its tensors indexed, for passes that read and change it, and a session that runs the model as it is.
 
-A pass takes a `Graph`, looks up the producer and the consumers of a tensor, and changes it by the methods here, which keep the
-index right. Subgraphs (If, Loop, Scan) are carried but not analysed: what they read of the outer graph
+A pass takes an `OnnxGraph`, looks up the producer and the consumers of a tensor, and changes the graph by the methods here,
+which keep the index right. Subgraphs (If, Loop, Scan) are carried but not analysed: what they read of the outer graph
 counts as read by the node.
 
 `OnnxRunner` runs models on ONNX Runtime for calibration, comparison and search; it does not serve.
@@ -35,7 +35,7 @@ _PROTOBUF_LIMIT_BYTES = 2**31 - 1
 _SMALL_BYTES = 1024
 
 
-class Graph:
+class OnnxGraph:
     """The main graph of a model, indexed.
 
     Args:

@@ -18,7 +18,7 @@ def part(report: Report, start: float, end: float) -> Report:
     return lambda done, note: report(start + (end - start) * min(max(done, 0.0), 1.0), note)
 
 
-def printed(report: Report) -> Report:
+def with_progress_lines(report: Report) -> Report:
     """The same, and a line "progress SHARE PHASE" on standard output for each whole percent or phase."""
     last = ""
 

@@ -133,7 +133,7 @@ def _folder(model: str, repository: Path) -> Path:
 
 
 # Bumped when the same specification makes another artefact than before: what was built by an earlier one is built anew.
-RECIPE = 5
+BUILD_RECIPE = 5
 
 
 # Not a precision of its own, but worth a row in a comparison.
@@ -141,7 +141,7 @@ CALIBRATOR = "int8-tensorrt"
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class AccuracyLimits:
     """What an artefact must reach against the FP32 model.
 
     Attributes:
@@ -179,7 +179,7 @@ class BuildSpec:
         return self.precision in (*CALIBRATED, "best")
 
     @property
-    def bar(self) -> Bar:
+    def bar(self) -> AccuracyLimits:
         """The accuracy to reach, with the defaults of the precision.
 
         Without samples random inputs are compared. Among their outputs the largest is often a near tie, which rounding decides:
@@ -191,7 +191,7 @@ class BuildSpec:
         default = 0.0 if not has_samples else 0.9 if lossy else 0.98
         agreement = config.min_top1_agreement if config.min_top1_agreement is not None else default
         cosine = config.min_cosine if config.min_cosine is not None else 0.95 if lossy else 0.999
-        return Bar(agreement, cosine, config.max_drop)
+        return AccuracyLimits(agreement, cosine, config.max_drop)
 
     def at(self, precision: str) -> BuildSpec:
         """The same in another precision.
@@ -207,7 +207,7 @@ class BuildSpec:
     def digest(self) -> str:
         """SHA-256, in hex, of all that makes the artefact what it is, less the model and the machine."""
         document = {
-            "recipe": [RECIPE, ranges.RECIPE],
+            "recipe": [BUILD_RECIPE, ranges.RANGES_RECIPE],
             "precision": self.precision,
             "profiles": [asdict(profile) for profile in self.profiles],
             "workspace_bytes": self.workspace_bytes,
@@ -217,7 +217,7 @@ class BuildSpec:
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def spec_of(config: ModelConfig, precision: str = "") -> BuildSpec:
+def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
     """What a configuration asks for.
 
     Args:

@@ -17,14 +17,14 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper, version_converter
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, Graph, copy_model, write_onnx
+from headrace_engines.onnx_graph import Array, OnnxGraph, copy_model, write_onnx
 
 # LayerNormalization is one operator from 17 on; TensorRT 10 and 11 read it and all that come later.
 OPSET = 17
 # The file format of opset 17; ONNX Runtime has read it since 1.12.
 _IR_VERSION = 8
 # ONNX Runtime's fusions that would lose the name of a node or put reshapes around a matrix product.
-_LEFT_OUT = ["MatMulAddFusion"]
+_DISABLED_FUSIONS = ["MatMulAddFusion"]
 _STANDARD = ("", "ai.onnx")
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 # What ONNX Runtime keeps in memory beyond this, it writes beside the file.
@@ -44,11 +44,11 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         BuildError: an operator is unknown or used wrongly; names it, its node and what to do.
     """
-    graph = Graph(_prepared(model))
+    graph = OnnxGraph(_prepared(model))
     _sums_to_additions(graph)
     simple = _optimized(graph.finish())
     simple = raise_opset(simple, OPSET)
-    graph = Graph(simple)
+    graph = OnnxGraph(simple)
     _fold_casts(graph)
     _merge_affine(graph)
     _biased_products_to_gemm(graph)
@@ -134,7 +134,9 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
                 external = "session.optimized_model_external_initializers_file_name"
                 options.add_session_config_entry(external, "simple.data")
             source = str(folder / "given.onnx")
-            ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], disabled_optimizers=_LEFT_OUT)
+            ort.InferenceSession(
+                source, options, providers=["CPUExecutionProvider"], disabled_optimizers=_DISABLED_FUSIONS
+            )
             simple = onnx.load_model(folder / "simple.onnx")
         except OSError as error:
             raise BuildError(f"the model cannot be written to {folder.parent}: {error}: make room there") from error
@@ -145,7 +147,7 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
             )
             reason = reason.partition("\n")[0]
             where = _where(model, reason)
-            raise BuildError(f"ONNX Runtime cannot load the model{where}: {reason}: {_cure(reason)}") from error
+            raise BuildError(f"ONNX Runtime cannot load the model{where}: {reason}: {_load_advice(reason)}") from error
     foreign = {node.domain for node in simple.graph.node} - domains - set(_STANDARD)
     if foreign:
         raise BuildError(
@@ -170,13 +172,13 @@ def _where(model: onnx.ModelProto, reason: str) -> str:
     return f" at node '{culprit.name}' ({operator})"
 
 
-def _cure(reason: str) -> str:
+def _load_advice(reason: str) -> str:
     if any(sign in reason for sign in ("not a registered", "No Op registered", "Could not find an implementation")):
         return "export the model without this operator, or write it as an ONNX function of standard operators"
     return "check it with onnx.checker.check_model(model, full_check=True) and export it anew"
 
 
-def _sums_to_additions(graph: Graph) -> None:
+def _sums_to_additions(graph: OnnxGraph) -> None:
     """Sum of two tensors is what old exporters call an Add; of one, nothing."""
     for node in graph.nodes:
         if node.op_type == "Sum" and node.domain in _STANDARD and len(node.input) < 3:
@@ -197,7 +199,7 @@ def _constants_to_initializers(model: onnx.ModelProto) -> None:
     model.graph.node.extend(remaining)
 
 
-def _fold_casts(graph: Graph) -> None:
+def _fold_casts(graph: OnnxGraph) -> None:
     """Constants of 16 bits that are cast become FP32.
 
     ONNX Runtime has no FP16 kernels for CPUs: it writes such a model in FP32, and casts the weights whenever it runs.
@@ -214,7 +216,7 @@ def _fold_casts(graph: Graph) -> None:
     _drop(graph, done)
 
 
-def _merge_affine(graph: Graph) -> None:
+def _merge_affine(graph: OnnxGraph) -> None:
     """A scale or shift by channel behind a batch norm becomes the batch norm's own."""
     merged = set()
     for norm in [node for node in graph.nodes if node.op_type == "BatchNormalization"]:
@@ -234,7 +236,7 @@ def _merge_affine(graph: Graph) -> None:
     _drop(graph, merged)
 
 
-def _drop(graph: Graph, names: set[str]) -> None:
+def _drop(graph: OnnxGraph, names: set[str]) -> None:
     """Take nodes out whose outputs others make now, all at once."""
     if names:
         remaining = [onnx.NodeProto.FromString(n.SerializeToString()) for n in graph.nodes if n.name not in names]
@@ -243,13 +245,13 @@ def _drop(graph: Graph, names: set[str]) -> None:
         graph.sort()
 
 
-def _only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
+def _only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
     readers = graph.consumers(tensor)
     alone = len(readers) == 1 and tensor not in graph.outputs and list(readers[0].input).count(tensor) == 1
     return readers[0] if alone else None
 
 
-def _by_channel(graph: Graph, values: Array | None, tensor: str, channels: int) -> Array | None:
+def _by_channel(graph: OnnxGraph, values: Array | None, tensor: str, channels: int) -> Array | None:
     """A constant that is added to or multiplied with [N, C, ...], as [C]; None if it is not one value a channel."""
     shape = graph.shape(tensor)
     if values is None or shape is None:
@@ -260,7 +262,7 @@ def _by_channel(graph: Graph, values: Array | None, tensor: str, channels: int) 
     return np.broadcast_to(values.reshape(-1), (channels,)).copy()
 
 
-def _biased_products_to_gemm(graph: Graph) -> None:
+def _biased_products_to_gemm(graph: OnnxGraph) -> None:
     """A product of matrices and a bias by column is one Gemm, for which there are kernels that add the bias."""
     done = set()
     for node in [node for node in graph.nodes if node.op_type == "MatMul"]:
@@ -285,7 +287,7 @@ def _biased_products_to_gemm(graph: Graph) -> None:
     _drop(graph, done)
 
 
-def _plain_gemm(graph: Graph) -> None:
+def _plain_gemm(graph: OnnxGraph) -> None:
     """Gemm's factors go into its constants, and its bias becomes one value a column."""
     for node in graph.nodes:
         weight = graph.constant(node.input[1]) if node.op_type == "Gemm" else None

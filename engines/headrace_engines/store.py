@@ -51,7 +51,7 @@ _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 # A disk with less than this is full for a builder.
-_LEAST_FREE_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20
 
 
 CURE = "name another place with --cache"
@@ -78,7 +78,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
 
 
 @contextmanager
-def told_if_full(folder: Path) -> Iterator[None]:
+def full_disk_explained(folder: Path) -> Iterator[None]:
     """Turn whatever is raised in this block into a BuildError if it comes of the folder's file system.
 
     Libraries tell of a full disk in words of their own, or write short files; that the disk is full then is what counts.
@@ -93,7 +93,7 @@ def told_if_full(folder: Path) -> Iterator[None]:
             raise disk_error(error, folder) from error
         raise
     except Exception as error:
-        if free_bytes(folder) < _LEAST_FREE_BYTES:
+        if free_bytes(folder) < _MIN_FREE_BYTES:
             raise BuildError(_full(folder, 0, CURE)) from error
         raise
 
@@ -139,7 +139,7 @@ _ARTEFACT_MODE = 0o444
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoreEntry:
     """An artefact in the store.
 
     Attributes:
@@ -206,7 +206,7 @@ class Store:
         except OSError:
             return []
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> StoreEntry | None:
         """The entry of a key if it is there and as it was built; the first time the whole artefact is read for that."""
         try:
             entry = self.read(key)
@@ -225,7 +225,7 @@ class Store:
             os.utime(entry.path.with_name(ENTRY_FILE))
         return entry
 
-    def read(self, key: str) -> Entry:
+    def read(self, key: str) -> StoreEntry:
         """What is noted of an entry; the artefact itself is not looked at.
 
         Raises:
@@ -249,7 +249,7 @@ class Store:
                 "size_bytes": int(size_bytes),
             } if isinstance(document.get("facts"), dict) and name == artefact_name(key, Path(name).suffix):
                 facts = {**document["facts"], "artefact_sha256": sha256, "size_bytes": size_bytes}
-                return Entry(key, path.with_name(name), sha256, size_bytes, facts, used_s)
+                return StoreEntry(key, path.with_name(name), sha256, size_bytes, facts, used_s)
         raise BuildError(f"{path} is not what a builder writes: remove {path.parent}")
 
     @contextmanager
@@ -271,7 +271,7 @@ class Store:
         path = self._lock_file(key)
         with ExitStack() as stack:
             try:
-                descriptor = stack.enter_context(locked(path, lambda: _tell(waits, path)))
+                descriptor = stack.enter_context(locked(path, lambda: _report_waiting(waits, path)))
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             except OSError as error:
@@ -305,16 +305,16 @@ class Store:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
             except OSError as error:
                 raise disk_error(error, folder) from error
-            with told_if_full(self.root):
+            with full_disk_explained(self.root):
                 yield folder
 
-    def add(self, key: str, artefact: Path, facts: Mapping[str, object]) -> Entry:
+    def add(self, key: str, artefact: Path, facts: Mapping[str, object]) -> StoreEntry:
         """Take an artefact in, in place of what may be there.
 
         Args:
             key: of the artefact.
             artefact: its file; moved if it lies in a scratch folder of this store, else copied.
-            facts: plain data, for `Entry.facts`.
+            facts: plain data, for `StoreEntry.facts`.
 
         Raises:
             BuildError: the disk is full, the store cannot be written, or the artefact is spread over several files.
@@ -409,7 +409,7 @@ class Store:
         return folder
 
 
-def _tell(waits: Callable[[str], None] | None, lock: Path) -> None:
+def _report_waiting(waits: Callable[[str], None] | None, lock: Path) -> None:
     if waits is not None:
         try:
             builder = f" (process {int(lock.read_bytes()[:20])})"

@@ -18,7 +18,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.repository.residency import Residency
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.own_memory import own_bytes
@@ -48,7 +48,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = add_model(folder / "repository", name, model)
         (target / "config.yaml").write_text(CONFIG)
         profile = ShapeRange({"X": ((1, 16), (ROWS, 16), (ROWS, 16))})
-        TensorRtTarget().build(model, Order("fp32", (profile,)), target / "1" / "model.plan", silent)
+        TensorRtTarget().build(model, TargetSpec("fp32", (profile,)), target / "1" / "model.plan", silent)
     return folder / "repository"
 
 

@@ -10,7 +10,7 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.profile import Known
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.models import add_model, affine
@@ -34,7 +34,7 @@ def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
         f"backend: tensorrt\nmax_batch_size: {ROWS}\nparameters: {{cuda_graphs: '{int(graphs)}'}}\n"
     )
     shapes = ShapeRange({"X": ((1, 16), (ROWS, 16), (ROWS, 16))})
-    TensorRtTarget().build(affine(seed=1), Order("fp32", (shapes,)), folder / "1" / "model.plan", silent)
+    TensorRtTarget().build(affine(seed=1), TargetSpec("fp32", (shapes,)), folder / "1" / "model.plan", silent)
     before: list[Known] = []
     after: list[Known] = []
 

@@ -22,7 +22,7 @@ from headrace.core.ledger import Ledger
 from headrace.cuda.driver import current, loaded
 from headrace.repository.isolation import FACTORIES
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.tensorrt_networks import answers, convolutions, cosine, pictures
@@ -43,7 +43,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`convolutions` for 1 to 32 rows."""
     path = tmp_path_factory.mktemp("plan") / "model.plan"
     shapes = ShapeRange({"x": tuple((n, 3, 16, 16) for n in (1, 8, ROWS))})  # type: ignore[arg-type]
-    TensorRtTarget(optimization_level=1).build(convolutions(), Order("fp32", (shapes,)), path, silent)
+    TensorRtTarget(optimization_level=1).build(convolutions(), TargetSpec("fp32", (shapes,)), path, silent)
     return path
 
 

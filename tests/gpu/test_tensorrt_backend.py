@@ -30,7 +30,7 @@ from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.selection import QueueLimits
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
@@ -57,7 +57,7 @@ def profile(least: int, tuned: int, most: int) -> ShapeRange:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`convolutions` for 1 to 32 rows."""
     path = tmp_path_factory.mktemp("plan") / "model.plan"
-    TARGET.build(convolutions(), Order("fp32", (profile(1, 8, ROWS),)), path, silent)
+    TARGET.build(convolutions(), TargetSpec("fp32", (profile(1, 8, ROWS),)), path, silent)
     return path
 
 
@@ -106,7 +106,7 @@ def test_batches_of_every_size(plan: Path, graphs: str, caplog: pytest.LogCaptur
 
 def test_rows_of_any_length(tmp_path: Path) -> None:
     path, model = tmp_path / "model.plan", transformer()
-    TARGET.build(model, Order("fp32", (ShapeRange({"ids": ((1, 4), (4, 16), (8, 32))}),)), path, silent)
+    TARGET.build(model, TargetSpec("fp32", (ShapeRange({"ids": ((1, 4), (4, 16), (8, 32))}),)), path, silent)
     with opened(path, rows=8) as execution:
         # More shapes than get a graph, and one of them again.
         for count, length in [(1 + n % 8, n) for n in range(4, 33)] + [(3, 7), (3, 7)]:
@@ -127,7 +127,7 @@ def test_other_types(tmp_path: Path) -> None:
         [("y", HALF, ["n", 4]), ("j", int32, ["n", 2])],
     )
     widths = {"b": 4, "h": 4, "i": 2}
-    order = Order("fp16", (ShapeRange({name: ((1, w), (2, w), (8, w)) for name, w in widths.items()}),))
+    order = TargetSpec("fp16", (ShapeRange({name: ((1, w), (2, w), (8, w)) for name, w in widths.items()}),))
     path = tmp_path / "model.plan"
     TARGET.build(model, order, path, silent)
     with opened(path, rows=8) as execution:
@@ -144,7 +144,7 @@ def test_an_output_whose_shape_the_values_decide_on(tmp_path: Path) -> None:
     net.node("NonZero", [net.node("Greater", ["x", net.constant("nought", np.float32(0))], "above")], "where")
     path = tmp_path / "model.plan"
     model = net.model([("x", FLOAT, [4, 8])], [("where", onnx.TensorProto.INT64, [2, "k"])])
-    TARGET.build(model, Order("fp32"), path, silent)
+    TARGET.build(model, TargetSpec("fp32"), path, silent)
     with pytest.raises(ConfigError, match="whose shape depends on the values"), opened(path, rows=0):
         pass
 
@@ -204,7 +204,7 @@ def tower(width: int = 64) -> onnx.ModelProto:
 def test_throughput_and_latency(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     shapes = tuple((n, 3, 64, 64) for n in (1, ROWS, ROWS))
-    TARGET.build(tower(), Order("fp16", (ShapeRange({"x": shapes}),)), path, silent)  # type: ignore[arg-type]
+    TARGET.build(tower(), TargetSpec("fp16", (ShapeRange({"x": shapes}),)), path, silent)  # type: ignore[arg-type]
     with closing(TARGET.open(path)) as engine:
         raw = {n: engine.time({"x": np.zeros((n, 3, 64, 64), np.float32)}, 0.5) for n in (1, ROWS)}
 
@@ -266,7 +266,7 @@ def test_a_server_over_http_and_grpc(tmp_path: Path) -> None:
     folder = repository / "digits"
     model = onnx.load(folder / "1" / "model.onnx")
     shape = ShapeRange({"image": ((1, 1, 8, 8), (8, 1, 8, 8), (ROWS, 1, 8, 8))})
-    TARGET.build(model, Order("fp32", (shape,)), folder / "1" / "model.plan", silent)
+    TARGET.build(model, TargetSpec("fp32", (shape,)), folder / "1" / "model.plan", silent)
     group = "instance_group: [{kind: gpu, count: 2, gpus: [0]}]\n"
     (folder / "config.yaml").write_text(f"backend: tensorrt\nmax_batch_size: {ROWS}\ndynamic_batching: {{}}\n{group}")
     image = np.random.default_rng(3).integers(0, 17, (40, 1, 8, 8)).astype(np.float32)

@@ -14,11 +14,11 @@ import numpy as np
 import onnx
 import pytest
 from headrace.config.stamps import Timing
-from headrace_engines.build import Built, make
+from headrace_engines.build import BuildResult, build_engine
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
-from headrace_engines.project import CALIBRATOR, BuildSpec, Project, spec_of
+from headrace_engines.project import CALIBRATOR, BuildSpec, Project, read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Layer
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -45,11 +45,13 @@ def project_of(folder: Path, model: onnx.ModelProto, **told: Any) -> Project:
     return write_project(folder / "repository", model, inputs_of(model, 32), rows=ROWS, **told)
 
 
-def build(folder: Path, project: Project, spec: BuildSpec | None = None, target: TensorRtTarget = TARGET) -> Built:
-    return make(project, spec or spec_of(project.config), target, Store(folder / "store"), silent)
+def build(
+    folder: Path, project: Project, spec: BuildSpec | None = None, target: TensorRtTarget = TARGET
+) -> BuildResult:
+    return build_engine(project, spec or read_spec(project.config), target, Store(folder / "store"), silent)
 
 
-def layers_of(built: Built, project: Project) -> list[Layer]:
+def layers_of(built: BuildResult, project: Project) -> list[Layer]:
     engine = TARGET.open(built.path, read_onnx(project.source))
     try:
         layers = engine.layers(inputs_of(read_onnx(project.source), ROWS))
@@ -145,7 +147,7 @@ def test_a_layer_that_loses_too_much_is_found_and_kept(tmp_path: Path) -> None:
 
 def test_the_calibrator_of_tensorrt_10_builds_too(tmp_path: Path) -> None:
     project = project_of(tmp_path, residual())
-    spec = spec_of(project.config).at(CALIBRATOR)
+    spec = read_spec(project.config).at(CALIBRATOR)
     if not TARGET.describe().version.startswith("10."):
         with pytest.raises(BuildError, match="method: entropy"):
             build(tmp_path, project, spec)

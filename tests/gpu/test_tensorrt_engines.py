@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Engine, Order, ShapeRange
+from headrace_engines.targets.base import Engine, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
 from tests.gpu.tensorrt_networks import (
@@ -48,12 +48,16 @@ def rows(least: int, tuned: int, most: int) -> ShapeRange:
     return ShapeRange({"x": tuple((n, 3, 16, 16) for n in (least, tuned, most))})  # type: ignore[arg-type]
 
 
-ORDER = Order("fp32", (rows(1, 8, 16),))
+ORDER = TargetSpec("fp32", (rows(1, 8, 16),))
 
 
 @contextlib.contextmanager
 def built(
-    folder: Path, model: onnx.ModelProto, order: Order = ORDER, target: TensorRtTarget = TARGET, report: Any = silent
+    folder: Path,
+    model: onnx.ModelProto,
+    order: TargetSpec = ORDER,
+    target: TensorRtTarget = TARGET,
+    report: Any = silent,
 ) -> Iterator[Engine]:
     path = folder / "model.plan"
     target.build(model, order, path, report)
@@ -113,7 +117,7 @@ def test_fp32_runs_every_batch_of_its_profile(tmp_path: Path) -> None:
 
 def test_fp16_computes_in_fp16(tmp_path: Path) -> None:
     inputs = {"x": pictures(8)}
-    with built(tmp_path, convolutions(HALF), Order("fp16", ORDER.profiles)) as engine:
+    with built(tmp_path, convolutions(HALF), TargetSpec("fp16", ORDER.profiles)) as engine:
         assert cosine(engine.run(inputs)["logits"], answers(convolutions(), inputs)["logits"]) > 0.999
         kinds = {layer.precision for layer in engine.layers(inputs) if "conv2" in layer.nodes}
         assert kinds == {"fp16"}, kinds
@@ -122,7 +126,7 @@ def test_fp16_computes_in_fp16(tmp_path: Path) -> None:
 def test_int8_is_computed_where_the_model_is_quantized(tmp_path: Path) -> None:
     inputs = {"x": pictures(16)}
     model = convolutions(scales=scales_of(convolutions(), inputs))
-    with built(tmp_path, model, Order("int8", ORDER.profiles)) as engine:
+    with built(tmp_path, model, TargetSpec("int8", ORDER.profiles)) as engine:
         found = engine.run(inputs)["logits"]
         assert cosine(found, answers(model, inputs)["logits"]) > 0.999
         assert cosine(found, answers(convolutions(), inputs)["logits"]) > 0.98
@@ -148,13 +152,13 @@ def test_fp8_is_computed_where_the_gpu_has_it(tmp_path: Path) -> None:
     model = net.model([("x", FLOAT, ["n", 64])], [("y", FLOAT, ["n", 64])])
     x = np.random.default_rng(1).standard_normal((32, 64)).astype(np.float32)
     profile = ShapeRange({"x": ((32, 64), (32, 64), (64, 64))})
-    with built(tmp_path, model, Order("fp8", (profile,))) as engine:
+    with built(tmp_path, model, TargetSpec("fp8", (profile,))) as engine:
         assert cosine(engine.run({"x": x})["y"], x @ weights) > 0.995
 
 
 def test_two_profiles(tmp_path: Path) -> None:
     model = convolutions()
-    with built(tmp_path, model, Order("fp32", (rows(1, 1, 1), rows(8, 16, 32)))) as engine:
+    with built(tmp_path, model, TargetSpec("fp32", (rows(1, 1, 1), rows(8, 16, 32)))) as engine:
         for n in (1, 32, 8, 1):
             inputs = {"x": pictures(n)}
             assert cosine(engine.run(inputs)["logits"], answers(model, inputs)["logits"]) > 0.9999
@@ -187,7 +191,7 @@ def test_times_and_layers(tmp_path: Path) -> None:
 def test_a_transformer_with_two_free_dimensions(tmp_path: Path) -> None:
     model = transformer()
     profile = ShapeRange({"ids": ((1, 4), (4, 16), (8, 32))})
-    with built(tmp_path, model, Order("fp32", (profile,))) as engine:
+    with built(tmp_path, model, TargetSpec("fp32", (profile,))) as engine:
         for n, s in ((1, 4), (8, 32), (3, 7)):
             ids = np.random.default_rng(n).integers(0, 100, (n, s))
             found, right = engine.run({"ids": ids})["hidden"], answers(model, {"ids": ids})["hidden"]
@@ -208,7 +212,7 @@ def test_inputs_of_other_types(tmp_path: Path) -> None:
     types = [("b", onnx.TensorProto.BFLOAT16), ("h", HALF), ("mask", BOOL)]
     model = net.model([(name, kind, ["n", 4]) for name, kind in types], [("y", HALF, ["n", 4])])
     profile = ShapeRange({name: ((1, 4), (2, 4), (8, 4)) for name, _ in types})
-    with built(tmp_path, model, Order("fp16", (profile,))) as engine:
+    with built(tmp_path, model, TargetSpec("fp16", (profile,))) as engine:
         b = (np.array([[1, 2, 3, 4]], np.float32).view(np.uint32) >> 16).astype(np.uint16)
         h = np.array([[5, 6, 7, 8]], np.float16)
         mask = np.array([[True, False, True, False]])
@@ -221,7 +225,7 @@ def test_an_output_whose_shape_depends_on_the_values(tmp_path: Path) -> None:
     net = Sketch()
     net.node("NonZero", [net.node("Greater", ["x", net.constant("nought", np.float32(0))], "above")], "where")
     model = net.model([("x", FLOAT, [4, 8])], [("where", INT64, [2, "k"])])
-    with built(tmp_path, model, Order("fp32")) as engine:
+    with built(tmp_path, model, TargetSpec("fp32")) as engine:
         for seed in (0, 1):
             x = np.random.default_rng(seed).standard_normal((4, 8)).astype(np.float32)
             np.testing.assert_array_equal(engine.run({"x": x})["where"], np.nonzero(x > 0))
@@ -232,7 +236,7 @@ def test_an_output_whose_shape_depends_on_the_values(tmp_path: Path) -> None:
 def test_the_calibrator_of_tensorrt_10(tmp_path: Path) -> None:
     batches = tuple({"x": pictures(8, seed)} for seed in range(4))
     table = tmp_path / "table.cache"
-    order = Order("int8", ORDER.profiles, calibrate=batches, calibration_table=table)
+    order = TargetSpec("int8", ORDER.profiles, calibrate=batches, calibration_table=table)
     if TARGET.describe().version.startswith("11."):
         with refused("method: entropy"):
             TARGET.build(convolutions(), order, tmp_path / "model.plan", silent)
@@ -243,7 +247,7 @@ def test_the_calibrator_of_tensorrt_10(tmp_path: Path) -> None:
     assert b"EntropyCalibration2" in first.splitlines()[0]
     # From the table, without a sample being looked at.
     blank = tuple({"x": np.zeros_like(batch["x"])} for batch in batches)
-    order = Order("int8", ORDER.profiles, calibrate=blank, calibration_table=table)
+    order = TargetSpec("int8", ORDER.profiles, calibrate=blank, calibration_table=table)
     with built(tmp_path, convolutions(), order) as engine:
         assert cosine(engine.run(batches[0])["logits"], answers(convolutions(), batches[0])["logits"]) > 0.97
     assert table.read_bytes() == first
@@ -251,7 +255,7 @@ def test_the_calibrator_of_tensorrt_10(tmp_path: Path) -> None:
 
 def test_a_second_build_is_faster_by_the_timing_cache(tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
-    order = Order("fp32", ORDER.profiles, timing_cache=cache)
+    order = TargetSpec("fp32", ORDER.profiles, timing_cache=cache)
     target = TensorRtTarget()
     seconds = []
     for _ in range(2):
@@ -271,15 +275,15 @@ def test_unsupported_operators_are_named(tmp_path: Path) -> None:
     net.node("Bernoulli", [net.node("Sigmoid", ["x"], "sigmoid")], "coin")
     model = net.model([("x", FLOAT, [4, 4])], [("determinant", FLOAT, []), ("coin", FLOAT, [4, 4])])
     with refused("not supported by TensorRT", "node determinant (Det)", "node coin (Bernoulli)"):
-        TARGET.build(model, Order("fp32"), tmp_path / "model.plan", silent)
+        TARGET.build(model, TargetSpec("fp32"), tmp_path / "model.plan", silent)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_profiles_that_do_not_fit(tmp_path: Path) -> None:
     for order, words in (
-        (Order("fp32"), "write optimization.profiles"),
-        (Order("fp32", (rows(4, 2, 8),)), "do not ascend"),
-        (Order("fp32", (rows(1, 1, 1 << 30),)), "too large"),
+        (TargetSpec("fp32"), "write optimization.profiles"),
+        (TargetSpec("fp32", (rows(4, 2, 8),)), "do not ascend"),
+        (TargetSpec("fp32", (rows(1, 1, 1 << 30),)), "too large"),
     ):
         with refused(words):
             TARGET.build(convolutions(), order, tmp_path / "model.plan", silent)

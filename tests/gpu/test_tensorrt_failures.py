@@ -18,7 +18,7 @@ from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
 from headrace.cuda.graphs import Graph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order
+from headrace_engines.targets.base import TargetSpec
 
 from tests.gpu.own_memory import own_bytes
 from tests.gpu.tensorrt_networks import convolutions, pictures
@@ -35,7 +35,10 @@ pytestmark = [
 def test_a_profile_larger_than_the_gpu_is_told(tmp_path: Path) -> None:
     # The inputs have room, what is computed from them has not.
     rows_most = describe().memory_bytes // 2 // (3 * 16 * 16 * 4)
-    with refused("optimization.profiles"), built(tmp_path, convolutions(), Order("fp32", (rows(1, 1, rows_most),))):
+    with (
+        refused("optimization.profiles"),
+        built(tmp_path, convolutions(), TargetSpec("fp32", (rows(1, 1, rows_most),))),
+    ):
         pass
     assert {path.name for path in tmp_path.iterdir()} <= {"model.plan"}
 
@@ -66,7 +69,7 @@ def full_gpu(left_bytes: int) -> Iterator[None]:
 def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
     path = tmp_path / "model.plan"
     # 32 KiB of FP32 a row behind each convolution.
-    TARGET.build(convolutions(), Order("fp32", (rows(1, 8, 1 << 16),)), path, silent)
+    TARGET.build(convolutions(), TargetSpec("fp32", (rows(1, 8, 1 << 16),)), path, silent)
     with full_gpu(512 << 20), refused("on the GPU", "optimization.profiles"):
         TARGET.open(path)
     engine = TARGET.open(path)
@@ -80,7 +83,7 @@ def test_a_full_gpu_is_told_and_is_nothing_lasting(tmp_path: Path) -> None:
 def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
     model, inputs = convolutions(), {"x": pictures(16)}
     path = tmp_path / "model.plan"
-    TARGET.build(model, Order("fp32", (rows(1, 8, 1 << 12),)), path, silent)
+    TARGET.build(model, TargetSpec("fp32", (rows(1, 8, 1 << 12),)), path, silent)
     taken_bytes = []
     for _ in range(4):
         engine = TARGET.open(path, model)

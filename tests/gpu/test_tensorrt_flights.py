@@ -26,7 +26,7 @@ from headrace.cuda.memory import DeviceBuffer
 from headrace.cuda.pinned import pinned_empty, pinned_rows
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.own_memory import own_bytes, processes
@@ -54,7 +54,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`convolutions` for 1 to 32 rows."""
     path = tmp_path_factory.mktemp("plan") / "model.plan"
     shape = ShapeRange({"x": ((1, 3, 16, 16), (8, 3, 16, 16), (ROWS, 3, 16, 16))})
-    TensorRtTarget(optimization_level=1).build(convolutions(), Order("fp32", (shape,)), path, silent)
+    TensorRtTarget(optimization_level=1).build(convolutions(), TargetSpec("fp32", (shape,)), path, silent)
     return path
 
 

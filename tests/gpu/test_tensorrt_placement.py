@@ -14,13 +14,13 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import NoKernelError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
-from headrace_engines.precision.cast import cast
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast_model
 from headrace_engines.progress import silent
-from headrace_engines.quantization.placement import place, tensors_to_calibrate
+from headrace_engines.quantization.placement import place_pairs, tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
 from headrace_engines.simplify import simplify
-from headrace_engines.targets.base import Layer, Order, ShapeRange
+from headrace_engines.targets.base import Layer, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.unit.engines.networks import (
@@ -146,15 +146,15 @@ def run_quantized(
     # Convolutions in FP8 were seen at the default level only.
     target = TensorRtTarget(optimization_level=1 if precision == "int8" else None)
     model = simplify(source)
-    graph = Graph(copy_model(model))
-    placed = place(graph, "tensorrt", precision, keep)
+    graph = OnnxGraph(copy_model(model))
+    placed = place_pairs(graph, "tensorrt", precision, keep)
     written = quantize(model, measured_ranges(model, tensors_to_calibrate(model)), "tensorrt", precision, keep)
     shape = tuple(d.dim_value for d in model.graph.input[0].type.tensor_type.shape.dim)[1:]
-    order = Order(precision, (ShapeRange({"x": ((1, *shape), (ROWS, *shape), (ROWS, *shape))}),))
+    order = TargetSpec(precision, (ShapeRange({"x": ((1, *shape), (ROWS, *shape), (ROWS, *shape))}),))
     plan = folder / "model.plan"
     if precision == "fp8":  # as a build does: FP16 around, or FP32 where TensorRT finds no kernel for that
         try:
-            half = cast(written, "fp16", quantized="scales")
+            half = cast_model(written, "fp16", quantized="scales")
             target.build(half, order, plan, silent)
             written = half
         except NoKernelError as error:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from headrace.core.tensor import Array
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.tensorrt_networks import answers, convolutions, pictures
@@ -52,7 +52,9 @@ def make_repository(folder: Path) -> Path:
     version = folder / "repository" / "m" / "1"
     version.mkdir(parents=True)
     shapes = ShapeRange({"x": ((1, *ROW), (8, *ROW), (ROWS, *ROW))})
-    TensorRtTarget(optimization_level=1).build(convolutions(), Order("fp32", (shapes,)), version / "model.plan", silent)
+    TensorRtTarget(optimization_level=1).build(
+        convolutions(), TargetSpec("fp32", (shapes,)), version / "model.plan", silent
+    )
     (version.parent / "config.yaml").write_text(CONFIG)
     return folder / "repository"
 

@@ -14,7 +14,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, metavar="N", help="of the model; the newest that is served if left out")
 
 
-def add_places(parser: argparse.ArgumentParser) -> None:
+def add_repository_and_target(parser: argparse.ArgumentParser) -> None:
     """`--model-repository DIR` and `--target NAME`."""
     parser.add_argument(
         "--model-repository",
@@ -26,11 +26,11 @@ def add_places(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", choices=NAMES, default="auto", help="auto: TensorRT where it and a GPU are")
 
 
-def add_one_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     """`MODEL`, its version and where it is."""
     parser.add_argument("model", metavar="MODEL", help="a model's name in the repository, or its folder")
     add_version(parser)
-    add_places(parser)
+    add_repository_and_target(parser)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

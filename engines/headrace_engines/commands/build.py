@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headrace_engines.build import Built, find_fp32, make, make_best, stamp_of
-from headrace_engines.commands import add_cache, add_places, add_state, add_version
+from headrace_engines.build import BuildResult, build_best_engine, build_engine, find_fp32_engine, make_stamp
+from headrace_engines.commands import add_cache, add_repository_and_target, add_state, add_version
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.progress import Report, printed
-from headrace_engines.project import BuildSpec, Project, all_projects, open_project, spec_of
+from headrace_engines.progress import Report, with_progress_lines
+from headrace_engines.project import BuildSpec, Project, all_projects, open_project, read_spec
 from headrace_engines.report.terminal import Heading, narrow_table, plain, rate, size
 from headrace_engines.store import Store, publish, publishing_folder
 from headrace_engines.targets import choose_target
@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rebuild", action="store_true", help="build anew what is in the store")
     # For the server, which starts builders: lines "progress SHARE PHASE" on standard output.
     parser.add_argument("--progress", action="store_true", help=argparse.SUPPRESS)
-    add_places(parser)
+    add_repository_and_target(parser)
     add_cache(parser)
     add_state(parser)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BuildOutcome:
     """What came of one model.
 
     Attributes:
@@ -77,7 +77,7 @@ class Outcome:
     """
 
     name: str
-    built: Built | None
+    built: BuildResult | None
     published: bool
     forced: bool
     error: str
@@ -118,17 +118,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
     with BuildDisplay(console, [p.name for p in projects if isinstance(p, Project)]) as display:
         for project in projects:
             if isinstance(project, BuildError):
-                outcomes.append(Outcome("", None, False, False, str(project), 0.0))
+                outcomes.append(BuildOutcome("", None, False, False, str(project), 0.0))
                 continue
             report = display.report(project.name)
-            outcome = build_one(project, options, targets, store, printed(report) if options.progress else report)
+            outcome = build_model(
+                project, options, targets, store, with_progress_lines(report) if options.progress else report
+            )
             outcomes.append(outcome)
-            display.finish(outcome.name, _ending(outcome))
+            display.finish(outcome.name, _last_phase(outcome))
     show_outcomes(console, open_console(stderr=True), outcomes)
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 
-def _ending(outcome: Outcome) -> str:
+def _last_phase(outcome: BuildOutcome) -> str:
     """The last phase of a model's progress bar."""
     if outcome.error:
         return "failed"
@@ -162,29 +164,29 @@ class _Targets:
         target, pin = self.default(), cpu_pin(project.config)
         if self._name != "auto" or target.name == "onnxruntime" or not pin:
             return target, ""
-        return choose_target("onnxruntime"), f"built for the CPU ({pin}); for the GPU {cpu_change(project)}"
+        return choose_target("onnxruntime"), f"built for the CPU ({pin}); for the GPU {gpu_config_change(project)}"
 
 
-def build_one(
+def build_model(
     project: Project, options: argparse.Namespace, targets: _Targets, store: Store, report: Report
-) -> Outcome:
+) -> BuildOutcome:
     """Build and publish one model; what goes wrong is told in the outcome."""
     started_s = time.monotonic()
     built = None
     try:
-        spec = spec_of(project.config, options.precision or "")
+        spec = read_spec(project.config, options.precision or "")
         target, advice = targets.of(project)
-        outlook = forecast(project, target, targets.gpu, _state_place(project, options.state_dir))
+        outlook = forecast(project, target, targets.gpu, _state_folder(project, options.state_dir))
         if outlook.refusal:
             raise BuildError(f"its engine would not be served: {outlook.refusal}")
         built = _make(project, spec, target, store, report, options.rebuild)
         if built.refusal and not options.force:
             error = "; ".join(built.refusal) + "; --force publishes it with a mark"
-            return Outcome(project.name, built, False, False, error, time.monotonic() - started_s)
+            return BuildOutcome(project.name, built, False, False, error, time.monotonic() - started_s)
         forced = bool(built.refusal)
         folder = _publish(project, options, built, store, spec.precision, forced)
         fp32 = _fp32_rows_per_s(project, built, target, store)
-        outcome = Outcome(project.name, built, True, forced, "", time.monotonic() - started_s)
+        outcome = BuildOutcome(project.name, built, True, forced, "", time.monotonic() - started_s)
         outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=folder)
         outcome = replace(outcome, not_served=outlook.not_served, advice=advice)
         return _compared(outcome, outlook, built)
@@ -193,21 +195,23 @@ def build_one(
     except MemoryError:
         reason = "there is not enough memory: close other programs, or use fewer calibration samples"
     except OSError as error:
-        reason = _told(error)
-    return Outcome(project.name, built, False, False, reason, time.monotonic() - started_s)
+        reason = _disk_reason(error)
+    return BuildOutcome(project.name, built, False, False, reason, time.monotonic() - started_s)
 
 
-def _compared(outcome: Outcome, outlook: Forecast, built: Built) -> Outcome:
+def _compared(outcome: BuildOutcome, outlook: Forecast, built: BuildResult) -> BuildOutcome:
     """The outcome with what serves now and how fast that is."""
     if outlook.now is None:
         return replace(outcome, now="nothing")
     if outlook.now.stamp is not None and outlook.now.stamp.key == built.key:
         return outcome
-    return replace(outcome, now=now_words(outlook.now), now_rows_per_s=now_rows_per_s(outlook.now, built))
+    return replace(
+        outcome, now=current_serving_text(outlook.now), now_rows_per_s=current_rows_per_s(outlook.now, built)
+    )
 
 
 def _publish(
-    project: Project, options: argparse.Namespace, built: Built, store: Store, requested: str, forced: bool
+    project: Project, options: argparse.Namespace, built: BuildResult, store: Store, requested: str, forced: bool
 ) -> Path | None:
     """Put the engine beside the model, or into the state folder where that cannot be written.
 
@@ -217,39 +221,41 @@ def _publish(
     Raises:
         BuildError: neither can be written, or the engine has gone from the store.
     """
-    overridden = bool(options.precision) and options.precision != spec_of(project.config).precision
+    overridden = bool(options.precision) and options.precision != read_spec(project.config).precision
     entry = store.find(built.key)
     if entry is None:
         raise BuildError("the engine has gone from the store meanwhile: build it again")
-    stamp = stamp_of(built, entry, project, requested, overridden, forced)
+    stamp = make_stamp(built, entry, project, requested, overridden, forced)
     folder = publishing_folder(project, options.state_dir)
     publish(entry.path, folder, stamp)
     return None if folder == project.version_folder else folder
 
 
-def _state_place(project: Project, state: Path) -> Path:
+def _state_folder(project: Project, state: Path) -> Path:
     """Where a server looks for engines of a version besides its own folder."""
     return engine_folder(state.expanduser(), project.folder.path, project.version)
 
 
-def _fp32_rows_per_s(project: Project, built: Built, target: Target, store: Store) -> float:
+def _fp32_rows_per_s(project: Project, built: BuildResult, target: Target, store: Store) -> float:
     """Rows a second of FP32 on the target: of its FP32 engine, or of the model's own file on ONNX Runtime; 0: not known."""
-    fp32 = find_fp32(project, built.spec, target, store)
+    fp32 = find_fp32_engine(project, built.spec, target, store)
     if fp32 is not None:
         return fp32.rows_per_s
     baseline = built.baseline if target.name == "onnxruntime" else None
     return 0.0 if baseline is None else baseline.rows_per_s
 
 
-def _told(error: OSError) -> str:
+def _disk_reason(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     return f"{error.strerror or error}{where}: make room, or check the permissions"
 
 
-def _make(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, rebuild: bool) -> Built:
+def _make(
+    project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, rebuild: bool
+) -> BuildResult:
     if spec.precision == "best":
-        return make_best(project, spec, target, store, report, rebuild=rebuild)
-    return make(project, spec, target, store, report, rebuild=rebuild)
+        return build_best_engine(project, spec, target, store, report, rebuild=rebuild)
+    return build_engine(project, spec, target, store, report, rebuild=rebuild)
 
 
 def _projects(options: argparse.Namespace) -> list[Project | BuildError]:
@@ -300,7 +306,7 @@ def gpu_runtime() -> GpuRuntime:
     return GpuRuntime(describe, gpus.is_visible)
 
 
-def cpu_change(project: Project) -> str:
+def gpu_config_change(project: Project) -> str:
     """Return the one-line change that lets a model that is kept on the CPU use the GPU."""
     if project.config.runtime == "onnxruntime":
         yaml, pbtxt, field = (
@@ -314,7 +320,7 @@ def cpu_change(project: Project) -> str:
             "instance_group [ { kind: KIND_AUTO } ]",
             "instance_group",
         )
-    return _change(project, yaml, pbtxt, field)
+    return _config_change(project, yaml, pbtxt, field)
 
 
 def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
@@ -329,7 +335,7 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
     served = served_versions(project.config, project.folder.versions)
     if project.version not in served:
         policy = f"version_policy serves {', '.join(map(str, served)) or 'none'}"
-        change = _change(
+        change = _config_change(
             project,
             f"version_policy: {{specific: {{versions: [{project.version}]}}}}",
             f"version_policy {{ specific {{ versions: [ {project.version} ] }} }}",
@@ -346,20 +352,20 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
     return Forecast(now, not_now, _refusal(project, target, then, problem))
 
 
-def served_words(built: Built) -> str:
+def serving_text(built: BuildResult) -> str:
     """What serves once an engine is taken, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
     target, device = built.machine.target, built.machine.device
     device_text = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
     return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {device_text}"
 
 
-def now_words(plan: Plan) -> str:
+def current_serving_text(plan: Plan) -> str:
     """What serves now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
     what = plan.file.name if plan.stamp is None else f"the {plan.stamp.precision.upper()} engine"
     return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
 
 
-def now_rows_per_s(plan: Plan, built: Built) -> float:
+def current_rows_per_s(plan: Plan, built: BuildResult) -> float:
     """Rows a second of what serves now: by an engine's stamp, or as the build has timed the model's own file; 0: not known."""
     if plan.stamp is not None:
         return max((timing.rows_per_s for timing in plan.stamp.timings), default=0.0)
@@ -401,9 +407,9 @@ def _refusal(project: Project, target: Target, then: Plan | None, problem: str) 
     instead = f"or build for what serves: headrace build {project.name} --target {other}"
     pin = cpu_pin(project.config)
     if target.name == "tensorrt" and pin:
-        return f"the configuration keeps the model on the CPU ({pin}): {cpu_change(project)}, {instead}"
+        return f"the configuration keeps the model on the CPU ({pin}): {gpu_config_change(project)}, {instead}"
     if target.name == "onnxruntime" and (then is None or then.runtime == "tensorrt"):
-        change = _change(
+        change = _config_change(
             project,
             "runtime: onnxruntime",
             'parameters { key: "headrace.runtime" value { string_value: "onnxruntime" } }',
@@ -415,7 +421,7 @@ def _refusal(project: Project, target: Target, then: Plan | None, problem: str) 
     return f"{reason}: {instead}"
 
 
-def _change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
+def _config_change(project: Project, yaml: str, pbtxt: str, field: str) -> str:
     """The line to write, and where."""
     file = read_config_file(project.folder.path)
     line = file.document.line_of((field,)) if file.exists else None
@@ -435,7 +441,7 @@ _HEADINGS = (
 )
 
 
-def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]) -> None:
+def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOutcome]) -> None:
     """Print a table of what was built, its speed-up and what serves it; to `errors` what was not built or published, and why."""
     built = [outcome for outcome in outcomes if outcome.built is not None]
     for machine in dict.fromkeys(outcome.built.machine for outcome in built if outcome.built is not None):
@@ -457,7 +463,7 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[Outcome]
             errors.print(f"[yellow]{escape(name)}published with a mark:[/] {missed}", highlight=False, soft_wrap=True)
 
 
-def _print_served(console: Console, outcomes: Sequence[Outcome]) -> None:
+def _print_served(console: Console, outcomes: Sequence[BuildOutcome]) -> None:
     """Print for each published engine its speed-up and what serves it, and what makes a running server take it."""
     published = [outcome for outcome in outcomes if outcome.published and outcome.built is not None]
     for outcome in published:
@@ -471,10 +477,10 @@ def _print_served(console: Console, outcomes: Sequence[Outcome]) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _served_lines(outcome: Outcome) -> list[str]:
+def _served_lines(outcome: BuildOutcome) -> list[str]:
     """What serves after the build, and what stands against it."""
     assert outcome.built is not None
-    lines = [] if outcome.not_served else [f"serves from now on: {served_words(outcome.built)}"]
+    lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
     if outcome.advice:
         lines.append(outcome.advice)
     if outcome.place is not None:
@@ -483,7 +489,7 @@ def _served_lines(outcome: Outcome) -> list[str]:
     return lines
 
 
-def speed_text(outcome: Outcome) -> str:
+def speed_text(outcome: BuildOutcome) -> str:
     """How many times faster an engine is than what serves now and than FP32; "" where neither was measured."""
     built = outcome.built
     assert built is not None
@@ -505,7 +511,7 @@ def _times(faster: float, slower: float) -> str:
     return f"{ratio:,.0f} times" if ratio >= 20 else f"{ratio:.2f} times"
 
 
-def _row(outcome: Outcome) -> list[Text]:
+def _row(outcome: BuildOutcome) -> list[Text]:
     built = outcome.built
     assert built is not None
     accuracy = built.accuracy

@@ -12,21 +12,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace_engines.commands import add_cache, add_one_model
+from headrace_engines.commands import add_cache, add_model
 from headrace_engines.comparison import DEFAULT_PRECISIONS, Comparison, compare, default_sizes
 from headrace_engines.errors import CallError
 from headrace_engines.progress import Report
-from headrace_engines.project import CALIBRATOR, Project, open_project, spec_of
+from headrace_engines.project import CALIBRATOR, Project, open_project, read_spec
 from headrace_engines.report.pages import (
     HEADINGS,
     SPEED_HEADINGS,
-    cells_of,
+    comparison_cells,
     comparison_page,
     comparison_picture,
+    filled_columns,
     make_folder,
     save,
     speed_cells,
-    told_columns,
 )
 from headrace_engines.report.terminal import BuildDisplay, plain
 from headrace_engines.store import Store
@@ -38,7 +38,7 @@ _COMPARABLE = (*(precision for precision in PRECISIONS if precision != "best"), 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `compare`."""
-    add_one_model(parser)
+    add_model(parser)
     add_cache(parser)
     parser.add_argument(
         "--precisions",
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         # Measuring takes minutes; that there is no place for the result should show before.
         make_folder(options.output)
     with BuildDisplay(console, [*precisions, "timing"]) as display:
-        reports = {name: _started_when_told(display, name) for name in (*precisions, "timing")}
+        reports = {name: _lazy_report(display, name) for name in (*precisions, "timing")}
         comparison = compare(project, target, Store(options.cache), precisions, sizes, options.seconds, reports)
     show(console, comparison)
     if options.output is not None:
@@ -101,8 +101,8 @@ def show(console: Console, comparison: Comparison) -> None:
     console.print(
         Text(plain(f"{comparison.model} {comparison.version} on {comparison.machine}"), "bold"), soft_wrap=True
     )
-    cells = [cells_of(row) for row in comparison.worked]
-    columns = told_columns(cells)
+    cells = [comparison_cells(row) for row in comparison.worked]
+    columns = filled_columns(cells)
     what = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
         what.add_column(HEADINGS[column], justify="right" if column else "left", no_wrap=True)
@@ -120,11 +120,11 @@ def show(console: Console, comparison: Comparison) -> None:
     if speed.row_count:
         console.print(speed)
     for row in comparison.rows:
-        if remark := cells_of(row)[-1]:
+        if remark := comparison_cells(row)[-1]:
             console.print(f"{row.precision}: {plain(remark)}", highlight=False, soft_wrap=True, markup=False)
 
 
-def _started_when_told(display: BuildDisplay, name: str) -> Report:
+def _lazy_report(display: BuildDisplay, name: str) -> Report:
     """A bar whose clock runs from its first report on."""
     started: list[Report] = []
 
@@ -147,7 +147,7 @@ def _precisions(option: str | None, target: Target) -> list[str]:
 
 
 def _sizes(option: str | None, project: Project) -> list[int]:
-    spec = spec_of(project.config)
+    spec = read_spec(project.config)
     if option is None:
         return default_sizes(project, spec)
     words = [word.strip() for word in option.split(",")]

@@ -25,7 +25,7 @@ from headrace_engines.commands import add_cache
 from headrace_engines.errors import BuildError
 from headrace_engines.project import Project, open_project
 from headrace_engines.report.terminal import Heading, narrow_table, plain, size
-from headrace_engines.store import Entry, Store, disk_error
+from headrace_engines.store import Store, StoreEntry, disk_error
 
 # How an artefact that is published stands: it is served on this machine; on another one; nowhere, since the model or its
 # configuration is another now; nowhere, since the file is not what was built.
@@ -33,7 +33,7 @@ USED, FOREIGN, STALE, DAMAGED = "used", "foreign", "stale", "damaged"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoreRecord:
     """A place in the store.
 
     Attributes:
@@ -44,13 +44,13 @@ class Stored:
     """
 
     key: str
-    entry: Entry | None
+    entry: StoreEntry | None
     problem: str
     published: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedEngine:
     """One artefact in a version's folder, or what is wrong with that folder.
 
     Attributes:
@@ -70,7 +70,7 @@ class Published:
     problem: str
 
 
-def survey_store(store: Store, published: Sequence[Published], check: bool = False) -> list[Stored]:
+def list_stored(store: Store, published: Sequence[PublishedEngine], check: bool = False) -> list[StoreRecord]:
     """Every place in the store.
 
     Args:
@@ -82,20 +82,20 @@ def survey_store(store: Store, published: Sequence[Published], check: bool = Fal
     for one in published:
         if one.stamp is not None:
             places.setdefault(one.stamp.key, []).append(f"{one.model}/{one.version}")
-    records: list[Stored] = []
+    records: list[StoreRecord] = []
     for key in store.keys():  # noqa: SIM118  (a list that it makes, not a mapping's)
         used_by = tuple(places.get(key, ()))
         try:
             entry = store.read(key)
         except BuildError as error:
-            records.append(Stored(key, None, str(error), used_by))
+            records.append(StoreRecord(key, None, str(error), used_by))
             continue
         problem = artefact_problem(entry.path, entry.size_bytes, entry.sha256 if check else "")
-        records.append(Stored(key, entry, problem, used_by))
+        records.append(StoreRecord(key, entry, problem, used_by))
     return records
 
 
-def survey_repositories(repositories: Sequence[Path], check: bool = False) -> list[Published]:
+def list_published(repositories: Sequence[Path], check: bool = False) -> list[PublishedEngine]:
     """Every artefact that repositories publish, by model and version.
 
     Args:
@@ -106,10 +106,10 @@ def survey_repositories(repositories: Sequence[Path], check: bool = False) -> li
         BuildError: a repository is not there.
     """
     machines = _Machines()
-    published: list[Published] = []
+    published: list[PublishedEngine] = []
     for repository in repositories:
         for model, version in _versions(repository):
-            published += _survey_version(repository, model, version, machines, check)
+            published += _list_version(repository, model, version, machines, check)
     return published
 
 
@@ -165,17 +165,17 @@ def _has_engines(folder: Path) -> bool:
         return False
 
 
-def _survey_version(
+def _list_version(
     repository: Path, model: str, version: int, machines: _Machines, check: bool
-) -> Iterator[Published]:
+) -> Iterator[PublishedEngine]:
     folder = repository / model / str(version)
     try:
         stamps = read_stamps(folder)
     except ConfigError as error:
-        yield Published(model, version, folder, None, DAMAGED, f"{STAMP_FILE} {error.findings[0].message}")
+        yield PublishedEngine(model, version, folder, None, DAMAGED, f"{STAMP_FILE} {error.findings[0].message}")
         return
     for path in orphans(folder, stamps):
-        yield Published(model, version, folder, None, STALE, f"no stamp names {path.name}")
+        yield PublishedEngine(model, version, folder, None, STALE, f"no stamp names {path.name}")
     if not stamps:
         return
     project: Project | None = None
@@ -193,7 +193,7 @@ def _survey_version(
             state = DAMAGED if problem else STALE
         elif state == FOREIGN:
             problem = f"for {stamp.machine}"
-        yield Published(model, version, folder, stamp, state, problem or stale)
+        yield PublishedEngine(model, version, folder, stamp, state, problem or stale)
 
 
 def _stale(stamp: Stamp, project: Project, digest: str) -> str:
@@ -272,8 +272,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.store_action == "gc":
         return _gc(store, repositories, options, console)
     check = options.store_action == "verify"
-    published = survey_repositories(repositories, check)
-    stored = survey_store(store, published, check)
+    published = list_published(repositories, check)
+    stored = list_stored(store, published, check)
     if check:
         return _verify(stored, published, options.json, console)
     _ls(store, stored, published, options.json, console)
@@ -291,7 +291,7 @@ def _days(text: str) -> float:
 
 
 def _ls(
-    store: Store, stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console
+    store: Store, stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], as_json: bool, console: Console
 ) -> None:
     if as_json:
         document = {"path": str(store.root), "entries": [_stored_json(one) for one in stored]}
@@ -309,7 +309,7 @@ def _ls(
     _print_problems(stored, published, console)
 
 
-def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
+def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Table:
     rows = []
     for one in stored:
         key = Text(one.key[:12])
@@ -326,7 +326,7 @@ def _store_table(store: Store, stored: Sequence[Stored], width: int) -> Table:
     return fit_title(table, width)
 
 
-def _published_table(published: Sequence[Published], width: int) -> Table:
+def _published_table(published: Sequence[PublishedEngine], width: int) -> Table:
     rows = []
     for one in published:
         state, stamp = Text(one.state, _STYLES[one.state]), one.stamp
@@ -344,7 +344,7 @@ def _published_table(published: Sequence[Published], width: int) -> Table:
     return narrow_table("Published", _PUBLISHED, rows, width)
 
 
-def _print_problems(stored: Sequence[Stored], published: Sequence[Published], console: Console) -> None:
+def _print_problems(stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], console: Console) -> None:
     lines = [(one.key[:12], "damaged", one.problem) for one in stored if one.problem]
     # What is for another machine says so in its row.
     broken = [one for one in published if one.problem and one.state != FOREIGN]
@@ -390,7 +390,7 @@ def _age(moment_s: float | None) -> str:
     return "now"
 
 
-def _stored_json(one: Stored) -> dict[str, Any]:
+def _stored_json(one: StoreRecord) -> dict[str, Any]:
     document: dict[str, Any] = {"key": one.key, "problem": one.problem or None, "published": list(one.published)}
     if one.entry is not None:
         # rich prints JSON as Python does, with a word for "not a number" that JSON has not.
@@ -399,7 +399,7 @@ def _stored_json(one: Stored) -> dict[str, Any]:
     return document
 
 
-def _published_json(one: Published) -> dict[str, Any]:
+def _published_json(one: PublishedEngine) -> dict[str, Any]:
     stamp = None if one.stamp is None else one.stamp.to_json()
     location = {"model": one.model, "version": one.version, "path": str(one.folder)}
     return {**location, "state": one.state, "problem": one.problem or None, "stamp": stamp}
@@ -424,7 +424,7 @@ class _Removed:
 
 
 def _gc(store: Store, repositories: Sequence[Path], options: argparse.Namespace, console: Console) -> int:
-    stored = survey_store(store, survey_repositories(repositories))
+    stored = list_stored(store, list_published(repositories))
     oldest_s = time.time() - options.keep_days * _DAY_S
     removed: list[_Removed] = []
     busy: list[str] = []
@@ -462,7 +462,7 @@ def _summary(removed: int, stored: int, freed_bytes: int, dry_run: bool) -> str:
     return f"{removed} of {stored} engines {would}removed, {size(freed_bytes)} {would}freed"
 
 
-def _model(one: Stored) -> str:
+def _model(one: StoreRecord) -> str:
     return "(damaged)" if one.entry is None else str(one.entry.facts.get("model", ""))
 
 
@@ -494,7 +494,9 @@ def _remove_files(files: Sequence[Path], dry_run: bool) -> int:
 # verify
 
 
-def _verify(stored: Sequence[Stored], published: Sequence[Published], as_json: bool, console: Console) -> int:
+def _verify(
+    stored: Sequence[StoreRecord], published: Sequence[PublishedEngine], as_json: bool, console: Console
+) -> int:
     wrong = [
         {"where": f"store {one.key[:12]}", "problem": one.problem, "cure": _store_cure(one)}
         for one in stored
@@ -519,14 +521,14 @@ def _verify(stored: Sequence[Stored], published: Sequence[Published], as_json: b
     return 1 if wrong else 0
 
 
-def _store_cure(one: Stored) -> str:
+def _store_cure(one: StoreRecord) -> str:
     if one.entry is None:
         return "`headrace engines gc` removes it"
     model, precision = one.entry.facts.get("model", "MODEL"), one.entry.facts.get("precision")
     return f"`headrace build {model} --precision {precision}` builds it again, `headrace engines gc --all` empties the store"
 
 
-def _cure(one: Published) -> str:
+def _cure(one: PublishedEngine) -> str:
     command = f"headrace build {one.model} --version {one.version}"
     if one.stamp is None:
         return f"`{command}`"

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace_engines.commands import add_one_model
+from headrace_engines.commands import add_model
 from headrace_engines.errors import BuildError, CallError
-from headrace_engines.inspection import _CPU_ROWS, Inspection, inspect, targets_of
+from headrace_engines.inspection import _CPU_ROWS, EngineInspection, inspect, inspection_targets
 from headrace_engines.project import Project, open_project
 from headrace_engines.report.pages import layers_page, save
 from headrace_engines.report.terminal import milliseconds, plain, rate
@@ -34,7 +34,7 @@ _COLOURS = {"fp32": "blue", "fp16": "cyan", "bf16": "green", "int8": "yellow", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `inspect`."""
-    add_one_model(parser)
+    add_model(parser)
     parser.add_argument(
         "--batch", type=int, metavar="ROWS", help=f"the tuned batch if left out, on a CPU {_CPU_ROWS} at most"
     )
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if value is not None and value < 1:
             raise CallError(f"{name} is {value}: write a number from 1 on")
     project = open_project(options.model, options.model_repository, options.version)
-    inspection = inspect(project, targets_of(options.target), options.batch)
+    inspection = inspect(project, inspection_targets(options.target), options.batch)
     show(console, inspection, options.top)
     if options.html is not None:
         save(options.html, layers_page(inspection))
@@ -79,7 +79,7 @@ def _publish(project: Project, text: str) -> None:
         raise BuildError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def show(console: Console, inspection: Inspection, top: int | None) -> None:
+def show(console: Console, inspection: EngineInspection, top: int | None) -> None:
     """Print the layers, all in order or the longest first, and what they add up to."""
     layers = list(enumerate(inspection.layers, 1))
     if top is not None:

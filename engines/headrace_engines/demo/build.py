@@ -37,7 +37,7 @@ OLD_STAMP_FILE = "build.json"
 Progress = Callable[[str, float, str], None]
 
 
-class State(Enum):
+class DemoState(Enum):
     """How a model stands against its recipe."""
 
     MISSING = "no model there"
@@ -47,7 +47,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """What came of one model.
 
     Attributes:
@@ -63,7 +63,7 @@ class Outcome:
     """
 
     name: str
-    state: State
+    state: DemoState
     built: bool = False
     size_bytes: int = 0
     accuracy: float | None = None
@@ -73,7 +73,7 @@ class Outcome:
     remark: str = ""
 
 
-def choose(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]:
+def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]:
     """The models of these names, all of them if none is named.
 
     Raises:
@@ -89,23 +89,23 @@ def choose(names: Sequence[str], fetched: WeightsFile | None) -> list[DemoModel]
     return models
 
 
-def state_of(model: DemoModel, output: Path, fetched: WeightsFile | None) -> State:
+def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> DemoState:
     """How the model in `output` stands against its recipe (and against `fetched`, if it is one that takes weights)."""
     folder = output / model.name / VERSION
     if not (folder / MODEL_FILE).is_file():
-        return State.MISSING
+        return DemoState.MISSING
     stamp = read_stamp(folder)
     if stamp is None:
-        return State.FOREIGN
+        return DemoState.FOREIGN
     if stamp.get("size_bytes") != (folder / MODEL_FILE).stat().st_size:
-        return State.OUTDATED
+        return DemoState.OUTDATED
     if model.fetched_recipe and fetched:
         if stamp.get("weights") != f"sha256:{fetched.sha256}":
-            return State.OUTDATED
+            return DemoState.OUTDATED
     # Who fetched weights wants to keep them, also when `make serve` builds what is missing.
     elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
-        return State.UP_TO_DATE
-    return State.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else State.OUTDATED
+        return DemoState.UP_TO_DATE
+    return DemoState.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else DemoState.OUTDATED
 
 
 def read_stamp(folder: Path) -> dict[str, Any] | None:
@@ -142,7 +142,7 @@ def _rename_old_stamp(folder: Path) -> None:
 
 def build_model(
     model: DemoModel, output: Path, fetched: WeightsFile | None, force: bool, progress: Progress
-) -> Outcome:
+) -> DemoOutcome:
     """Bring one model up to date.
 
     Args:
@@ -156,31 +156,31 @@ def build_model(
         What came of it; a failure is told there and not raised.
     """
     started_s = time.monotonic()
-    state = state_of(model, output, fetched)
+    state = demo_state(model, output, fetched)
     try:
         _write_missing_files(model, output / model.name)
-        remark = "" if state is State.FOREIGN and not force else _write_missing_samples(model, output / model.name)
-        if not force and state in (State.UP_TO_DATE, State.FOREIGN):
+        remark = "" if state is DemoState.FOREIGN and not force else _write_missing_samples(model, output / model.name)
+        if not force and state in (DemoState.UP_TO_DATE, DemoState.FOREIGN):
             _rename_old_stamp(output / model.name / VERSION)
-            return replace(_kept(model, output, state), remark=remark)
-        artefact = _make(model, fetched, lambda done, note: progress(model.name, done, note))
+            return replace(_unchanged_outcome(model, output, state), remark=remark)
+        artefact = _run_recipe(model, fetched, lambda done, note: progress(model.name, done, note))
         seconds = time.monotonic() - started_s
         size_bytes = _write_version(model, output / model.name, artefact, seconds)
     except (BuildError, OSError) as error:
-        return Outcome(model.name, state, seconds=time.monotonic() - started_s, error=str(error))
+        return DemoOutcome(model.name, state, seconds=time.monotonic() - started_s, error=str(error))
     progress(model.name, 1.0, "done")
     seconds = time.monotonic() - started_s
-    return Outcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds, remark=remark)
+    return DemoOutcome(model.name, state, True, size_bytes, artefact.accuracy, artefact.weights, seconds, remark=remark)
 
 
-def _kept(model: DemoModel, output: Path, state: State) -> Outcome:
+def _unchanged_outcome(model: DemoModel, output: Path, state: DemoState) -> DemoOutcome:
     folder = output / model.name / VERSION
     stamp = read_stamp(folder) or {}
     size_bytes = (folder / MODEL_FILE).stat().st_size
-    return Outcome(model.name, state, False, size_bytes, stamp.get("accuracy"), str(stamp.get("weights", "")))
+    return DemoOutcome(model.name, state, False, size_bytes, stamp.get("accuracy"), str(stamp.get("weights", "")))
 
 
-def _make(model: DemoModel, fetched: WeightsFile | None, report: Report) -> Artefact:
+def _run_recipe(model: DemoModel, fetched: WeightsFile | None, report: Report) -> Artefact:
     if fetched and model.fetched_recipe:
         return load_recipe(model.fetched_recipe)(report, fetched)
     return load_recipe(model.recipe)(report)

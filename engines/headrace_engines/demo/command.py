@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace_engines.demo.build import State, build_model, choose, state_of
+from headrace_engines.demo.build import DemoState, build_model, choose_models, demo_state
 from headrace_engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
 from headrace_engines.errors import BuildError
 
@@ -33,13 +33,13 @@ def run(options: argparse.Namespace, console: Console) -> int:
         BuildError: the options do not go together.
     """
     fetched = _fetched(options)
-    models = choose(options.only, fetched)
+    models = choose_models(options.only, fetched)
 
     # Only now: finding out that nothing is to be done should not cost the time to import what draws bars.
-    from headrace_engines.demo.terminal import BuildDisplay, show_outcomes
+    from headrace_engines.demo.terminal import DemoDisplay, show_outcomes
 
-    waiting = [m for m in models if options.force or state_of(m, options.output, fetched) is not State.UP_TO_DATE]
-    with BuildDisplay(console, [model.name for model in waiting]) as display:
+    waiting = [m for m in models if options.force or demo_state(m, options.output, fetched) is not DemoState.UP_TO_DATE]
+    with DemoDisplay(console, [model.name for model in waiting]) as display:
         outcomes = []
         for model in models:
             outcome = build_model(model, options.output, fetched, options.force, display.update)

@@ -26,7 +26,7 @@ from headrace_engines.progress import Report
 Tensor = tuple[int, tuple[int, ...]]
 
 
-def adopt(
+def read_published_onnx(
     content: bytes,
     expected_input: Tensor,
     expected_output: Tensor,
@@ -157,7 +157,7 @@ def build_fetched(report: Report, weights: WeightsFile) -> Artefact:
     origin, source = f"{weights.url}, SHA-256 {weights.sha256}", f"sha256:{weights.sha256}"
     if content[:4] != b"PK\x03\x04" and content[:2] != b"\x80\x02":
         report(0.7, "checking the ONNX file")
-        model = adopt(content, fp32(3, SIDE, SIDE), fp32(CLASSES), "input", "logits", {"origin": origin})
+        model = read_published_onnx(content, fp32(3, SIDE, SIDE), fp32(CLASSES), "input", "logits", {"origin": origin})
         return Artefact(model, source)
 
     from headrace_engines.demo.torch_weights import read_state_dict

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from headrace_engines.demo.build import Outcome, State
+from headrace_engines.demo.build import DemoOutcome, DemoState
 
 
-class BuildDisplay:
+class DemoDisplay:
     """Bars over all models and over each one; silent where nobody watches (no terminal).
 
     Args:
@@ -36,7 +36,7 @@ class BuildDisplay:
         self._overall = self._progress.add_task("[bold]demo models", total=len(names), note="")
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> BuildDisplay:
+    def __enter__(self) -> DemoDisplay:
         self._progress.start()
         return self
 
@@ -53,17 +53,17 @@ class BuildDisplay:
         self._done[name] = done
         self._progress.update(self._overall, completed=sum(self._done.values()))
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: DemoOutcome) -> None:
         """Count a model as done, whatever came of it."""
         self.update(outcome.name, 1.0, "failed" if outcome.error else "done" if outcome.built else "kept")
 
 
-def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -> None:
+def show_outcomes(console: Console, outcomes: Sequence[DemoOutcome], output: Path) -> None:
     """Print one line if nothing had to be done, else a table; then what could not be done, and why."""
     for outcome in outcomes:
         if outcome.remark:
             console.print(f"{outcome.name}: {outcome.remark}.", highlight=False, markup=False, soft_wrap=True)
-    if all(outcome.state is State.UP_TO_DATE and not outcome.built and not outcome.error for outcome in outcomes):
+    if all(outcome.state is DemoState.UP_TO_DATE and not outcome.built and not outcome.error for outcome in outcomes):
         count = "The demo model is" if len(outcomes) == 1 else f"All {len(outcomes)} demo models are"
         console.print(f"{count} up to date in {output}.", highlight=False, soft_wrap=True)
         return
@@ -73,7 +73,7 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -
     for outcome in outcomes:
         table.add_row(
             outcome.name,
-            _done(outcome),
+            _outcome_text(outcome),
             "published" if outcome.weights.startswith("sha256:") else outcome.weights,
             _size(outcome.size_bytes),
             "" if outcome.accuracy is None else f"{outcome.accuracy:.3f}",
@@ -83,18 +83,18 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], output: Path) -
     for outcome in outcomes:
         if outcome.error:
             console.print(f"[red]{outcome.name} was not built:[/] {outcome.error}", highlight=False, soft_wrap=True)
-        elif outcome.state is State.FOREIGN and not outcome.built:
+        elif outcome.state is DemoState.FOREIGN and not outcome.built:
             notice = (
                 f"{outcome.name}: a model without a stamp of this builder is there and was kept; --force replaces it."
             )
             console.print(notice, highlight=False, soft_wrap=True)
 
 
-def _done(outcome: Outcome) -> str:
+def _outcome_text(outcome: DemoOutcome) -> str:
     if outcome.error:
         return "failed"
     if outcome.built:
-        return "built" if outcome.state is State.MISSING else "built anew"
+        return "built" if outcome.state is DemoState.MISSING else "built anew"
     return "kept"
 
 

@@ -24,21 +24,21 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, captured, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, captured, copy_model
 from headrace_engines.precision.limits import (
     BOUNDING,
     HEAVY,
     MOVEMENT,
     TYPE_ATTRIBUTE,
-    Format,
+    FloatFormat,
     Signature,
     at_opset,
-    format_of,
+    float_format,
     must_stay_fp32,
     signature,
 )
 
-__all__ = ["Quantized", "cast", "must_stay_fp32"]
+__all__ = ["Quantized", "cast_model", "must_stay_fp32"]
 
 
 # What is cast of a model with Q/DQ.
@@ -59,7 +59,7 @@ _SCALES_OPSET = 19
 _CHECK_LIMIT_BYTES = 2**31 - 1
 
 
-def cast(
+def cast_model(
     model: onnx.ModelProto, precision: str, keep: Collection[str] = (), quantized: Quantized = "layers"
 ) -> onnx.ModelProto:
     """A model that computes in FP16 or BF16 where it can.
@@ -77,17 +77,17 @@ def cast(
     Raises:
         BuildError: the outcome is no valid ONNX model, or the precision is none of the two.
     """
-    numbers = format_of(precision)
+    numbers = float_format(precision)
     opset = max(numbers.opset, _SCALES_OPSET if quantized == "scales" else 0)
-    graph = Graph(copy_model(at_opset(model, opset)))
+    graph = OnnxGraph(copy_model(at_opset(model, opset)))
     _lift_constants(graph)
-    writer = _Writer(graph, numbers, _choose(graph, numbers, frozenset(keep), quantized))
+    writer = _Writer(graph, numbers, _nodes_to_cast(graph, numbers, frozenset(keep), quantized))
     written = writer.write()
     _check(written, model, precision)
     return written
 
 
-def _lift_constants(graph: Graph) -> None:
+def _lift_constants(graph: OnnxGraph) -> None:
     """Make FP32 initializers of Constant nodes, and no inputs of initializers, so that there is one kind of constant."""
     defaults = [entry for entry in graph.model.graph.input if graph.is_constant(entry.name)]
     for entry in defaults:
@@ -110,18 +110,20 @@ def _lift_constants(graph: Graph) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _CastNode:
     """A node to cast and how."""
 
     node: onnx.NodeProto
     signature: Signature
 
 
-def _choose(graph: Graph, numbers: Format, keep: frozenset[str], quantized: Quantized) -> dict[str, _Chosen]:
+def _nodes_to_cast(
+    graph: OnnxGraph, numbers: FloatFormat, keep: frozenset[str], quantized: Quantized
+) -> dict[str, _CastNode]:
     """The nodes to cast, by the name of their first output."""
     graph.sort()
     stay = _computed_from_shapes(graph) | _near_quantized(graph, quantized)
-    chosen: dict[str, _Chosen] = {}
+    chosen: dict[str, _CastNode] = {}
     cast_tensors: set[str] = set()
     for node in graph.nodes:
         key = _key(node)
@@ -133,7 +135,7 @@ def _choose(graph: Graph, numbers: Format, keep: frozenset[str], quantized: Quan
             # What quantises weights needs the type of what dequantises them.
             if not cast_tensors.issuperset(read) or not (read or node.op_type == "QuantizeLinear"):
                 continue
-        chosen[key] = _Chosen(node, match)
+        chosen[key] = _CastNode(node, match)
         cast_tensors |= {node.output[i] for i in match.outputs}
     return _without_islands(graph, chosen)
 
@@ -142,7 +144,7 @@ def _key(node: onnx.NodeProto) -> str:
     return next((name for name in node.output if name), "")
 
 
-def _computed_from_shapes(graph: Graph) -> set[str]:
+def _computed_from_shapes(graph: OnnxGraph) -> set[str]:
     """Nodes that depend on the inputs' shapes but not on their values, by key."""
     values, shapes = set(graph.inputs), set[str]()
     keys = set()
@@ -158,7 +160,7 @@ def _computed_from_shapes(graph: Graph) -> set[str]:
     return keys
 
 
-def _near_quantized(graph: Graph, quantized: Quantized) -> set[str]:
+def _near_quantized(graph: OnnxGraph, quantized: Quantized) -> set[str]:
     """Nodes of a model with Q/DQ that stay FP32, by key."""
     if quantized == "scales":
         return set()
@@ -180,7 +182,7 @@ def _near_quantized(graph: Graph, quantized: Quantized) -> set[str]:
     return stay
 
 
-def _floats(graph: Graph, node: onnx.NodeProto) -> set[str]:
+def _floats(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
     """The FP32 tensors that a node reads or makes, constants left out."""
     return {
         name
@@ -189,7 +191,7 @@ def _floats(graph: Graph, node: onnx.NodeProto) -> set[str]:
     }
 
 
-def _regions(graph: Graph, tensors: set[str]) -> set[str]:
+def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
     """Nodes that are linked with FP32 tensors by FP32 tensors, Q and DQ being the borders, by key."""
     reached: set[str] = set()
     waiting = list(tensors)
@@ -203,7 +205,7 @@ def _regions(graph: Graph, tensors: set[str]) -> set[str]:
     return reached
 
 
-def _without_islands(graph: Graph, chosen: dict[str, _Chosen]) -> dict[str, _Chosen]:
+def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str, _CastNode]:
     """Without nodes that only move values from FP32 to FP32; those that read a table of weights save memory, and stay cast."""
     seen: set[str] = set()
     islands: set[str] = set()
@@ -221,14 +223,14 @@ def _without_islands(graph: Graph, chosen: dict[str, _Chosen]) -> dict[str, _Cho
     return {key: one for key, one in chosen.items() if key not in islands}
 
 
-def _neighbours(graph: Graph, node: onnx.NodeProto) -> set[str]:
+def _neighbours(graph: OnnxGraph, node: onnx.NodeProto) -> set[str]:
     """Keys of the nodes that a node shares an FP32 tensor with."""
     names = _floats(graph, node)
     makers = (graph.producer(name) for name in names)
     return {_key(n) for n in makers if n is not None} | {_key(n) for name in names for n in graph.consumers(name)}
 
 
-def _only_moves(graph: Graph, node: onnx.NodeProto) -> bool:
+def _only_moves(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     return node.op_type in MOVEMENT and not any(
         graph.is_constant(name) and graph.element_type(name) == TensorProto.FLOAT for name in node.input
     )
@@ -240,7 +242,7 @@ def _only_moves(graph: Graph, node: onnx.NodeProto) -> bool:
 class _Writer:
     """Casts the chosen nodes of a graph."""
 
-    def __init__(self, graph: Graph, numbers: Format, chosen: dict[str, _Chosen]) -> None:
+    def __init__(self, graph: OnnxGraph, numbers: FloatFormat, chosen: dict[str, _CastNode]) -> None:
         self._graph = graph
         self._numbers = numbers
         self._chosen = chosen

@@ -35,7 +35,7 @@ import onnx
 from onnx import TensorProto, defs
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.progress import Report
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import raise_opset
@@ -69,7 +69,7 @@ _PARAMETERS = {"Resize": "roi", "Dropout": "ratio", "OneHot": "depth"}
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FloatFormat:
     """A floating-point format of 16 bits.
 
     Attributes:
@@ -102,12 +102,14 @@ class Format:
 
 
 FORMATS = {
-    "fp16": Format("fp16", TensorProto.FLOAT16, np.dtype(np.float16), 65504.0, 2.0**-10, 1),
-    "bf16": Format("bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127, 2.0**-7, 22),
+    "fp16": FloatFormat("fp16", TensorProto.FLOAT16, np.dtype(np.float16), 65504.0, 2.0**-10, 1),
+    "bf16": FloatFormat(
+        "bf16", TensorProto.BFLOAT16, np.dtype(ml_dtypes.bfloat16), (2 - 2**-7) * 2.0**127, 2.0**-7, 22
+    ),
 }
 
 
-def format_of(precision: str) -> Format:
+def float_format(precision: str) -> FloatFormat:
     """The format of a precision.
 
     Raises:
@@ -143,7 +145,7 @@ class Signature:
     follows: bool
 
 
-def signature(graph: Graph, node: onnx.NodeProto, element_type: int) -> Signature | None:
+def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Signature | None:
     """How a node would be cast, by the type constraints of its operator's schema; None where it must stay as it is.
 
     That is: an operator without a schema (another vendor's), one with subgraphs, one that does not allow the type at the model's
@@ -177,7 +179,7 @@ def signature(graph: Graph, node: onnx.NodeProto, element_type: int) -> Signatur
     return Signature(tuple(reads), tuple(makes), not makes)
 
 
-def schema_of(graph: Graph, node: onnx.NodeProto) -> defs.OpSchema | None:
+def schema_of(graph: OnnxGraph, node: onnx.NodeProto) -> defs.OpSchema | None:
     """The schema of a node's operator at the model's opset, None for an operator that ONNX does not know."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = next((o.version for o in graph.model.opset_import if o.domain == domain), None)
@@ -187,7 +189,7 @@ def schema_of(graph: Graph, node: onnx.NodeProto) -> defs.OpSchema | None:
     return defs.get_schema(node.op_type, version, domain)
 
 
-def _fp32(graph: Graph, names: Any, formals: Any) -> dict[int, defs.OpSchema.FormalParameter]:
+def _fp32(graph: OnnxGraph, names: Any, formals: Any) -> dict[int, defs.OpSchema.FormalParameter]:
     """By index, what the schema says of the tensors that are FP32."""
     return {
         i: formals[min(i, len(formals) - 1)]
@@ -200,7 +202,9 @@ def _type_text(element_type: int) -> str:
     return f"tensor({TensorProto.DataType.Name(element_type).lower()})"
 
 
-def upstream(graph: Graph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]) -> list[onnx.NodeProto]:
+def upstream_nodes(
+    graph: OnnxGraph, node: onnx.NodeProto, through: Callable[[onnx.NodeProto], bool]
+) -> list[onnx.NodeProto]:
     """The nodes that a node's inputs come from, as far back as `through` holds; without the node itself."""
     nodes: dict[int, onnx.NodeProto] = {}
     waiting = [node]
@@ -287,14 +291,14 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
     Raises:
         BuildError: a node has no name, or ONNX Runtime cannot run the model.
     """
-    numbers = format_of(precision)
-    graph = Graph(copy_model(at_opset(model, numbers.opset)))
+    numbers = float_format(precision)
+    graph = OnnxGraph(copy_model(at_opset(model, numbers.opset)))
     unnamed = next((node for node in graph.nodes if not node.name), None)
     if unnamed is not None:
         raise BuildError(f"a {unnamed.op_type} that makes '{unnamed.output[0]}' has no name: simplify the model first")
     keep = {node.name for node in graph.nodes if _by_rule(graph, node)}
     norms = _written_out_norms(graph)
-    keep |= {name for norm in norms for name in norm.nodes} | _angles(graph) | _by_weights(graph, numbers)
+    keep |= {name for norm in norms for name in norm.nodes} | _angle_nodes(graph) | _by_weights(graph, numbers)
     if samples is not None and len(samples):
         keep |= _by_activations(graph, numbers, samples.head(SAMPLES), report)
     return keep | _affine_in_fp32(norms, keep)
@@ -303,7 +307,7 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
 # By rule
 
 
-def _by_rule(graph: Graph, node: onnx.NodeProto) -> bool:
+def _by_rule(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     if node.op_type in _STASHING:
         schema = schema_of(graph, node)
         stashes = schema is not None and "stash_type" in schema.attributes
@@ -328,14 +332,14 @@ class _Norm:
     affine: frozenset[str]
 
 
-def _written_out_norms(graph: Graph) -> list[_Norm]:
+def _written_out_norms(graph: OnnxGraph) -> list[_Norm]:
     """Means of squares whose root divides, with all that belongs to them."""
     norms = []
     for mean in (node for node in graph.nodes if node.op_type in ("ReduceMean", "ReduceSum")):
         square = graph.producer(mean.input[0])
         if square is None or not _squares(graph, square):
             continue
-        divided, behind = _behind(graph, mean)
+        divided, behind = _divisions_by_root(graph, mean)
         if not divided:
             continue
         nodes = {square.name, mean.name, *behind}
@@ -358,20 +362,20 @@ def _affine_in_fp32(norms: list[_Norm], keep: set[str]) -> set[str]:
     return {name for norm in norms if norm.source is None or norm.source.name in keep for name in norm.affine}
 
 
-def _squares(graph: Graph, node: onnx.NodeProto) -> bool:
+def _squares(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     if node.op_type == "Mul":
         return node.input[0] == node.input[1]
     exponent = graph.constant(node.input[1]) if node.op_type == "Pow" else None
     return exponent is not None and bool(np.all(exponent == 2))
 
 
-def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], set[str]]:
+def _divisions_by_root(graph: OnnxGraph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], set[str]]:
     """From a mean of squares on: the nodes that divide by its root, and the names of all up to them; nothing without a root."""
     divided: list[onnx.NodeProto] = []
     names: set[str] = set()
     for node in graph.consumers(mean.output[0]):
         if node.op_type in _BETWEEN_MEAN_AND_ROOT:
-            below, collected = _behind(graph, node)
+            below, collected = _divisions_by_root(graph, node)
             divided += below
             names |= {node.name, *collected} if collected else set()
         elif node.op_type == "Sqrt" or (node.op_type == "Pow" and graph.is_constant(node.input[1])):
@@ -383,7 +387,7 @@ def _behind(graph: Graph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], s
     return divided, names
 
 
-def _affine(graph: Graph, normed: list[onnx.NodeProto]) -> frozenset[str]:
+def _affine(graph: OnnxGraph, normed: list[onnx.NodeProto]) -> frozenset[str]:
     """Names of the scale and the shift behind a norm."""
     names: set[str] = set()
     nodes = normed
@@ -394,7 +398,7 @@ def _affine(graph: Graph, normed: list[onnx.NodeProto]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _angles(graph: Graph) -> set[str]:
+def _angle_nodes(graph: OnnxGraph) -> set[str]:
     """Trigonometry and what computes its angles, as far back as the last layer with weights."""
 
     def computes(node: onnx.NodeProto) -> bool:
@@ -404,7 +408,7 @@ def _angles(graph: Graph) -> set[str]:
     names = set()
     for node in graph.nodes:
         if node.op_type in _ANGLES:
-            names |= {node.name, *(other.name for other in upstream(graph, node, computes))}
+            names |= {node.name, *(other.name for other in upstream_nodes(graph, node, computes))}
     return names
 
 
@@ -427,7 +431,7 @@ class _Extent:
     exact: bool = True
     sum_share: int = 1
 
-    def add(self, values: Array, numbers: Format, masked: bool) -> None:
+    def add(self, values: Array, numbers: FloatFormat, masked: bool) -> None:
         """Count in an array; of a masked tensor what is hugely negative is left out."""
         values = values[np.isfinite(values)]
         if masked:
@@ -446,11 +450,11 @@ class _Extent:
     def magnitude(self) -> float:
         return max(self.highest, -self.lowest)
 
-    def loses(self, numbers: Format) -> bool:
+    def loses(self, numbers: FloatFormat) -> bool:
         return self.lost > self.energy * (_LOSS * numbers.epsilon) ** 2
 
 
-def _by_weights(graph: Graph, numbers: Format) -> set[str]:
+def _by_weights(graph: OnnxGraph, numbers: FloatFormat) -> set[str]:
     """Nodes with a constant that overflows, or is lost."""
     names: set[str] = set()
     measured: dict[str, _Extent] = {}
@@ -473,7 +477,7 @@ def _by_weights(graph: Graph, numbers: Format) -> set[str]:
     return names
 
 
-def _castable(graph: Graph, numbers: Format) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
+def _castable(graph: OnnxGraph, numbers: FloatFormat) -> Iterator[tuple[onnx.NodeProto, tuple[int, ...]]]:
     """The nodes that could be cast, with the inputs that would change."""
     for node in graph.nodes:
         match = signature(graph, node, numbers.element_type)
@@ -485,7 +489,7 @@ def _divides_by_zero(node: onnx.NodeProto, index: int, extent: _Extent) -> bool:
     return extent.vanishing and _NOT_ZERO.get(node.op_type) == index
 
 
-def _only_into_softmax(graph: Graph, tensor: str) -> bool:
+def _only_into_softmax(graph: OnnxGraph, tensor: str) -> bool:
     """Whether everything that is made of a tensor ends in a Softmax."""
     if tensor in graph.outputs:
         return False
@@ -497,7 +501,7 @@ def _only_into_softmax(graph: Graph, tensor: str) -> bool:
     )
 
 
-def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Report) -> set[str]:
+def _by_activations(graph: OnnxGraph, numbers: FloatFormat, samples: Samples, report: Report) -> set[str]:
     """Nodes that read or make a tensor which the format cannot hold."""
     castable = list(_castable(graph, numbers))
     names: dict[str, None] = {}
@@ -527,7 +531,9 @@ def _by_activations(graph: Graph, numbers: Format, samples: Samples, report: Rep
     return nodes & {node.name for node, _ in castable}
 
 
-def _measure(graph: Graph, numbers: Format, names: list[str], samples: Samples, report: Report) -> dict[str, _Extent]:
+def _measure(
+    graph: OnnxGraph, numbers: FloatFormat, names: list[str], samples: Samples, report: Report
+) -> dict[str, _Extent]:
     """The extents of FP32 tensors over samples."""
     inputs = set(graph.inputs)
     runner = OnnxRunner(graph.model, [name for name in names if name not in inputs], optimize=False)

@@ -33,7 +33,7 @@ from headrace.core.optimization_config import Calibration
 from headrace_engines.accuracy import judge, measure
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.cast import cast, must_stay_fp32
+from headrace_engines.precision.cast import cast_model, must_stay_fp32
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization.bias_correction import SAMPLES, correct_biases
@@ -57,7 +57,7 @@ SEARCH_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class LoweredModel:
     """A model ready for its target.
 
     Attributes:
@@ -71,10 +71,10 @@ class Lowered:
     model: onnx.ModelProto
     kept: tuple[str, ...] = ()
     calibrate: tuple[dict[str, Array], ...] | None = None
-    without: Callable[[Collection[str]], Lowered | None] | None = None
+    without: Callable[[Collection[str]], LoweredModel | None] | None = None
 
 
-def lower(
+def lower_model(
     model: onnx.ModelProto,
     spec: BuildSpec,
     target: str,
@@ -82,7 +82,7 @@ def lower(
     tables: Path,
     report: Report,
     no_fp8_convolutions: str = "",
-) -> Lowered:
+) -> LoweredModel:
     """Write a model in a precision.
 
     Args:
@@ -98,17 +98,17 @@ def lower(
         BuildError: it cannot be done; says why.
     """
     if spec.precision == "fp32":
-        return Lowered(model)
+        return LoweredModel(model)
     if spec.precision in ("fp16", "bf16"):
         samples = data.calibration or data.held_out
         keep = must_stay_fp32(model, samples, spec.precision, report)
-        return Lowered(cast(model, spec.precision, keep), tuple(sorted(keep)))
+        return LoweredModel(cast_model(model, spec.precision, keep), tuple(sorted(keep)))
     if spec.calibration.method == "tensorrt":
         return _leave_to_tensorrt(model, spec, target, data)
     return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
 
 
-def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData) -> Lowered:
+def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData) -> LoweredModel:
     if target != "tensorrt" or spec.precision != "int8":
         cure = "write calibration.method: entropy"
         raise BuildError(
@@ -118,7 +118,7 @@ def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, dat
         cure = "leave it out, or write calibration.method: entropy"
         raise BuildError(f"calibration.keep names layers, but TensorRT's own calibrator takes them all: {cure}")
     assert data.calibration is not None
-    return Lowered(model, calibrate=tuple(data.calibration.batches(ROWS)))
+    return LoweredModel(model, calibrate=tuple(data.calibration.batches(ROWS)))
 
 
 class _Quantizer:
@@ -148,7 +148,7 @@ class _Quantizer:
         self._nodes = [name for name in nodes if name not in self._never]
         self._ranges: dict[str, tuple[float, float]] = {}
 
-    def run(self, report: Report) -> Lowered:
+    def run(self, report: Report) -> LoweredModel:
         calibration, precision = self._spec.calibration, self._spec.precision
         if not self._nodes:
             if any(node.op_type == "DequantizeLinear" for node in self._model.graph.node):
@@ -163,7 +163,7 @@ class _Quantizer:
         if self._never:
             logger.warning("%d convolutions run in fp16: %s", len(self._never), self._refused)
         # A name that another target quantises is none that is wrong.
-        keep = kept_by_name(quantizable(self._model), calibration)
+        keep = nodes_to_keep(quantizable(self._model), calibration)
         if keep.issuperset(self._nodes):
             raise BuildError(
                 f"calibration.keep leaves nothing in {precision}: name fewer nodes, or ask for fp32 or fp16"
@@ -180,11 +180,11 @@ class _Quantizer:
             quantized = self._corrected(keep, part(report, 0.95, 1.0))
         return self._lowered(quantized, keep, half=True)
 
-    def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> Lowered:
+    def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> LoweredModel:
         """What is built from a quantised model; `half`: what stays in floating point may be FP16 (FP8: all that is not FP8)."""
         model = self._in_half(quantized, keep) if half else quantized
 
-        def without(nodes: Collection[str]) -> Lowered | None:
+        def without(nodes: Collection[str]) -> LoweredModel | None:
             if half and self._spec.precision == "fp8":
                 return self._lowered(quantized, keep, half=False)
             added = set(nodes) - keep
@@ -192,7 +192,7 @@ class _Quantizer:
                 return self._lowered(self._corrected(keep | added, silent), keep | added, half)
             return self._lowered(quantized, keep, half=False) if model is not quantized else None
 
-        return Lowered(model, tuple(sorted(keep)), without=without)
+        return LoweredModel(model, tuple(sorted(keep)), without=without)
 
     def _corrected(self, keep: set[str], report: Report) -> onnx.ModelProto:
         """The quantised model with its biases corrected, unless that brings it further from the original."""
@@ -225,7 +225,7 @@ class _Quantizer:
         candidates = [name for name in self._nodes if name not in keep]
         # An engine that computes less than half of its layers in INT8 is none that anybody would ask for.
         max_layers = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
-        ranking = rank(
+        ranking = rank_layers(
             self._model,
             self._ranges,
             self._target,
@@ -244,7 +244,7 @@ class _Quantizer:
             return not self._missed(self._quantize(self._model, keep | layers), silent)
 
         try:
-            return keep | search([name for name, _ in ranking[: max(max_layers, 0)]], holds)
+            return keep | fewest_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
             # The comparison of the artefact itself has the last word, and --force may want it all the same.
             logger.warning(
@@ -259,10 +259,10 @@ class _Quantizer:
             return quantized
         stay = must_stay_fp32(self._model, self._calibration, "fp16", silent)
         # TensorRT's FP8 convolutions read scales and biases of FP16, its INT8 ones such of FP32.
-        return cast(quantized, "fp16", stay, "scales" if fp8 else "layers")
+        return cast_model(quantized, "fp16", stay, "scales" if fp8 else "layers")
 
 
-def kept_by_name(nodes: list[str], calibration: Calibration) -> set[str]:
+def nodes_to_keep(nodes: list[str], calibration: Calibration) -> set[str]:
     """The nodes that `calibration.keep` names.
 
     Raises:
@@ -288,7 +288,7 @@ RANKING_SAMPLES = 16
 _ROWS = 8
 
 
-def rank(
+def rank_layers(
     model: onnx.ModelProto,
     ranges: Mapping[str, tuple[float, float]],
     target: str,
@@ -351,7 +351,7 @@ def _ratio(error: float, signal: float) -> float:
 # Searching
 
 
-def search(ranking: Sequence[str], holds: Callable[[set[str]], bool]) -> set[str]:
+def fewest_layers(ranking: Sequence[str], holds: Callable[[set[str]], bool]) -> set[str]:
     """The fewest of the most harmful layers that have to stay in floating point.
 
     1, 2, 4, 8, ... of them are tried until the accuracy holds, then the numbers between the last two are bisected: about

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.progress import Report
 from headrace_engines.quantization.qdq import fp8_numbers
 from headrace_engines.quantization.samples import Samples
@@ -42,7 +42,7 @@ def correct_biases(
         samples: to measure means on; the first `SAMPLES` are used.
         report: told how far the work is.
     """
-    graph, rounded = Graph(copy_model(model)), Graph(copy_model(quantized))
+    graph, rounded = OnnxGraph(copy_model(model)), OnnxGraph(copy_model(quantized))
     counterparts = {node.name: node for node in rounded.nodes}
     names = set(nodes) & set(counterparts)
     layers = [node for node in graph.nodes if node.name in names and node.op_type in _BIAS]
@@ -55,13 +55,13 @@ def correct_biases(
             continue
         shift = _shift(graph, node, stored - weight, mean)
         if shift is not None and np.isfinite(shift).all():
-            _take_off(graph, node, shift)
+            _subtract_shift(graph, node, shift)
     report(1.0, "corrected biases")
     return graph.finish()
 
 
 def _means(
-    model: onnx.ModelProto, graph: Graph, tensors: list[str], samples: Samples, report: Report
+    model: onnx.ModelProto, graph: OnnxGraph, tensors: list[str], samples: Samples, report: Report
 ) -> dict[str, Doubles]:
     """By tensor the mean of each channel, for tensors that have channels."""
     runner = OnnxRunner(model, [name for name in tensors if graph.producer(name) is not None])
@@ -82,7 +82,7 @@ def _means(
     return {name: total / count for name, total in sums.items()}
 
 
-def _stored_weight(graph: Graph, tensor: str) -> Doubles | None:
+def _stored_weight(graph: OnnxGraph, tensor: str) -> Doubles | None:
     """What a layer computes with: a constant behind a DequantizeLinear, in 8 bits or, before it is quantised, in FP32."""
     node = graph.producer(tensor)
     if node is None or node.op_type != "DequantizeLinear":
@@ -103,11 +103,13 @@ def _stored_weight(graph: Graph, tensor: str) -> Doubles | None:
     return weight
 
 
-def _shift(graph: Graph, node: onnx.NodeProto, error: Doubles, mean: Doubles) -> Doubles | None:
+def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles) -> Doubles | None:
     """What an error of the weights adds to the mean of each output channel; None if the sizes do not fit."""
     if node.op_type == "Gemm":
         error = error if graph.attribute(node, "transB", 0) else error.T
-        matrix: Doubles | None = error @ mean if error.shape[1:] == mean.shape and _plain(graph, node) else None
+        matrix: Doubles | None = (
+            error @ mean if error.shape[1:] == mean.shape and _is_plain_product(graph, node) else None
+        )
         return matrix
     groups = graph.attribute(node, "group", 1)
     outputs, inputs = error.shape[:2]
@@ -118,7 +120,7 @@ def _shift(graph: Graph, node: onnx.NodeProto, error: Doubles, mean: Doubles) ->
     return channels
 
 
-def _plain(graph: Graph, node: onnx.NodeProto) -> bool:
+def _is_plain_product(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     """A Gemm that is x times W plus a bias."""
     attributes = [
         graph.attribute(node, name, default) for name, default in (("alpha", 1.0), ("beta", 1.0), ("transA", 0))
@@ -126,7 +128,7 @@ def _plain(graph: Graph, node: onnx.NodeProto) -> bool:
     return attributes == [1.0, 1.0, 0]
 
 
-def _take_off(graph: Graph, node: onnx.NodeProto, shift: Doubles) -> None:
+def _subtract_shift(graph: OnnxGraph, node: onnx.NodeProto, shift: Doubles) -> None:
     """Give the node a bias of its own, less the shift; a bias that is computed, or one for each row, is left alone."""
     index = _BIAS[node.op_type]
     name = node.input[index] if len(node.input) > index else ""

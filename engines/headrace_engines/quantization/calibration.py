@@ -42,7 +42,7 @@ Range = tuple[float, float]
 
 
 # Bumped when the same samples give other ranges than before: tables and artefacts of an earlier one are made anew.
-RECIPE = 1
+RANGES_RECIPE = 1
 
 
 # An FP32 number without its sign, less the lower 15 of its 23 bits of mantissa.
@@ -82,7 +82,7 @@ _ENTROPY_TOLERANCE = 1e-9
 
 
 # Zero divergence from a bin that the quantised distribution lacks would be infinite.
-_LEAST_PROBABILITY = 1e-12
+_MIN_PROBABILITY = 1e-12
 
 
 _INT8_LARGEST = 127
@@ -228,7 +228,7 @@ def _least_divergence(counts: Floats, beyond: float) -> int:
         sizes = np.diff(np.append(starts, bins))
         quantized = np.where(filled, np.repeat(shares, sizes), 0.0)
         p = original / original.sum()
-        q = np.maximum(quantized / total, _LEAST_PROBABILITY)
+        q = np.maximum(quantized / total, _MIN_PROBABILITY)
         some = p > 0
         divergence = float(np.sum(p[some] * np.log(p[some] / q[some])))
         if divergence < min_divergence - _ENTROPY_TOLERANCE:
@@ -240,7 +240,7 @@ def _least_divergence(counts: Floats, beyond: float) -> int:
 _BATCH_BYTES = 128 << 20
 
 
-_MOST_ROWS = 32
+_MAX_ROWS = 32
 
 
 def calibrate(
@@ -280,7 +280,9 @@ def calibrate(
     ranges = {name: histogram.range() for name, histogram in histograms.items()}
     report(1.0, f"calibrated {len(ranges)} tensors")
     if table is not None:
-        _write(table, {"recipe": RECIPE, "key": key, "method": method, "samples": samples.origin, "ranges": ranges})
+        _write(
+            table, {"recipe": RANGES_RECIPE, "key": key, "method": method, "samples": samples.origin, "ranges": ranges}
+        )
     return ranges
 
 
@@ -301,7 +303,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
     rows, done = 1, 0
     if samples.batched:
         first = runner.run(next(samples.head(1).batches(1)))
-        rows = max(1, min(_MOST_ROWS, _BATCH_BYTES // max(sum(array.nbytes for array in first.values()), 1)))
+        rows = max(1, min(_MAX_ROWS, _BATCH_BYTES // max(sum(array.nbytes for array in first.values()), 1)))
     for batch in samples.batches(rows):
         report(done / len(samples), f"calibrating, {done} of {len(samples)} samples")
         values = {**runner.run(batch), **batch}
@@ -312,7 +314,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
 
 
 def _key(model: onnx.ModelProto, names: Sequence[str], samples: Samples, method: str, percentile: float) -> str:
-    parts = [RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
+    parts = [RANGES_RECIPE, method, percentile if method == "percentile" else None, samples.digest, list(names)]
     digest = hashlib.sha256(json.dumps(parts).encode())
     digest.update(model.SerializeToString(deterministic=True))
     return digest.hexdigest()
@@ -322,7 +324,7 @@ def _read(table: Path, key: str, names: Sequence[str]) -> dict[str, Range] | Non
     """The ranges of a table, None where it is missing, damaged, or another's."""
     try:
         document = json.loads(table.read_text(encoding="utf-8"))
-        if document["recipe"] != RECIPE or document["key"] != key or set(document["ranges"]) != set(names):
+        if document["recipe"] != RANGES_RECIPE or document["key"] != key or set(document["ranges"]) != set(names):
             return None
         ranges = {name: (float(document["ranges"][name][0]), float(document["ranges"][name][1])) for name in names}
     except (OSError, ValueError, KeyError, TypeError, IndexError):

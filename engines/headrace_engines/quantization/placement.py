@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, copy_model
 
 # Outputs have values of input 0 and no others, so they have its range; see `moves_values`.
 SAME_VALUES = frozenset(
@@ -51,7 +51,7 @@ JOINS = frozenset(("Add", "Mul", "Concat"))
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightedLayer:
     """A convolution or matrix product that can run in 8 bits.
 
     Attributes:
@@ -69,7 +69,7 @@ class Weighted:
     axis: int | None
 
 
-def weighted(graph: Graph, node: onnx.NodeProto) -> Weighted | None:
+def weighted_layer(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | None:
     """The node as one that can run in 8 bits; None if it is none: other operators, other types, already quantised."""
     if node.domain not in ("", "ai.onnx") or len(node.input) < 2:
         return None
@@ -85,53 +85,53 @@ def weighted(graph: Graph, node: onnx.NodeProto) -> Weighted | None:
     return layer
 
 
-def _weighted(graph: Graph, node: onnx.NodeProto) -> Weighted | None:
+def _weighted(graph: OnnxGraph, node: onnx.NodeProto) -> WeightedLayer | None:
     constants = [graph.is_constant(name) for name in node.input[:2]]
     shape = graph.shape(node.input[1]) or ()
     match node.op_type:
         case "Conv" if constants[1]:
-            return Weighted(node.name, "Conv", (0,), 1, 0)
+            return WeightedLayer(node.name, "Conv", (0,), 1, 0)
         case "ConvTranspose" if constants[1]:
             # The weight is [in, out / groups, ...]: with groups, one place of axis 1 stands for several channels.
             axis = 1 if graph.attribute(node, "group", 1) == 1 else None
-            return Weighted(node.name, "ConvTranspose", (0,), 1, axis)
+            return WeightedLayer(node.name, "ConvTranspose", (0,), 1, axis)
         case "Gemm" if not constants[0] and not graph.attribute(node, "transA", 0):
             axis = 0 if graph.attribute(node, "transB", 0) else 1
-            return Weighted(node.name, "Gemm", (0,), 1, axis) if constants[1] else _product(node)
+            return WeightedLayer(node.name, "Gemm", (0,), 1, axis) if constants[1] else _product(node)
         case "MatMul" if not constants[0]:
             axis = 1 if len(shape) == 2 else None
-            return Weighted(node.name, "MatMul", (0,), 1, axis) if constants[1] else _product(node)
+            return WeightedLayer(node.name, "MatMul", (0,), 1, axis) if constants[1] else _product(node)
     return None
 
 
-def _product(node: onnx.NodeProto) -> Weighted:
-    return Weighted(node.name, node.op_type, (0, 1), None, None)
+def _product(node: onnx.NodeProto) -> WeightedLayer:
+    return WeightedLayer(node.name, node.op_type, (0, 1), None, None)
 
 
-def all_weighted(graph: Graph, keep: Collection[str] = ()) -> dict[str, Weighted]:
+def weighted_layers(graph: OnnxGraph, keep: Collection[str] = ()) -> dict[str, WeightedLayer]:
     """All nodes that can run in 8 bits, less those in `keep`, by name and in order."""
-    layers = (weighted(graph, node) for node in graph.nodes)
+    layers = (weighted_layer(graph, node) for node in graph.nodes)
     return {one.name: one for one in layers if one is not None and one.name not in keep}
 
 
-def is_activation(graph: Graph, tensor: str) -> bool:
+def is_activation(graph: OnnxGraph, tensor: str) -> bool:
     """True for a tensor of FP32 that is computed at run time, or whose type is not known."""
     unknown_or_fp32 = graph.element_type(tensor) in (TensorProto.UNDEFINED, TensorProto.FLOAT)
     return bool(tensor) and not graph.is_constant(tensor) and unknown_or_fp32
 
 
-def joins_activations(graph: Graph, node: onnx.NodeProto) -> bool:
+def joins_activations(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     """True for a step of different tensors that are all computed at run time."""
     return all(is_activation(graph, name) for name in node.input) and len(set(node.input)) == len(node.input) > 1
 
 
-def moves_values(graph: Graph, node: onnx.NodeProto) -> bool:
+def moves_values(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
     """True if a node's outputs have values of its input 0 and no others: moved, chosen or repeated."""
     # Resize by interpolation makes new values; without `mode` it takes the nearest.
     return node.op_type in SAME_VALUES and graph.attribute(node, "mode", b"") not in (b"linear", b"cubic")
 
 
-def source(graph: Graph, tensor: str) -> str:
+def origin_of(graph: OnnxGraph, tensor: str) -> str:
     """The tensor that first had the values of this one."""
     maker = graph.producer(tensor)
     while maker is not None and moves_values(graph, maker) and is_activation(graph, maker.input[0]):
@@ -140,13 +140,15 @@ def source(graph: Graph, tensor: str) -> str:
     return tensor
 
 
-def only_reader(graph: Graph, tensor: str) -> onnx.NodeProto | None:
+def only_reader(graph: OnnxGraph, tensor: str) -> onnx.NodeProto | None:
     """The one node that reads a tensor; None if there are more, or if it is an output of the model."""
     readers = graph.consumers(tensor)
     return readers[0] if len(readers) == 1 and tensor not in graph.outputs else None
 
 
-def wanted(graph: Graph, chosen: Collection[str], through: Collection[str], keep: Collection[str] = ()) -> set[str]:
+def tensors_between(
+    graph: OnnxGraph, chosen: Collection[str], through: Collection[str], keep: Collection[str] = ()
+) -> set[str]:
     """Tensors whose values reach a quantised node by steps that could run in 8 bits too.
 
     Args:
@@ -158,7 +160,7 @@ def wanted(graph: Graph, chosen: Collection[str], through: Collection[str], keep
     tensors: set[str] = set()
     for node in reversed(graph.nodes):
         if node.name in chosen:
-            one = weighted(graph, node)
+            one = weighted_layer(graph, node)
             tensors.update(node.input[index] for index in (one.activations if one else ()))
         elif node.op_type in through and node.name not in keep and any(name in tensors for name in node.output):
             if node.op_type in JOINS:
@@ -168,7 +170,7 @@ def wanted(graph: Graph, chosen: Collection[str], through: Collection[str], keep
     return tensors
 
 
-def concatenated(graph: Graph, wanted_tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
+def concatenated(graph: OnnxGraph, wanted_tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Tensors that end in one another by concatenation should have one scale, so that nothing is scaled anew.
 
     Returns:
@@ -183,10 +185,10 @@ def concatenated(graph: Graph, wanted_tensors: Collection[str]) -> dict[str, tup
 
     nodes = [n for n in graph.nodes if n.op_type == "Concat" and n.output[0] in wanted_tensors]
     nodes = [node for node in nodes if joins_activations(graph, node)]
-    parts = {source(graph, name) for node in nodes for name in node.input}
+    parts = {origin_of(graph, name) for node in nodes for name in node.input}
     for node in nodes:
         for name in node.input:
-            group[head(source(graph, name))] = head(node.output[0])
+            group[head(origin_of(graph, name))] = head(node.output[0])
     outermost: dict[str, list[str]] = {}
     for node in nodes:
         if node.output[0] not in parts:
@@ -194,7 +196,7 @@ def concatenated(graph: Graph, wanted_tensors: Collection[str]) -> dict[str, tup
     return {tensor: tuple(outermost[head(tensor)]) for tensor in list(group)}
 
 
-def overlapping(graph: Graph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
+def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Which of some tensors have values in common, where a concatenation made one of the two.
 
     Args:
@@ -236,25 +238,25 @@ PRODUCTS = ("Gemm", "MatMul")
 
 # TensorRT has FP8 convolutions for no larger filters, no fewer channels and no groups; others fall back to slow kernels. Which
 # versions have any, the target tells.
-_MOST_FILTER_ELEMENTS = 32
+_MAX_FILTER_ELEMENTS = 32
 
 
-_FEWEST_CHANNELS = 16
+_MIN_CHANNELS = 16
 
 
-def fp8_layers(graph: Graph, layers: dict[str, Weighted]) -> dict[str, Weighted]:
+def fp8_layers(graph: OnnxGraph, layers: dict[str, WeightedLayer]) -> dict[str, WeightedLayer]:
     """Those that TensorRT has fast FP8 kernels for: products, and convolutions of many channels with small filters."""
     nodes = {node.name: node for node in graph.nodes}
     return {name: one for name, one in layers.items() if _fits(graph, nodes[name], one)}
 
 
-def _fits(graph: Graph, node: onnx.NodeProto, one: Weighted) -> bool:
+def _fits(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLayer) -> bool:
     if one.operator in PRODUCTS:
         return True
     if one.operator != "Conv" or graph.attribute(node, "group", 1) != 1:
         return False
     channels_out, channels_in, *kernel = graph.shape(node.input[1]) or (0, 0)
-    return min(channels_out, channels_in) >= _FEWEST_CHANNELS and math.prod(kernel) <= _MOST_FILTER_ELEMENTS
+    return min(channels_out, channels_in) >= _MIN_CHANNELS and math.prod(kernel) <= _MAX_FILTER_ELEMENTS
 
 
 TARGETS = ("tensorrt", "onnxruntime")
@@ -276,7 +278,7 @@ _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu",
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class QdqPlacement:
     """What is quantised.
 
     Attributes:
@@ -287,14 +289,14 @@ class Placement:
         apart: by quantised tensor, those whose scale it must not have.
     """
 
-    weighted: dict[str, Weighted]
+    weighted: dict[str, WeightedLayer]
     edges: tuple[tuple[str, int], ...]
     stored: tuple[str, ...]
     sources: dict[str, tuple[str, ...]]
     apart: dict[str, tuple[str, ...]]
 
 
-def place(graph: Graph, target: str, precision: str = "int8", keep: Collection[str] = ()) -> Placement:
+def place_pairs(graph: OnnxGraph, target: str, precision: str = "int8", keep: Collection[str] = ()) -> QdqPlacement:
     """Decide what is quantised.
 
     Args:
@@ -313,13 +315,13 @@ def place(graph: Graph, target: str, precision: str = "int8", keep: Collection[s
     tensors = dict.fromkeys([*(by_name[name].input[index] for name, index in rules.edges), *rules.stored])
     # The groups are those of the whole graph, so that a range means the same whatever is kept.
     steps = _TENSORRT_STEPS if target == "tensorrt" else _ONNXRUNTIME_STEPS
-    groups = concatenated(graph, wanted(graph, all_weighted(graph), steps))
-    origins = {tensor: source(graph, tensor) for tensor in tensors}
+    groups = concatenated(graph, tensors_between(graph, weighted_layers(graph), steps))
+    origins = {tensor: origin_of(graph, tensor) for tensor in tensors}
     sources = {tensor: groups.get(origin, (origin,)) for tensor, origin in origins.items()}
     # Where what is concatenated is read elsewhere too, with the same scale, TensorRT lets a convolution write it straight to its
     # place in the concatenation and reads it there: with the wrong stride of the batch, as seen with TensorRT 10.6.
     apart = overlapping(graph, tensors) if target == "tensorrt" else {}
-    return Placement(rules.weighted, tuple(rules.edges), tuple(rules.stored), sources, apart)
+    return QdqPlacement(rules.weighted, tuple(rules.edges), tuple(rules.stored), sources, apart)
 
 
 def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:
@@ -328,8 +330,8 @@ def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:
     Args:
         model: from `simplify`; is not changed.
     """
-    graph = Graph(copy_model(model))
-    needed = {name for target in TARGETS for names in place(graph, target).sources.values() for name in names}
+    graph = OnnxGraph(copy_model(model))
+    needed = {name for target in TARGETS for names in place_pairs(graph, target).sources.values() for name in names}
     order = [*graph.inputs, *(name for node in graph.nodes for name in node.output)]
     return [name for name in order if name in needed]
 
@@ -337,12 +339,12 @@ def tensors_to_calibrate(model: onnx.ModelProto) -> list[str]:
 class _TensorRT:
     """Pairs on edges alone: TensorRT moves and merges them by itself."""
 
-    def __init__(self, graph: Graph, precision: str, keep: Collection[str]) -> None:
+    def __init__(self, graph: OnnxGraph, precision: str, keep: Collection[str]) -> None:
         self._graph, self._keep = graph, keep
-        every = all_weighted(graph, keep)
+        every = weighted_layers(graph, keep)
         self.weighted = fp8_layers(graph, every) if precision == "fp8" else every
-        self._floats = set(all_weighted(graph)) - set(self.weighted)
-        self._wanted = wanted(graph, self.weighted, _TENSORRT_STEPS, keep)
+        self._floats = set(weighted_layers(graph)) - set(self.weighted)
+        self._wanted = tensors_between(graph, self.weighted, _TENSORRT_STEPS, keep)
         self._joinable = precision == "int8" or any(one.operator == "Conv" for one in self.weighted.values())
         self._depth = _depths(graph)
         self.edges: list[tuple[str, int]] = []
@@ -402,12 +404,12 @@ class _TensorRT:
 class _OnnxRuntime:
     """Tensors in 8 bits wherever what makes them and what reads them can do with it."""
 
-    def __init__(self, graph: Graph, keep: Collection[str]) -> None:
+    def __init__(self, graph: OnnxGraph, keep: Collection[str]) -> None:
         self._graph = graph
-        every = all_weighted(graph, keep)
+        every = weighted_layers(graph, keep)
         nodes = {node.name: node for node in graph.nodes}
         self.weighted = {name: one for name, one in every.items() if _has_integer_kernel(graph, nodes[name], one)}
-        self._wanted = wanted(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - self._free_steps())
+        self._wanted = tensors_between(graph, self.weighted, _ONNXRUNTIME_STEPS, set(keep) - self._free_steps())
         self.edges = [(name, index) for name, one in self.weighted.items() for index in one.activations]
         stored: dict[str, None] = {}
         for node in graph.nodes:
@@ -457,7 +459,7 @@ class _OnnxRuntime:
         return True
 
 
-def _has_integer_kernel(graph: Graph, node: onnx.NodeProto, one: Weighted) -> bool:
+def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLayer) -> bool:
     """True if ONNX Runtime's CPU kernels can do it: no transposed convolution, a Gemm only as `simplify` leaves it."""
     if one.operator == "Conv":
         return len(node.input) < 3 or not node.input[2] or graph.is_constant(node.input[2])
@@ -471,7 +473,7 @@ def _has_integer_kernel(graph: Graph, node: onnx.NodeProto, one: Weighted) -> bo
     return one.operator == "MatMul"
 
 
-def _depths(graph: Graph) -> dict[str, int]:
+def _depths(graph: OnnxGraph) -> dict[str, int]:
     """By tensor how many convolutions lie, at the most, between it and the inputs."""
     depth: dict[str, int] = {}
     for node in graph.nodes:

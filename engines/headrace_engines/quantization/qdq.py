@@ -22,8 +22,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Array, Graph, captured, copy_model
-from headrace_engines.quantization.placement import Placement, Weighted, all_weighted, place
+from headrace_engines.onnx_graph import Array, OnnxGraph, captured, copy_model
+from headrace_engines.quantization.placement import QdqPlacement, WeightedLayer, place_pairs, weighted_layers
 from headrace_engines.simplify import raise_opset
 
 # The largest finite number.
@@ -82,8 +82,8 @@ def quantizable(model: onnx.ModelProto, target: str = "", precision: str = "int8
         target: "tensorrt" or "onnxruntime"; "": on one of them at least.
         precision: "int8" or "fp8", for a target.
     """
-    graph = Graph(copy_model(model))
-    return list(place(graph, target, precision).weighted if target else all_weighted(graph))
+    graph = OnnxGraph(copy_model(model))
+    return list(place_pairs(graph, target, precision).weighted if target else weighted_layers(graph))
 
 
 def quantize(
@@ -112,8 +112,8 @@ def quantize(
         BuildError: a range is missing or no range; the target cannot have the precision.
     """
     model = copy_model(raise_opset(model, FP8_OPSET) if precision == "fp8" else model)
-    graph = Graph(model)
-    placement = place(graph, target, precision, keep)
+    graph = OnnxGraph(model)
+    placement = place_pairs(graph, target, precision, keep)
     scheme: _Scheme
     if precision == "fp8":
         scheme = _Fp8()
@@ -150,7 +150,9 @@ class _Scheme(Protocol):
     def larger(self, scale: Floats) -> Floats:
         """A scale that is a little larger."""
 
-    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+    def weight(
+        self, values: Floats, one: WeightedLayer, min_scale: Floats | None
+    ) -> tuple[Array | TensorProto, _Scale]:
         """The weights of a node in 8 bits, or as they are, in FP32, where the target is to quantise them.
 
         Args:
@@ -172,7 +174,7 @@ class _SymmetricInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array, _Scale]:
+    def weight(self, values: Floats, one: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
         return _symmetric(values, one.axis, min_scale, 127)
 
 
@@ -195,7 +197,7 @@ class _UnsignedInt8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(scale * _APART)
 
-    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array, _Scale]:
+    def weight(self, values: Floats, one: WeightedLayer, min_scale: Floats | None) -> tuple[Array, _Scale]:
         return _symmetric(values, one.axis, min_scale, self._largest_weight)
 
 
@@ -210,7 +212,9 @@ class _Fp8:
     def larger(self, scale: Floats) -> Floats:
         return _float32(next_fp8_scale(np.float32(scale)))
 
-    def weight(self, values: Floats, one: Weighted, min_scale: Floats | None) -> tuple[Array | TensorProto, _Scale]:
+    def weight(
+        self, values: Floats, one: WeightedLayer, min_scale: Floats | None
+    ) -> tuple[Array | TensorProto, _Scale]:
         # One scale: the format's exponents reach small channels too, and TensorRT has scales by channel for some GPUs only.
         scale = fp8_scale(float(np.abs(values).max(initial=0)))
         # A convolution runs in FP8 if TensorRT quantises its weights, in FP16 if they are stored in FP8 (10.6 on an H200).
@@ -242,7 +246,7 @@ class _Writer:
     """Adds the pairs to a graph; remembers them, so that each tensor has one."""
 
     def __init__(
-        self, graph: Graph, placement: Placement, scheme: _Scheme, ranges: Mapping[str, tuple[float, float]]
+        self, graph: OnnxGraph, placement: QdqPlacement, scheme: _Scheme, ranges: Mapping[str, tuple[float, float]]
     ) -> None:
         self._graph, self._placement, self._scheme, self._ranges = graph, placement, scheme, ranges
         self._scales: dict[str, _Scale] = {}
@@ -278,7 +282,7 @@ class _Writer:
         shape = graph.shape(tensor)
         constants = [
             graph.add_constant(f"{tensor}_scale", scale.scale),
-            graph.add_constant(f"{tensor}_zero_point", _copied(scale.zero_point)),
+            graph.add_constant(f"{tensor}_zero_point", _copy_constant(scale.zero_point)),
         ]
         quantized = graph.add_node("QuantizeLinear", [tensor, *constants], f"{tensor}_quantized")
         graph.set_type(quantized, scheme.element_type, shape)
@@ -307,7 +311,7 @@ class _Writer:
             bounds[index] = float(bound.reshape(-1)[0]) if bound is not None else bounds[index]
         return max(low, min(bounds[0], 0.0)), min(high, max(bounds[1], 0.0)), True
 
-    def _constants(self, node: onnx.NodeProto, one: Weighted, tensor: str) -> None:
+    def _constants(self, node: onnx.NodeProto, one: WeightedLayer, tensor: str) -> None:
         """Quantise weight and, if the scheme does so, bias of a node that reads `tensor`."""
         graph, scheme = self._graph, self._scheme
         assert one.weight is not None
@@ -339,7 +343,7 @@ class _Writer:
         shape = graph.shape(name)
         scales = [
             graph.add_constant(f"{name}_scale", scale.scale),
-            graph.add_constant(f"{name}_zero_point", _copied(scale.zero_point)),
+            graph.add_constant(f"{name}_zero_point", _copy_constant(scale.zero_point)),
         ]
         by_channel = axis if scale.scale.ndim else None
         if isinstance(quantized, np.ndarray) and quantized.dtype == np.float32:
@@ -352,13 +356,13 @@ class _Writer:
         return output
 
 
-def _copied(values: Array | TensorProto) -> Array | TensorProto:
+def _copy_constant(values: Array | TensorProto) -> Array | TensorProto:
     if isinstance(values, TensorProto):
         return TensorProto.FromString(values.SerializeToString())
     return values
 
 
-def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
+def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
     """Write the addition behind an integer MatMul as a Sum.
 
     ONNX Runtime makes one Gemm of a MatMul and the Add behind it, of matrices or where all sizes are known, before it looks at
@@ -375,7 +379,7 @@ def _avoid_float_gemm(graph: Graph, placement: Placement) -> None:
                 reader.op_type = "Sum"
 
 
-def _keep_names(graph: Graph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
+def _keep_names(graph: OnnxGraph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
     """Give the name of a stored tensor that is an output, or read by a subgraph, to what comes out of its pair.
 
     What goes in gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.

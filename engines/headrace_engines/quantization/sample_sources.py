@@ -47,7 +47,7 @@ from headrace_engines.quantization.samples import (
     check_labels,
     class_names,
     content_digest,
-    layouts_of,
+    input_layouts,
 )
 
 
@@ -67,7 +67,7 @@ def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> 
     # Each of them loads what it needs; pictures need Pillow.
     path_text, _, function = source.rpartition(":") if ".py:" in source else (source, "", "")
     path = _inside(path_text, folder, config.name)
-    layouts = layouts_of(config)
+    layouts = input_layouts(config)
     if function:
         return open_reader(path, function, layouts, config, limit)
     if path.is_dir():
@@ -102,7 +102,7 @@ LABEL_FILE = "labels.csv"
 
 
 # What is prepared once is kept as far as it fits in here: samples are passed over many times.
-_KEPT_BYTES = 256 << 20
+_CACHE_BYTES = 256 << 20
 
 
 _LARGEST_FILE_BYTES = 256 << 20
@@ -161,7 +161,7 @@ class _Pictures:
         array = self._kept.get(number)
         if array is None:
             array = self._prepared(self._names[number])
-            if self._kept_bytes + array.nbytes <= _KEPT_BYTES:
+            if self._kept_bytes + array.nbytes <= _CACHE_BYTES:
                 self._kept[number] = array
                 self._kept_bytes += array.nbytes
         return {self._layout.name: array}
@@ -245,7 +245,7 @@ def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, whe
         if not any(classes):
             return None
     numbers = _numbers(folder, config)
-    class_numbers = {name: numbers(_plain(name)) for name in dict.fromkeys(classes)}
+    class_numbers = {name: numbers(_normalised_class(name)) for name in dict.fromkeys(classes)}
     if (path / LABEL_FILE).is_file() or any(number is not None for number in class_numbers.values()):
         strange = [name for name, number in class_numbers.items() if number is None]
         if strange:
@@ -267,7 +267,7 @@ def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
             names = read_labels(folder / file, folder)
         except ConfigError as error:
             raise BuildError(str(error)) from error
-    by_name = {_plain(name): number for number, name in reversed(list(enumerate(names)))}
+    by_name = {_normalised_class(name): number for number, name in reversed(list(enumerate(names)))}
 
     def number_of(name: str) -> int | None:
         if name.isdecimal() and len(name) < 10 and int(name) < max(count or 10**9, len(names)):
@@ -277,7 +277,7 @@ def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
     return number_of
 
 
-def _plain(name: str) -> str:
+def _normalised_class(name: str) -> str:
     """A class's name as a folder may be called: "Egyptian cat" is "egyptian_cat"."""
     return name.strip().lower().replace("_", " ").replace("/", " ")
 
@@ -473,7 +473,7 @@ def open_reader(
         BuildError: the code fails (told with file and line), or what it yields does not fit.
     """
     where = f"{path.name}:{function}"
-    store = _Kept()
+    store = _SampleFile()
     labels: list[int] = []
     for number, item in enumerate(_call(path, function)):
         for sample, label in _samples_of(item, layouts, config, f"{where}: item {number}"):
@@ -493,7 +493,7 @@ def open_reader(
     return Samples(store.read, store.digests, where, labels=checked, batched=batched)
 
 
-class _Kept:
+class _SampleFile:
     """Samples in a temporary file, which vanishes with the process."""
 
     def __init__(self) -> None:
@@ -567,10 +567,10 @@ def _guarded(path: Path, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except (Exception, SystemExit) as error:  # somebody's code: whatever it raises, it is at fault
-        _tell(path, error)
+        _raise_reader_error(path, error)
 
 
-def _tell(path: Path, error: BaseException) -> NoReturn:
+def _raise_reader_error(path: Path, error: BaseException) -> NoReturn:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         raise BuildError(f"{path.name}:{error.lineno}: {error.msg}: correct the code that reads samples") from error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]

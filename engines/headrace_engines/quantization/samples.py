@@ -104,7 +104,7 @@ class InputLayout:
             e not in (-1, f) for e, f in zip(self.dims, sample_shape, strict=True)
         ):
             expected = ["N", *self.dims] if samples_in_front else [*self.dims]
-            message = f"{where}: input '{self.name}' takes {_shown(expected)}, found {_shown(shape)}"
+            message = f"{where}: input '{self.name}' takes {_shape_text(expected)}, found {_shape_text(shape)}"
             raise BuildError(f"{message}: {self._cure(tuple(shape), sample_shape)}")
         if not self._takes(dtype):
             cure = f"convert it with .astype('{self.dtype}'), pre-processed as the model wants it"
@@ -148,7 +148,7 @@ class InputLayout:
         return "bring it into the shape the model takes"
 
 
-def layouts_of(config: ModelConfig) -> dict[str, InputLayout]:
+def input_layouts(config: ModelConfig) -> dict[str, InputLayout]:
     """The inputs of a complete configuration, by name."""
     return {
         tensor.name: InputLayout(
@@ -193,7 +193,7 @@ def check_labels(labels: Array, config: ModelConfig, where: str) -> Array:
     """
     flat = labels.reshape(len(labels)) if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if flat.ndim != 1 or flat.dtype.kind not in "iu":
-        actual = f"{labels.dtype} {_shown(labels.shape)}"
+        actual = f"{labels.dtype} {_shape_text(labels.shape)}"
         raise BuildError(f"{where}: labels are the number of a class for each sample, [N], found {actual}: write those")
     classes = class_names(config)[1]
     if flat.size and (flat.min() < 0 or (classes and flat.max() >= classes)):
@@ -208,7 +208,7 @@ def _to_bf16(array: Array) -> Array:
     return ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype(np.uint16)
 
 
-def _shown(shape: Sequence[object]) -> str:
+def _shape_text(shape: Sequence[object]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
@@ -358,7 +358,7 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
         count: how many samples.
         shapes: by input with free dimensions its shape without the batch dimension; a dimension told by nobody is 1.
     """
-    layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in layouts_of(config).items()}
+    layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in input_layouts(config).items()}
     picture = config.preprocess
     mean, deviation = 0.0, 1.0
     if picture is not None:

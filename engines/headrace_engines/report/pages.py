@@ -24,9 +24,9 @@ from headrace.core.svg_plot import (
     variables,
 )
 
-from headrace_engines.comparison import Comparison, Row
+from headrace_engines.comparison import Comparison, ComparisonRow
 from headrace_engines.errors import BuildError
-from headrace_engines.inspection import Inspection
+from headrace_engines.inspection import EngineInspection
 from headrace_engines.report.terminal import milliseconds, rate, size
 from headrace_engines.targets.base import Layer
 
@@ -117,7 +117,7 @@ ol .bar{height:1rem}}
 """
 
 
-def layers_page(inspection: Inspection) -> str:
+def layers_page(inspection: EngineInspection) -> str:
     """HTML of everything that is known of an engine's layers, in the order in which they run."""
     layers = inspection.layers
     longest_us = max((layer.time_us for layer in layers), default=0.0) or 1.0
@@ -151,7 +151,7 @@ def _layer(layer: Layer, longest_us: float) -> str:
     )
 
 
-def _by_precision(inspection: Inspection) -> str:
+def _by_precision(inspection: EngineInspection) -> str:
     shares = inspection.shares()
     strip = "".join(
         f'<span style="width:{100 * share:.2f}%;background:{colour(name)}"></span>' for name, share in shares.items()
@@ -184,8 +184,8 @@ def comparison_page(comparison: Comparison) -> str:
     """HTML with three plots and two tables."""
     names = [row.precision for row in comparison.worked]
     throughput, latency, accuracy = _panels(comparison)
-    lines = [cells_of(row) for row in comparison.worked]
-    columns = told_columns(lines)
+    lines = [comparison_cells(row) for row in comparison.worked]
+    columns = filled_columns(lines)
     label = f"{comparison.model} by precision: "
     body = [
         f"<h1>{escape(comparison.model)} <small>version {comparison.version}, precisions compared</small></h1>",
@@ -228,7 +228,7 @@ HEADINGS = ("precision", "top-1", "cosine", "accuracy", "kept", "size", "memory"
 SPEED_HEADINGS = ("precision", "batch", "median", "p99", "rows/s", "against fp32")
 
 
-def cells_of(row: Row) -> list[str]:
+def comparison_cells(row: ComparisonRow) -> list[str]:
     """What one precision is, as plain text under `HEADINGS`."""
     built, accuracy = row.built, row.accuracy
     if built is None:
@@ -250,12 +250,12 @@ def cells_of(row: Row) -> list[str]:
     ]
 
 
-def told_columns(lines: list[list[str]]) -> list[int]:
-    """Of lines of `cells_of`: what no row can tell, such as an accuracy without labels, takes no column; nor do remarks."""
+def filled_columns(lines: list[list[str]]) -> list[int]:
+    """Return the columns of `comparison_cells` in which a row has text; remarks are left out."""
     return [column for column in range(len(HEADINGS) - 1) if any(line[column] for line in lines)]
 
 
-def speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:
+def speed_cells(comparison: Comparison, row: ComparisonRow, rows: int) -> list[str]:
     """How fast one precision is at a batch size, as plain text under `SPEED_HEADINGS`."""
     timing, times = row.at(rows), comparison.speed_up(row, rows)
     if timing is None:
@@ -270,8 +270,8 @@ def speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:
     ]
 
 
-def _remarks(comparison: Comparison) -> list[tuple[Row, str]]:
-    return [(row, remark) for row in comparison.rows if (remark := cells_of(row)[-1])]
+def _remarks(comparison: Comparison) -> list[tuple[ComparisonRow, str]]:
+    return [(row, remark) for row in comparison.rows if (remark := comparison_cells(row)[-1])]
 
 
 def _panels(comparison: Comparison) -> tuple[str, str, tuple[str, int]]:
@@ -288,7 +288,7 @@ def _panels(comparison: Comparison) -> tuple[str, str, tuple[str, int]]:
     )
 
 
-def _accuracy_bars(rows: list[Row]) -> list[Bar]:
+def _accuracy_bars(rows: list[ComparisonRow]) -> list[Bar]:
     bars = []
     for row in rows:
         accuracy = row.accuracy
@@ -304,6 +304,6 @@ def _accuracy_bars(rows: list[Row]) -> list[Bar]:
     return bars
 
 
-def _speed_cells(comparison: Comparison, row: Row, rows: int) -> list[str]:
+def _speed_cells(comparison: Comparison, row: ComparisonRow, rows: int) -> list[str]:
     name, *others = (escape(cell) for cell in speed_cells(comparison, row, rows))
     return [f'<span class="dot" style="background:{colour(row.precision)}"></span>{name}', *others]

@@ -114,7 +114,7 @@ def _widest(heading: Heading, cells: Sequence[Text], words: bool) -> int:
 
 
 # Bars at once: fewer than any terminal has lines, for what does not fit is not drawn.
-_SHOWN = 8
+_MAX_BARS = 8
 
 
 _BAR_WIDTH = 16
@@ -142,7 +142,7 @@ class BuildDisplay:
         )
         self._names = list(names)
         self._tasks: dict[str, TaskID] = {
-            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=index < _SHOWN)
+            name: self._progress.add_task(escape(name), total=1.0, start=False, note="waits", visible=index < _MAX_BARS)
             for index, name in enumerate(names)
         }
 
@@ -163,9 +163,9 @@ class BuildDisplay:
     def report(self, name: str) -> Report:
         """Begin with a model; what is returned moves its bar."""
         task = self._tasks[name]
-        first = max(min(self._names.index(name) - _SHOWN // 2, len(self._names) - _SHOWN), 0)
+        first = max(min(self._names.index(name) - _MAX_BARS // 2, len(self._names) - _MAX_BARS), 0)
         for index, other in enumerate(self._names):
-            self._progress.update(self._tasks[other], visible=first <= index < first + _SHOWN)
+            self._progress.update(self._tasks[other], visible=first <= index < first + _MAX_BARS)
         self._progress.start_task(task)
         return lambda done, note: self._progress.update(task, completed=done, note=escape(note))
 

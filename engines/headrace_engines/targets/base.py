@@ -21,7 +21,7 @@ from headrace.config.stamps import Timing
 
 from headrace_engines.progress import Report
 
-__all__ = ["Array", "Engine", "Layer", "Machine", "Order", "Runner", "ShapeRange", "Target", "Timing"]
+__all__ = ["Array", "Engine", "Layer", "Machine", "ModelRunner", "ShapeRange", "Target", "TargetSpec", "Timing"]
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +34,7 @@ class ShapeRange:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TargetSpec:
     """What a target needs to know besides the model.
 
     Attributes:
@@ -77,14 +77,14 @@ class Layer:
     share: float
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """Whatever answers."""
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name; inputs have their batch dimension."""
 
 
-class Engine(Runner, Protocol):
+class Engine(ModelRunner, Protocol):
     """An artefact that is loaded."""
 
     def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
@@ -116,7 +116,7 @@ class Target(Protocol):
     def refuses_fp8_convolutions(self) -> str:
         """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; asked where FP8 is not refused."""
 
-    def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
+    def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
         """Write the artefact.
 
         Raises:

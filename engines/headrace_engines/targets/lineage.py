@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import onnx
 
-from headrace_engines.onnx_graph import Graph, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, copy_model
 
 _LAYOUT = "_nchwc"
 
@@ -31,17 +31,17 @@ _MOVERS = {"ReorderInput", "ReorderOutput", "Transpose", "Cast"}
 Lineage = dict[str, tuple[str, ...]]
 
 
-def label(node: onnx.NodeProto) -> str:
+def node_label(node: onnx.NodeProto) -> str:
     """What a node is called: its name, or the first tensor that it makes."""
     return str(node.name or next((name for name in node.output if name), node.op_type))
 
 
 def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which every node has a name of its own, that of its `label` where it is free."""
+    """A copy in which every node has a name of its own, that of its `node_label` where it is free."""
     named = copy_model(model)
     used: set[str] = set()
     for node in named.graph.node:
-        base = label(node)
+        base = node_label(node)
         node.name, number = base, 1
         while node.name in used:
             node.name = f"{base}#{number}"
@@ -50,7 +50,7 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
     return named
 
 
-def trace(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
+def trace_nodes(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
     """By node of the optimised graph the nodes of the original that it does, in the original's order.
 
     A node that is done several times over, such as a DequantizeLinear with two readers, is told with each. A node that only
@@ -64,7 +64,7 @@ def trace(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
     return _Trace(optimised, original).run()
 
 
-def compose(outer: Lineage, inner: Lineage) -> Lineage:
+def compose_lineages(outer: Lineage, inner: Lineage) -> Lineage:
     """From the nodes of the outer lineage to those of the inner one's original."""
     return {
         name: tuple(dict.fromkeys(end for middle in through for end in inner.get(middle, ())))
@@ -75,7 +75,7 @@ def compose(outer: Lineage, inner: Lineage) -> Lineage:
 class _Trace:
     def __init__(self, optimised: onnx.ModelProto, original: onnx.ModelProto) -> None:
         self._optimised = optimised.graph
-        self._graph = Graph(_skeleton(original))
+        self._graph = OnnxGraph(_skeleton(original))
         self._by_name = {node.name: node for node in self._graph.nodes}
         self._order = {node.name: index for index, node in enumerate(self._graph.nodes)}
         self._anchors: dict[str, str] = {}  # node of the original -> node of the optimised graph that surely does it

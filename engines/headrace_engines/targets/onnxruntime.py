@@ -36,8 +36,8 @@ from onnx import TensorProto, helper
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx, write_onnx
 from headrace_engines.progress import Report
-from headrace_engines.targets.base import Array, Layer, Order, Timing
-from headrace_engines.targets.lineage import Lineage, compose, name_nodes, trace
+from headrace_engines.targets.base import Array, Layer, TargetSpec, Timing
+from headrace_engines.targets.lineage import Lineage, compose_lineages, name_nodes, trace_nodes
 
 _WARM_UP_RUNS = 3
 
@@ -45,7 +45,7 @@ _WARM_UP_RUNS = 3
 _WARM_UP_SHARE = 0.2
 
 
-_FEWEST_RUNS = 3
+_MIN_RUNS = 3
 
 
 _MEMORY_TIMEOUT_S = 300.0
@@ -142,7 +142,7 @@ class OnnxRuntimeEngine:
                 break
         durations_ns: list[int] = []
         started_ns = now_ns = time.perf_counter_ns()
-        while len(durations_ns) < _FEWEST_RUNS or now_ns - started_ns < seconds * 1e9:
+        while len(durations_ns) < _MIN_RUNS or now_ns - started_ns < seconds * 1e9:
             self._session.run(self._outputs, fed)
             done_ns = time.perf_counter_ns()
             durations_ns.append(done_ns - now_ns)
@@ -155,7 +155,7 @@ class OnnxRuntimeEngine:
         """The kernels that ONNX Runtime runs, in order, timed on this batch by its own profiler."""
 
         self._note_shapes(inputs)
-        return profile(self._path, self._source, inputs)
+        return profile_layers(self._path, self._source, inputs)
 
     @property
     def memory_bytes(self) -> int:
@@ -211,7 +211,7 @@ _PROFILE_WARM_UP_RUNS = 2
 _PROFILE_MIN_RUNS = 4
 
 
-_MOST_RUNS = 300
+_MAX_PROFILE_RUNS = 300
 
 
 _SECONDS = 0.6
@@ -240,7 +240,7 @@ class _Kernel:
     times_us: list[float] = field(default_factory=list)
 
 
-def profile(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Array]) -> list[Layer]:
+def profile_layers(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Array]) -> list[Layer]:
     """Run an ONNX file under ONNX Runtime's profiler.
 
     Args:
@@ -265,9 +265,9 @@ def profile(path: Path, source: onnx.ModelProto | None, inputs: Mapping[str, Arr
             fused = name_nodes(_fused(named, folder))
     except OSError as error:
         raise BuildError(f"the profile of {path.name} cannot be written: {error.strerror or error}") from error
-    lineage = compose(trace(name_nodes(optimised), fused), trace(fused, artefact))
+    lineage = compose_lineages(trace_nodes(name_nodes(optimised), fused), trace_nodes(fused, artefact))
     if source is not None:
-        lineage = compose(lineage, trace(artefact, name_nodes(source)))
+        lineage = compose_lineages(lineage, trace_nodes(artefact, name_nodes(source)))
     return _layers(_kernels(events, optimised), optimised, lineage)
 
 
@@ -281,7 +281,7 @@ def _events(named: Path, folder: Path, inputs: Mapping[str, Array]) -> list[dict
     started_s = time.monotonic()
     runs = 0
     while runs < _PROFILE_MIN_RUNS + _PROFILE_WARM_UP_RUNS or (
-        time.monotonic() - started_s < _SECONDS and runs < _MOST_RUNS
+        time.monotonic() - started_s < _SECONDS and runs < _MAX_PROFILE_RUNS
     ):
         try:
             session.run(names, dict(inputs))
@@ -380,7 +380,7 @@ def _tactic(provider: str, node: onnx.NodeProto) -> str:
 
 
 # ONNX Runtime writes its optimised graph as one protobuf, which holds 2 GiB; some room for what it adds.
-_MOST_REWRITTEN_BYTES = 2**31 - 2**24
+_MAX_REWRITTEN_BYTES = 2**31 - 2**24
 
 
 # What `Order.precision` "fp16" means for users; shown where precisions are compared.
@@ -409,7 +409,7 @@ class OnnxRuntimeTarget:
         """Always: nothing is FP8 here."""
         return self.refuses("fp8")
 
-    def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
+    def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
         """Write the artefact; nothing is left behind when it fails.
 
         Raises:
@@ -446,7 +446,7 @@ class OnnxRuntimeTarget:
 
 def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     """What ONNX Runtime makes of a model without a thought of the hardware: constants folded, dead nodes gone."""
-    if model.ByteSize() > _MOST_REWRITTEN_BYTES:
+    if model.ByteSize() > _MAX_REWRITTEN_BYTES:
         return model
     options = session_options()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC

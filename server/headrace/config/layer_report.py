@@ -1,6 +1,6 @@
 """What `headrace inspect --publish` leaves beside a model: how long each layer of what serves it takes.
 
-<model>/<version>/layers.json          what `headrace_engines.inspection.Inspection.to_json` gives
+<model>/<version>/layers.json          what `headrace_engines.inspection.EngineInspection.to_json` gives
 
 Who serves the version shows it; nothing is decided by it.
 """
@@ -44,7 +44,7 @@ class LayerTime:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """An engine and what it consists of; see `headrace_engines.inspection.Inspection`."""
+    """An engine and what it consists of; see `headrace_engines.inspection.EngineInspection`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 

@@ -20,7 +20,7 @@ import onnx
 import pytest
 from headrace.cuda.kernels import loading
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order
+from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_streams
@@ -176,7 +176,7 @@ def build(gpu: GpuUnderTest, tmp_path: Path, built_plans: dict[tuple[str, bytes,
     if gpu.fake is None and importlib.util.find_spec("tensorrt") is None:
         pytest.skip("needs TensorRT")
 
-    def built(model: onnx.ModelProto, order: Order) -> Path:
+    def built(model: onnx.ModelProto, order: TargetSpec) -> Path:
         path = tmp_path / "model.plan"
         target = TensorRtTarget(optimization_level=1)
         key = (repr(target.describe()), model.SerializeToString(), repr(order))

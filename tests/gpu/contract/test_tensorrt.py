@@ -22,7 +22,7 @@ from headrace.observability.recorder import Recorder
 from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper
 
 from tests.gpu.contract.conftest import Build, GpuUnderTest
@@ -167,7 +167,7 @@ def test_nothing_is_allocated_for_a_batch_and_everything_freed_at_the_end(gpu: G
 
 
 def test_profiles_are_chosen_by_bucket(build: Build) -> None:
-    plan = build(affine(), Order("fp32", (batches(1, 1, 1), batches(4, 6, 6))))
+    plan = build(affine(), TargetSpec("fp32", (batches(1, 1, 1), batches(4, 6, 6))))
     with opened(plan, {MAX_BATCH_SIZE: "6"}) as execution:
         for count in (1, 2, 3, 4, 5, 6):
             x = rows(count)
@@ -177,7 +177,7 @@ def test_profiles_are_chosen_by_bucket(build: Build) -> None:
 
 
 def test_a_model_of_one_shape(build: Build) -> None:
-    plan = build(affine(2), Order("fp32", ()))
+    plan = build(affine(2), TargetSpec("fp32", ()))
     with opened(plan, {}) as execution:
         np.testing.assert_array_equal(execution.run({"x": rows(2)})["y"], right(rows(2)))
         with pytest.raises(ModelFailed, match="not built for"):
@@ -195,7 +195,7 @@ def doubled(element: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
 
 
 def test_rows_of_any_length(gpu: GpuUnderTest, build: Build) -> None:
-    plan = build(doubled(), Order("fp32", (ShapeRange({"x": ((1, 1), (4, 16), (8, 40))}),)))
+    plan = build(doubled(), TargetSpec("fp32", (ShapeRange({"x": ((1, 1), (4, 16), (8, 40))}),)))
     with opened(plan) as execution:
         memory = set(gpu.fake.live) if gpu.fake else set()
         # More shapes than get a graph, and one of them again.
@@ -213,7 +213,7 @@ def test_rows_of_any_length(gpu: GpuUnderTest, build: Build) -> None:
 @pytest.mark.parametrize("datatype", ["float16", "int32", "int64"])
 def test_other_types(build: Build, datatype: str) -> None:
     element = helper.np_dtype_to_tensor_dtype(np.dtype(datatype))
-    plan = build(doubled(element), Order("fp32", (ShapeRange({"x": ((1, 1), (4, 4), (8, 4))}),)))
+    plan = build(doubled(element), TargetSpec("fp32", (ShapeRange({"x": ((1, 1), (4, 4), (8, 4))}),)))
     with opened(plan) as execution:
         x = np.arange(12).reshape(3, 4).astype(datatype)
         y = execution.run({"x": x})["y"]

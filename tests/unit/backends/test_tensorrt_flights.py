@@ -22,7 +22,7 @@ from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import launching, loading, reference, scaling
 from headrace.cuda.kernels.stages import ClassStage, PictureStage
 from headrace.pipelines.recipe import ImageRecipe
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper
 
 from tests.support.fake_streams import LateCuda
@@ -122,7 +122,7 @@ def sums(element: int = onnx.TensorProto.FLOAT) -> onnx.ModelProto:
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("one_graph_rows", ["0", "8"])
 def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> None:
-    order = Order("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 5), (8, 5), (8, 5)))),))
+    order = TargetSpec("fp32", (ShapeRange(dict.fromkeys("ab", ((1, 5), (8, 5), (8, 5)))),))
     with opened(build(tmp_path, sums(), order), told(one_graph_rows)) as execution:
         for count in (1, 3, 8):
             a, b = np.random.default_rng(count).random((2, count, 5), np.float32)
@@ -271,7 +271,7 @@ def test_few_pictures_are_prepared_where_they_lie(
         real(kernel, stream, addresses, count, to)
 
     monkeypatch.setattr(scaling.PictureScaler, "launch_each", launch_each)
-    order = Order("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
+    order = TargetSpec("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
     stages = [PictureStage("x", PICTURES, FLOAT), ClassStage("y", FLOAT, (105,), 105, False, 3, "best", "numbers")]
     with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, told(one_graph_rows))) as model:
         assert model.join(stages) == ""

@@ -11,7 +11,7 @@ import pytest
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.project import Bar
+from headrace_engines.project import AccuracyLimits
 from headrace_engines.quantization.samples import Samples
 
 Array = np.ndarray[Any, Any]
@@ -91,7 +91,7 @@ def test_pictures_have_no_classes() -> None:
     accuracy = compare({"mask": picture}, {"mask": picture + np.float32(0.5)})
     assert (accuracy.output, accuracy.top1_agreement) == ("", None)
     assert accuracy.max_abs == pytest.approx(0.5, rel=1e-5)
-    assert judge(accuracy, Bar(1.0, 0.5, None)) == []
+    assert judge(accuracy, AccuracyLimits(1.0, 0.5, None)) == []
 
 
 def test_zeros_are_alike_and_unlike_anything_else() -> None:
@@ -106,7 +106,7 @@ def test_what_is_not_finite_is_a_failure(bad: float) -> None:
     given[2, 1] = bad
     accuracy = compare({"logits": LOGITS}, {"logits": given}, indexes(labels=[0, 1, 2, 0]))
     assert (accuracy.cosine, accuracy.top1_agreement, accuracy.accuracy) == (0.0, 0.0, None)
-    missed = judge(accuracy, Bar(0.9, 0.95, None))
+    missed = judge(accuracy, AccuracyLimits(0.9, 0.95, None))
     assert missed[0] == "output logits has 1 values that are NaN or infinite, FP32's has none there"
 
 
@@ -123,7 +123,7 @@ def test_infinities_of_the_fp32_model_are_left_out() -> None:
 def test_other_outputs_are_a_failure(given: dict[str, Array]) -> None:
     accuracy = compare({"logits": LOGITS}, given)
     assert accuracy.cosine == 0.0
-    assert "output logits" in judge(accuracy, Bar(0.0, -1.0, None))[0]
+    assert "output logits" in judge(accuracy, AccuracyLimits(0.0, -1.0, None))[0]
 
 
 def test_a_model_without_a_batch_dimension_is_compared_sample_by_sample() -> None:
@@ -139,16 +139,16 @@ def test_no_samples_are_refused() -> None:
 
 def test_what_is_missed_is_told_with_both_figures_and_a_cure() -> None:
     accuracy = Accuracy(200, "data", 0.895, 0.94, 1.0, 0.96, 0.97)
-    missed = judge(accuracy, Bar(0.9, 0.95, 0.005))
+    missed = judge(accuracy, AccuracyLimits(0.9, 0.95, 0.005))
     assert missed[0] == "its top-1 agreement with FP32 is 89.50%, 90.00% is demanded"
     assert missed[1] == "the cosine with FP32's outputs is 0.94000, 0.95000 is demanded"
     assert missed[2].startswith("its accuracy is 96.00% after 97.00%: 1.00% lost, 0.50% allowed: keep the layers")
-    assert judge(accuracy, Bar(0.895, 0.94, 0.01)) == []
-    assert judge(accuracy, Bar(0.895, 0.94, None)) == []
+    assert judge(accuracy, AccuracyLimits(0.895, 0.94, 0.01)) == []
+    assert judge(accuracy, AccuracyLimits(0.895, 0.94, None)) == []
 
 
 def test_a_drop_that_nobody_can_tell_is_missed() -> None:
-    assert "max_drop" in judge(Accuracy(2, "data", 1.0, 1.0, 0.0), Bar(0.9, 0.9, 0.01))[0]
+    assert "max_drop" in judge(Accuracy(2, "data", 1.0, 1.0, 0.0), AccuracyLimits(0.9, 0.9, 0.01))[0]
 
 
 def test_json_and_back() -> None:
@@ -185,11 +185,11 @@ def test_truth_values_and_text_agree_or_not(values: list[Any]) -> None:
 
 
 def test_a_cosine_that_is_no_number_is_missed() -> None:
-    assert judge(Accuracy(2, "data", 1.0, float("nan"), 0.0), Bar(0.9, 0.9, None))
+    assert judge(Accuracy(2, "data", 1.0, float("nan"), 0.0), AccuracyLimits(0.9, 0.9, None))
 
 
 def test_only_quantised_models_can_keep_layers_in_floating_point() -> None:
     missed = Accuracy(2, "data", 0.5, 1.0, 0.0)
-    assert "calibration.keep" in judge(missed, Bar(0.9, 0.9, None))[0]
-    assert "calibration.keep" not in judge(missed, Bar(0.9, 0.9, None), quantized=False)[0]
-    assert "higher precision" in judge(missed, Bar(0.9, 0.9, None), quantized=False)[0]
+    assert "calibration.keep" in judge(missed, AccuracyLimits(0.9, 0.9, None))[0]
+    assert "calibration.keep" not in judge(missed, AccuracyLimits(0.9, 0.9, None), quantized=False)[0]
+    assert "higher precision" in judge(missed, AccuracyLimits(0.9, 0.9, None), quantized=False)[0]

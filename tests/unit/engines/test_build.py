@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines import build
-from headrace_engines.build import Built, make, make_best
+from headrace_engines.build import BuildResult, build_best_engine, build_engine
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.project import Project, spec_of
+from headrace_engines.project import Project, read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Timing
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
@@ -37,9 +37,9 @@ def pictures(count: int, size: int = 8, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((count, 3, size, size)).astype(np.float32)
 
 
-def built(project: Project, folder: Path, precision: str = "", target: OnnxRuntimeTarget | None = None) -> Built:
-    spec = spec_of(project.config, precision)
-    return make(project, spec, target or OnnxRuntimeTarget(), Store(folder / "store"), silent)
+def built(project: Project, folder: Path, precision: str = "", target: OnnxRuntimeTarget | None = None) -> BuildResult:
+    spec = read_spec(project.config, precision)
+    return build_engine(project, spec, target or OnnxRuntimeTarget(), Store(folder / "store"), silent)
 
 
 PROFILE = {"batch": [1, 4, 8], "shapes": {"x": [[3, 6, 6], [3, 8, 8], [3, 16, 16]]}}
@@ -135,11 +135,11 @@ def test_the_output_with_the_label_file_is_held_against_labels(tmp_path: Path) -
 # The best
 
 
-def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | None = None) -> Built:
+def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | None = None) -> BuildResult:
     timings = tuple(Timing(rows, 1.0, 1.0, rate) for rows, rate in rates.items())
     anything: Any = None
     spec: Any = type("Spec", (), {"precision": precision})()
-    return Built(Path(), spec, anything, precision, None, refusal or [], (), timings, 0, 0.0, False)
+    return BuildResult(Path(), spec, anything, precision, None, refusal or [], (), timings, 0, 0.0, False)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +153,23 @@ def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | N
     ],
 )
 def test_the_best_is_clearly_the_fastest_at_the_largest_batch_that_holds(
-    made: list[Built], best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: list[BuildResult],
+    best: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     by_precision = {one.spec.precision: one for one in made}
 
-    def fake(_project: Project, spec: Any, *_: Any, **__: Any) -> Built:
+    def fake(_project: Project, spec: Any, *_: Any, **__: Any) -> BuildResult:
         if spec.precision not in by_precision:
             raise BuildError("calibration.keep names nothing")
         return by_precision[spec.precision]
 
     monkeypatch.setattr(build, "make", fake)
     project = write_project(tmp_path, free(), {"x": pictures(4)}, profiles=[PROFILE], precision="best")
-    spec = spec_of(project.config)
+    spec = read_spec(project.config)
     with caplog.at_level(logging.WARNING):
-        one = make_best(project, spec, OnnxRuntimeTarget(), Store(tmp_path / "store"), silent, rebuild=False)
+        one = build_best_engine(project, spec, OnnxRuntimeTarget(), Store(tmp_path / "store"), silent, rebuild=False)
     assert one.spec.precision == best
     assert ("int8 is left out: calibration.keep names nothing" in caplog.text) == (len(made) < 3)

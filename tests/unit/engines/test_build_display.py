@@ -13,9 +13,9 @@ from headrace.config.config_reader import read_model_folder
 from headrace.config.machine import Machine, onnxruntime_machine
 from headrace_engines.__main__ import main
 from headrace_engines.accuracy import Accuracy
-from headrace_engines.build import Built
-from headrace_engines.commands.build import Outcome, show_outcomes
-from headrace_engines.project import BuildSpec, spec_of
+from headrace_engines.build import BuildResult
+from headrace_engines.commands.build import BuildOutcome, show_outcomes
+from headrace_engines.project import BuildSpec, read_spec
 from headrace_engines.report.terminal import BuildDisplay
 from headrace_engines.targets.base import Timing
 from rich.console import Console
@@ -28,17 +28,17 @@ ACCURACY = Accuracy(48, "accuracy/ (48 pictures)", 1.0, 0.999, 0.1, 0.989, 0.989
 
 @pytest.fixture
 def spec(tmp_path: Path) -> BuildSpec:
-    return spec_of(read_model_folder(add_model(tmp_path, "m", affine()), tmp_path).config)
+    return read_spec(read_model_folder(add_model(tmp_path, "m", affine()), tmp_path).config)
 
 
-def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes: object) -> Outcome:
-    built = Built(
+def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes: object) -> BuildOutcome:
+    built = BuildResult(
         Path("x.onnx"), spec, HERE, "0" * 64, ACCURACY, [], (), (Timing(1, 1.0, 2.0, 13_995_487.0),), 102_100_000, 9.1, False
     )  # fmt: skip
-    return Outcome("efficientnet_lite0", replace(built, **changes), published, False, error, 9.1)
+    return BuildOutcome("efficientnet_lite0", replace(built, **changes), published, False, error, 9.1)
 
 
-def shown(*outcomes: Outcome) -> tuple[str, str]:
+def shown(*outcomes: BuildOutcome) -> tuple[str, str]:
     out, errors = io.StringIO(), io.StringIO()
     show_outcomes(Console(file=out, width=80), Console(file=errors, width=80), outcomes)
     return out.getvalue(), errors.getvalue()

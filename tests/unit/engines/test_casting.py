@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
-from headrace_engines.precision.cast import cast, must_stay_fp32
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast_model, must_stay_fp32
 from headrace_engines.progress import silent
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantize
@@ -37,7 +37,7 @@ def types(model: onnx.ModelProto) -> dict[str, set[int]]:
     bare = copy_model(model)
     del bare.graph.value_info[:]
     inferred = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True)
-    graph = Graph(inferred)
+    graph = OnnxGraph(inferred)
     return {node.name: {graph.element_type(t) for t in (*node.input, *node.output) if t} for node in graph.nodes}
 
 
@@ -54,7 +54,7 @@ def run(model: onnx.ModelProto, **inputs: np.ndarray) -> np.ndarray:
 def test_a_cnn_is_cast_whole_with_casts_at_its_ends_only(precision: str) -> None:
     model = small_cnn()
     before = model.SerializeToString()
-    written = cast(model, precision)
+    written = cast_model(model, precision)
     onnx.checker.check_model(written, full_check=True)
     assert model.SerializeToString() == before
     assert [*written.graph.input] == [*model.graph.input]
@@ -69,14 +69,14 @@ def test_a_cnn_is_cast_whole_with_casts_at_its_ends_only(precision: str) -> None
 def test_a_cast_cnn_answers_as_before() -> None:
     model = small_cnn()
     picture = np.random.default_rng(1).standard_normal((4, 3, 16, 16), np.float32)
-    expected, given = run(model, picture=picture), run(cast(model, "fp16"), picture=picture)
+    expected, given = run(model, picture=picture), run(cast_model(model, "fp16"), picture=picture)
     assert given.dtype == np.float32
     assert cosine(expected, given) > 0.99999
     assert not np.array_equal(expected, given)
 
 
 def test_kept_nodes_stay_fp32_between_casts() -> None:
-    written = cast(small_cnn(), "fp16", ["conv2"])
+    written = cast_model(small_cnn(), "fp16", ["conv2"])
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     assert kinds["conv2"] == {TensorProto.FLOAT}
@@ -89,7 +89,7 @@ def test_a_tensor_is_cast_once_for_all_its_readers() -> None:
     x = net.input("x", ["N", 4])
     sums = [net.node("MatMul", x, net.weight(4, 4)) for _ in range(3)]
     kept = [net.node("Exp", sums[0], name=f"kept{i}") for i in range(2)]
-    written = cast(net.model(net.node("Sum", *sums, name="sum"), *kept), "fp16", ["kept0", "kept1"])
+    written = cast_model(net.model(net.node("Sum", *sums, name="sum"), *kept), "fp16", ["kept0", "kept1"])
     onnx.checker.check_model(written, full_check=True)
     # The input, the tensor that the two kept nodes read, the output.
     assert operators(written)["Cast"] == 3
@@ -101,14 +101,14 @@ def test_reshapes_between_kept_nodes_are_not_cast() -> None:
     first = net.node("MatMul", x, net.weight(4, 4), name="first")
     turned = net.node("Reshape", net.node("Transpose", first, perm=[1, 0]), net.constant([-1, 4], np.int64))
     last = net.node("MatMul", turned, net.weight(4, 4), name="last")
-    written = cast(net.model(last), "fp16", ["first", "last"])
+    written = cast_model(net.model(last), "fp16", ["first", "last"])
     assert operators(written)["Cast"] == 0
 
 
 def test_a_table_that_is_read_by_index_is_stored_in_16_bits() -> None:
     net = Network()
     ids = net.input("ids", ["N", 5], TensorProto.INT64)
-    written = cast(net.model(net.node("Gather", net.weight(100, 8), ids, name="embedding")), "fp16")
+    written = cast_model(net.model(net.node("Gather", net.weight(100, 8), ids, name="embedding")), "fp16")
     assert types(written)["embedding"] == {TensorProto.FLOAT16, TensorProto.INT64}
     assert len(written.graph.initializer) == 1
 
@@ -127,7 +127,7 @@ def test_parameters_shapes_and_indices_keep_their_types() -> None:
     zeros = net.node("ConstantOfShape", net.constant([1, 4, 1, 1], np.int64), name="zeros")
     smaller = net.node("Resize", net.node("Add", larger, zeros, name="add"), "", "", sizes, name="resize_back")
     best = net.node("ArgMax", smaller, axis=1, name="best")
-    written = cast(net.model(smaller, best), "fp16")
+    written = cast_model(net.model(smaller, best), "fp16")
     kinds = types(written)
     assert kinds["resize"] == {TensorProto.FLOAT16, TensorProto.FLOAT}
     assert kinds["as_float"] == {TensorProto.INT64, TensorProto.FLOAT}
@@ -149,7 +149,7 @@ def test_subgraphs_read_fp32_by_the_old_names() -> None:
     positive = net.node("Greater", net.node("ReduceSum", product, keepdims=0), net.constant(0.0), name="positive")
     chosen = net.node("If", positive, then_branch=branches[0], else_branch=branches[1], name="choice")
     model = net.model(net.node("MatMul", chosen, net.weight(4, 4), name="last"))
-    written = cast(model, "fp16")
+    written = cast_model(model, "fp16")
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     assert kinds["product"] == kinds["last"] == {TensorProto.FLOAT16}
@@ -163,7 +163,7 @@ def test_operators_without_a_schema_stay_fp32() -> None:
     x = net.input("x", ["N", 4])
     gelu = net.node("Gelu", net.node("MatMul", x, net.weight(4, 4), name="before"), domain="com.microsoft", name="gelu")
     model = net.model(net.node("MatMul", gelu, net.weight(4, 4), name="behind"))
-    written = cast(model, "fp16")
+    written = cast_model(model, "fp16")
     by_name = {node.name: node for node in written.graph.node}
     assert by_name["gelu"].input[0] == "before_out/fp32"
     rows = np.random.default_rng(0).standard_normal((3, 4), np.float32)
@@ -176,7 +176,7 @@ def test_casts_that_the_model_has_itself_do_not_pile_up() -> None:
     half = net.node("Cast", net.node("MatMul", x, net.weight(4, 4), name="first"), to=TensorProto.FLOAT16, name="down")
     squared = net.node("Mul", half, half, name="square")
     back = net.node("Cast", squared, to=TensorProto.FLOAT, name="up")
-    written = cast(net.model(net.node("MatMul", back, net.weight(4, 4), name="last")), "fp16")
+    written = cast_model(net.model(net.node("MatMul", back, net.weight(4, 4), name="last")), "fp16")
     onnx.checker.check_model(written, full_check=True)
     # At the model's ends.
     assert operators(written)["Cast"] == 2
@@ -187,7 +187,7 @@ def test_constants_beyond_the_format_saturate() -> None:
     x = net.input("x", ["N", 4])
     clipped = net.node("Clip", x, net.constant(0.0), net.constant(3e38), name="clip")
     masked = net.node("Add", clipped, net.constant([0.0, -1e9, 0.0, -np.inf]), name="mask")
-    written = cast(net.model(net.node("Softmax", masked, name="softmax")), "fp16")
+    written = cast_model(net.model(net.node("Softmax", masked, name="softmax")), "fp16")
     found = {t.name: onnx.numpy_helper.to_array(t) for t in written.graph.initializer}
     assert found["constant1/fp16"] == 65504
     np.testing.assert_array_equal(found["constant2/fp16"], [0, -32752, 0, -np.inf])
@@ -202,7 +202,7 @@ def test_a_transformer_block_is_cast_and_answers_as_before(written_out: bool) ->
     mask = (np.arange(8) < np.array([[8], [5], [3], [1], [8], [0]])).astype(np.int64)
     samples = Samples.of({"tokens": tokens, "mask": mask})
     keep = must_stay_fp32(model, samples, "fp16", silent)
-    written = cast(model, "fp16", keep)
+    written = cast_model(model, "fp16", keep)
     onnx.checker.check_model(written, full_check=True)
     expected, given = run(model, tokens=tokens, mask=mask), run(written, tokens=tokens, mask=mask)
     assert np.isfinite(given).all()
@@ -227,7 +227,7 @@ def test_networks_of_many_families_are_cast(path: Path, precision: str) -> None:
     else:
         model = simplify(model)
     # The weights are all of one number, so only types can be held against them.
-    written = cast(model, precision, must_stay_fp32(model, None, precision, silent))
+    written = cast_model(model, precision, must_stay_fp32(model, None, precision, silent))
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     heavy = [n.name for n in written.graph.node if n.op_type in ("Conv", "Gemm")]
@@ -243,7 +243,7 @@ def test_one_of_them_answers_as_before_in_fp16() -> None:
     picture = np.random.default_rng(0).standard_normal(shape, np.float32)
     inputs = {model.graph.input[0].name: picture}
     keep = must_stay_fp32(model, None, "fp16", silent)
-    assert cosine(run(model, **inputs), run(cast(model, "fp16", keep), **inputs)) > 0.999
+    assert cosine(run(model, **inputs), run(cast_model(model, "fp16", keep), **inputs)) > 0.999
 
 
 def _with_random_weights(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -260,7 +260,7 @@ def test_bf16_computes_what_it_should() -> None:
     x = net.input("x", ["N", 8])
     hidden = net.node("Relu", net.node("Gemm", x, net.weight(8, 16), net.weight(16)))
     model = net.model(net.node("Softmax", net.node("MatMul", hidden, net.weight(16, 4))))
-    written = cast(model, "bf16")
+    written = cast_model(model, "bf16")
     assert operators(written)["Cast"] == 2
     rows = np.random.default_rng(0).standard_normal((5, 8), np.float32)
     (given,) = ReferenceEvaluator(written).run(None, {"x": rows})
@@ -271,7 +271,7 @@ def test_bf16_computes_what_it_should() -> None:
 
 def test_another_precision_is_refused() -> None:
     with pytest.raises(BuildError, match="fp16 or bf16"):
-        cast(small_cnn(), "int4")
+        cast_model(small_cnn(), "int4")
 
 
 # Q/DQ
@@ -305,7 +305,7 @@ def _pair(net: Network, tensor: str, name: str) -> str:
 )
 def test_what_is_cast_of_a_quantised_model(quantized: str, low: set[str]) -> None:
     model = quantized_cnn()
-    written = cast(model, "fp16", quantized=quantized)  # type: ignore[arg-type]
+    written = cast_model(model, "fp16", quantized=quantized)  # type: ignore[arg-type]
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     layers = ("apart", "conv1", "relu1", "conv2", "relu2", "conv3", "relu3")
@@ -323,7 +323,7 @@ def test_what_quantize_left_in_floating_point_is_cast() -> None:
     picture = np.random.default_rng(1).standard_normal((4, 3, 16, 16), np.float32)
     ranges = dict.fromkeys(tensors_to_calibrate(model), (-4.0, 4.0))
     quantized = quantize(model, ranges, "tensorrt", "int8", ["conv2"])
-    written = cast(quantized, "fp16", must_stay_fp32(model, Samples.of({"picture": picture}), "fp16", silent))
+    written = cast_model(quantized, "fp16", must_stay_fp32(model, Samples.of({"picture": picture}), "fp16", silent))
     onnx.checker.check_model(written, full_check=True)
     kinds = types(written)
     assert kinds["conv2"] == {TensorProto.FLOAT16}

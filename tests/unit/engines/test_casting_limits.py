@@ -7,7 +7,7 @@ import onnx
 import pytest
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.cast import cast, must_stay_fp32
+from headrace_engines.precision.cast import cast_model, must_stay_fp32
 from headrace_engines.progress import silent
 from headrace_engines.quantization.samples import Samples
 from onnx import TensorProto
@@ -44,10 +44,12 @@ def large_activation() -> onnx.ModelProto:
 
 def test_a_layer_that_overflows_stays_fp32_and_answers_finite() -> None:
     model, x = large_activation(), np.float32([[4.0, -4.0, 1.0, 2.0]])
-    assert np.isinf(OnnxRunner(cast(model, "fp16"), ["large_out"], optimize=False).run({"x": x})["large_out"]).any()
+    assert np.isinf(
+        OnnxRunner(cast_model(model, "fp16"), ["large_out"], optimize=False).run({"x": x})["large_out"]
+    ).any()
     keep = kept(model, x=x)
     assert keep == {"large", "squashed"}
-    found = OnnxRunner(cast(model, "fp16", keep), ["large_out", "last_out"], optimize=False).run({"x": x})
+    found = OnnxRunner(cast_model(model, "fp16", keep), ["large_out", "last_out"], optimize=False).run({"x": x})
     assert found["large_out"].dtype == np.float32
     assert float(found["large_out"].max()) == pytest.approx(1e5)
     np.testing.assert_allclose(found["last_out"], x * 2.5, rtol=2e-3)
@@ -139,7 +141,7 @@ def test_a_root_mean_square_norm_that_is_written_out_stays_whole() -> None:
     scaled = net.node("Mul", normed, net.constant(np.ones(8)), name="scale")
     model = net.model(net.node("MatMul", scaled, net.weight(8, 8), name="behind"))
     assert kept(model) == {"square", "mean", "epsilon", "root", "inverse", "normed"}
-    written, inputs = cast(model, "fp16", kept(model)), {"x": rows(2, 4, 8)}
+    written, inputs = cast_model(model, "fp16", kept(model)), {"x": rows(2, 4, 8)}
     expected, given = (OnnxRunner(m).run(inputs)["behind_out"] for m in (model, written))
     np.testing.assert_allclose(given, expected, atol=0.01)
 

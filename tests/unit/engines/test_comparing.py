@@ -17,16 +17,16 @@ import onnx
 import pytest
 from headrace.config.machine import Machine
 from headrace_engines.accuracy import Accuracy
-from headrace_engines.build import Built
+from headrace_engines.build import BuildResult
 from headrace_engines.commands.compare import add_arguments, run
 from headrace_engines.comparison import ROUNDS, Comparison, compare, default_sizes
 from headrace_engines.errors import BuildError, CallError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report
-from headrace_engines.project import BuildSpec, Project, open_project, spec_of
+from headrace_engines.project import BuildSpec, Project, open_project, read_spec
 from headrace_engines.report.pages import comparison_page, comparison_picture
 from headrace_engines.store import Store
-from headrace_engines.targets.base import Engine, Layer, Order, Target, Timing
+from headrace_engines.targets.base import Engine, Layer, Target, TargetSpec, Timing
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
@@ -60,18 +60,18 @@ def accuracy_of(precision: str) -> Accuracy:
     return Accuracy(50, "held_out.npz (50 samples)", 1 - lost, 1 - lost, lost, 0.9 - lost, 0.9)
 
 
-def build_directly(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report) -> Built:
+def build_directly(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report) -> BuildResult:
     path = store.root / f"{spec.precision}.onnx"
     path.parent.mkdir(parents=True, exist_ok=True)
-    target.build(read_onnx(project.source), Order(spec.precision), path, report)
+    target.build(read_onnx(project.source), TargetSpec(spec.precision), path, report)
     machine, kept = target.describe(), ("mul",) if spec.precision == "int8" else ()
     size_bytes = path.stat().st_size
-    return Built(
+    return BuildResult(
         path, spec, machine, "0" * 64, accuracy_of(spec.precision), [], kept, (), size_bytes, 1.5, cached=False
     )
 
 
-def fails_on_int8(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report) -> Built:
+def fails_on_int8(project: Project, spec: BuildSpec, target: Target, store: Store, report: Report) -> BuildResult:
     if spec.precision == "int8":
         raise BuildError("small: int8 needs <samples> to calibrate with")
     if spec.precision == "fp16":
@@ -228,9 +228,9 @@ def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project
 def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_path: Path) -> None:
     config = project.config.model_copy(update={"max_batch_size": 0})
     single = replace(project, folder=replace(project.folder, config=config))
-    timing = headrace_engines.comparison._joined([Timing(8, 100.0, 200.0, 80_000.0)], 1, False)
+    timing = headrace_engines.comparison._median_timing([Timing(8, 100.0, 200.0, 80_000.0)], 1, False)
     assert timing == Timing(1, 100.0, 200.0, 10_000.0)
-    assert default_sizes(single, spec_of(project.config)) == [1]
+    assert default_sizes(single, read_spec(project.config)) == [1]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_p
 def test_default_sizes(project: Project, most: int, expected: list[int]) -> None:
     config = project.config.model_copy(update={"max_batch_size": most})
     large = replace(project, folder=replace(project.folder, config=config))
-    assert default_sizes(large, spec_of(config)) == expected
+    assert default_sizes(large, read_spec(config)) == expected
 
 
 def call(project: Project, tmp_path: Path, *words: str | Path) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from google.protobuf import text_format
 from headrace_engines.demo import build, digits, small
-from headrace_engines.demo.build import State, build_model, choose, state_of
+from headrace_engines.demo.build import DemoState, build_model, choose_models, demo_state
 from headrace_engines.demo.catalogue import CATALOGUE
 from headrace_engines.demo.weights_file import WeightsFile
 from headrace_engines.errors import BuildError
@@ -34,11 +34,11 @@ def _change_stamp(output: Path, **fields: object) -> None:
 
 def test_a_second_build_touches_nothing(tmp_path):
     first = _build(tmp_path)
-    assert (first.state, first.built) == (State.MISSING, True)
+    assert (first.state, first.built) == (DemoState.MISSING, True)
     assert first.size_bytes == (tmp_path / "tiny/1/model.onnx").stat().st_size
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     second = _build(tmp_path)
-    assert (second.state, second.built) == (State.UP_TO_DATE, False)
+    assert (second.state, second.built) == (DemoState.UP_TO_DATE, False)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -59,17 +59,17 @@ def test_a_model_of_an_earlier_text_of_the_same_recipe_is_up_to_date(model, tmp_
     (folder / "model.onnx").write_bytes(b"onnx")
     stamp = {"recipe": cba777c, "weights": "seeded", "size_bytes": 4}
     (folder / "recipe.json").write_text(json.dumps(stamp))
-    assert state_of(model, tmp_path, None) is State.UP_TO_DATE
+    assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
     (folder / "recipe.json").write_text(json.dumps(stamp | {"recipe": "0" * 64}))
-    assert state_of(model, tmp_path, None) is State.OUTDATED
+    assert demo_state(model, tmp_path, None) is DemoState.OUTDATED
 
 
 def test_a_changed_recipe_rebuilds(tmp_path):
     _build(tmp_path)
     _change_stamp(tmp_path, recipe="another")
     outcome = _build(tmp_path)
-    assert (outcome.state, outcome.built) == (State.OUTDATED, True)
-    assert _build(tmp_path).state is State.UP_TO_DATE
+    assert (outcome.state, outcome.built) == (DemoState.OUTDATED, True)
+    assert _build(tmp_path).state is DemoState.UP_TO_DATE
 
 
 def test_a_damaged_model_is_rebuilt(tmp_path):
@@ -86,7 +86,7 @@ def test_somebodys_own_model_is_kept_unless_forced(tmp_path):
     model = tmp_path / "tiny/1/model.onnx"
     model.write_bytes(b"mine")
     outcome = _build(tmp_path)
-    assert (outcome.state, outcome.built) == (State.FOREIGN, False)
+    assert (outcome.state, outcome.built) == (DemoState.FOREIGN, False)
     assert model.read_bytes() == b"mine"
     assert _build(tmp_path, force=True).built
     assert model.read_bytes() != b"mine"
@@ -175,12 +175,12 @@ def test_fetched_weights_stay_until_others_are_asked_for(tmp_path):
     (folder / "model.onnx").write_bytes(b"four")
     stamp = {"recipe": model.recipe_digest(), "weights": f"sha256:{FETCHED.sha256}", "size_bytes": 4}
     (folder / "recipe.json").write_text(json.dumps(stamp))
-    assert state_of(model, tmp_path, None) is State.UP_TO_DATE
-    assert state_of(model, tmp_path, FETCHED) is State.UP_TO_DATE
-    assert state_of(model, tmp_path, WeightsFile("other.pth", "cd" * 32)) is State.OUTDATED
+    assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
+    assert demo_state(model, tmp_path, FETCHED) is DemoState.UP_TO_DATE
+    assert demo_state(model, tmp_path, WeightsFile("other.pth", "cd" * 32)) is DemoState.OUTDATED
     (folder / "recipe.json").write_text(json.dumps(stamp | {"weights": "seeded"}))
-    assert state_of(model, tmp_path, None) is State.UP_TO_DATE
-    assert state_of(model, tmp_path, FETCHED) is State.OUTDATED
+    assert demo_state(model, tmp_path, None) is DemoState.UP_TO_DATE
+    assert demo_state(model, tmp_path, FETCHED) is DemoState.OUTDATED
 
 
 def _old_layout(output: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_stamp_under_its_old_name_counts_and_is_renamed(tmp_path):
     _build(tmp_path)
     before = _contents(tmp_path)
     _old_layout(tmp_path)
-    assert state_of(TINY, tmp_path, None) is State.UP_TO_DATE
+    assert demo_state(TINY, tmp_path, None) is DemoState.UP_TO_DATE
     assert not _build(tmp_path).built
     assert _contents(tmp_path) == before
 
@@ -202,7 +202,7 @@ def test_a_rebuild_takes_the_old_stamp_away(tmp_path):
     path = tmp_path / "tiny/1/build.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": "another"}))
     outcome = _build(tmp_path)
-    assert (outcome.state, outcome.built) == (State.OUTDATED, True)
+    assert (outcome.state, outcome.built) == (DemoState.OUTDATED, True)
     assert sorted(file.name for file in (tmp_path / "tiny/1").iterdir()) == ["model.onnx", "recipe.json"]
 
 
@@ -214,7 +214,7 @@ def test_stamps_of_engines_are_left_alone(tmp_path):
     assert _build(tmp_path, force=True).built
     assert engines.read_text() == '{"format": 1, "builds": []}'
     (tmp_path / "tiny/1/recipe.json").unlink()
-    assert state_of(TINY, tmp_path, None) is State.FOREIGN
+    assert demo_state(TINY, tmp_path, None) is DemoState.FOREIGN
 
 
 def _build_digits(output: Path, monkeypatch):
@@ -232,7 +232,7 @@ def test_missing_samples_are_laid_and_a_users_own_are_kept(tmp_path, monkeypatch
     (tmp_path / "digits/calibration.npz").write_bytes(b"mine")
     (tmp_path / "digits/accuracy.npz").unlink()
     outcome = _build_digits(tmp_path, monkeypatch)
-    assert (outcome.state, outcome.built) == (State.UP_TO_DATE, False)
+    assert (outcome.state, outcome.built) == (DemoState.UP_TO_DATE, False)
     assert outcome.remark.startswith("accuracy.npz laid beside it")
     assert _contents(tmp_path) == {**laid, "digits/calibration.npz": b"mine"}
 
@@ -248,7 +248,7 @@ def test_a_model_is_built_where_its_samples_cannot_be(tmp_path, monkeypatch):
 def test_somebodys_own_model_gets_no_samples(tmp_path, monkeypatch):
     (tmp_path / "digits/1").mkdir(parents=True)
     (tmp_path / "digits/1/model.onnx").write_bytes(b"mine")
-    assert _build_digits(tmp_path, monkeypatch).state is State.FOREIGN
+    assert _build_digits(tmp_path, monkeypatch).state is DemoState.FOREIGN
     assert not (tmp_path / "digits/calibration.npz").exists()
 
 
@@ -259,8 +259,8 @@ def test_what_is_laid_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_all_models_are_chosen_unless_some_are_named():
-    assert [model.name for model in choose([], FETCHED)] == list(CATALOGUE)
-    assert [model.name for model in choose(["digits", "tiny"], None)] == ["tiny", "digits"]
+    assert [model.name for model in choose_models([], FETCHED)] == list(CATALOGUE)
+    assert [model.name for model in choose_models(["digits", "tiny"], None)] == ["tiny", "digits"]
 
 
 @pytest.mark.parametrize(("model", "name"), [(model, name) for model in CATALOGUE.values() for name in model.files])

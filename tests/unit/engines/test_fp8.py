@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
-from headrace_engines.precision.cast import cast
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
+from headrace_engines.precision.cast import cast_model
 from headrace_engines.progress import silent
 from headrace_engines.quantization.bias_correction import correct_biases
-from headrace_engines.quantization.placement import place, tensors_to_calibrate
+from headrace_engines.quantization.placement import place_pairs, tensors_to_calibrate
 from headrace_engines.quantization.qdq import FP8_LARGEST, encode_fp8, fp8_scale, next_fp8_scale, quantize
 from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
@@ -41,7 +41,7 @@ def test_scale_brings_the_largest_value_to_the_largest_number() -> None:
     np.testing.assert_array_equal(np.frombuffer(tensor.raw_data, ml_dtypes.float8_e4m3fn).astype(int), [448, -224])
 
 
-def stored_type(graph: Graph, dequantizing: onnx.NodeProto | None) -> int:
+def stored_type(graph: OnnxGraph, dequantizing: onnx.NodeProto | None) -> int:
     """Element type of the constant that is dequantised, or quantised first."""
     assert dequantizing is not None
     quantizing = graph.producer(dequantizing.input[0])
@@ -58,8 +58,8 @@ def test_models_in_fp8_are_valid_and_close(name: str) -> None:
     quantized = quantize(model, ranges, "tensorrt", "fp8")
     onnx.checker.check_model(quantized, full_check=True)
     assert (quantized.opset_import[0].version, quantized.ir_version) == (19, 9)
-    graph = Graph(copy_model(quantized))
-    chosen = place(Graph(copy_model(model)), "tensorrt", "fp8").weighted
+    graph = OnnxGraph(copy_model(quantized))
+    chosen = place_pairs(OnnxGraph(copy_model(model)), "tensorrt", "fp8").weighted
     for node in graph.nodes:
         if node.op_type in ("Conv", "Gemm", "MatMul"):
             makers = [graph.producer(tensor) for tensor in node.input[:2]]
@@ -86,7 +86,7 @@ def one_convolution() -> tuple[onnx.ModelProto, onnx.ModelProto]:
 def test_weights_of_convolutions_and_their_scales_have_one_type_before_they_are_quantised(precision: str) -> None:
     """TensorRT refuses FP32 weights with FP16 scales, and runs convolutions whose weights are stored in FP8 in FP16."""
     _, written = one_convolution()
-    graph = Graph(copy_model(written if precision == "fp32" else cast(written, "fp16", quantized="scales")))
+    graph = OnnxGraph(copy_model(written if precision == "fp32" else cast_model(written, "fp16", quantized="scales")))
     convolution = next(node for node in graph.nodes if node.op_type == "Conv")
     element_type = TensorProto.FLOAT if precision == "fp32" else TensorProto.FLOAT16
     dequantizing = graph.producer(convolution.input[1])
@@ -103,7 +103,7 @@ def test_biases_make_up_for_weights_that_the_target_is_to_round() -> None:
     model, quantized = one_convolution()
     ones = np.ones((2, 16, 4, 4), np.float32)
     corrected = correct_biases(model, quantized, ["node_y"], Samples.of({"x": ones}), silent)
-    error = OnnxRunner(quantized, ["w_dequantized"]).run({"x": ones})["w_dequantized"] - Graph(model).constant("w")
-    bias = Graph(corrected).constant("node_y.bias")
+    error = OnnxRunner(quantized, ["w_dequantized"]).run({"x": ones})["w_dequantized"] - OnnxGraph(model).constant("w")
+    bias = OnnxGraph(corrected).constant("node_y.bias")
     np.testing.assert_allclose(bias, -error.sum(axis=(1, 2, 3)), rtol=1e-4, atol=1e-6)
     assert np.abs(error).max() > 0

@@ -20,7 +20,7 @@ from headrace_engines.commands.inspect import add_arguments, run
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order
+from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
@@ -62,7 +62,7 @@ def publish(folder: Path, precision: str = "int8") -> Path:
     source = folder / "1" / "model.onnx"
     target = OnnxRuntimeTarget()
     artefact = folder / "1" / artefact_name(KEY, ".onnx")
-    target.build(read_onnx(source), Order("fp32"), artefact, silent)
+    target.build(read_onnx(source), TargetSpec("fp32"), artefact, silent)
     config = read_model_folder(folder, folder.parent).config
     stamp = Stamp(
         key=KEY,

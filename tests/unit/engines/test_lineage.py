@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace_engines.targets.lineage import Lineage, compose, label, name_nodes, trace
+from headrace_engines.targets.lineage import Lineage, compose_lineages, name_nodes, node_label, trace_nodes
 from onnx import helper, numpy_helper
 
 LEVELS = ort.GraphOptimizationLevel
@@ -32,7 +32,7 @@ def optimise(original: onnx.ModelProto, level: object, folder: Path) -> onnx.Mod
 def in_two_steps(original: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, Lineage]:
     fused = optimise(original, LEVELS.ORT_ENABLE_EXTENDED, folder)
     final = optimise(original, LEVELS.ORT_ENABLE_ALL, folder)
-    return final, compose(trace(final, fused), trace(fused, original))
+    return final, compose_lineages(trace_nodes(final, fused), trace_nodes(fused, original))
 
 
 def kernels(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_the_steps_lead_from_kernels_to_the_model_before_quantisation(tmp_path: 
         )
     )
     _, lineage = in_two_steps(quantized, tmp_path)
-    to_source = compose(lineage, trace(quantized, before))
+    to_source = compose_lineages(lineage, trace_nodes(quantized, before))
     assert sorted(found for found in to_source.values() if found) == [("conv1", "relu1"), ("conv2",), ("pool",)]
 
 
@@ -126,7 +126,7 @@ def test_a_node_that_was_dropped_is_told_with_what_came_before(tmp_path: Path) -
         )
     )
     optimised = optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path)
-    lineage = trace(optimised, original)
+    lineage = trace_nodes(optimised, original)
     assert sorted(name for found in lineage.values() for name in found) == ["exp", "neg", "same"]
 
 
@@ -154,12 +154,12 @@ def test_nodes_that_only_make_constants_are_told_with_none(tmp_path: Path) -> No
     original = name_nodes(
         model("(float[2,4] x) => (float[2,4] y) { [weights] v = Neg(w) [mul] y = MatMul(x, v) }", w=kernels((4, 4)))
     )
-    assert list(trace(optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path), original).values()) == [("mul",)]
+    assert list(trace_nodes(optimise(original, LEVELS.ORT_ENABLE_ALL, tmp_path), original).values()) == [("mul",)]
 
 
 def test_a_graph_is_its_own_lineage() -> None:
     original = quantized_pair()
-    assert trace(original, original) == {node.name: (node.name,) for node in original.graph.node}
+    assert trace_nodes(original, original) == {node.name: (node.name,) for node in original.graph.node}
 
 
 @pytest.mark.parametrize(("names", "expected"), [(("", ""), ["a", "b"]), (("n", "n"), ["n", "n#1"])])
@@ -172,4 +172,4 @@ def test_nodes_get_names_of_their_own(names: tuple[str, str], expected: list[str
 
 
 def test_a_node_without_a_name_is_called_after_its_output() -> None:
-    assert label(helper.make_node("Split", ["x"], ["", "second"])) == "second"
+    assert node_label(helper.make_node("Split", ["x"], ["", "second"])) == "second"

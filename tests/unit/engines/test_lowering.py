@@ -10,9 +10,9 @@ import onnx
 import pytest
 from headrace.core.optimization_config import AccuracyBar, Calibration
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.precision import lowering
-from headrace_engines.precision.lowering import Lowered, lower
+from headrace_engines.precision.lowering import LoweredModel, lower_model
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization.qdq import FP8_OPSET, quantizable
@@ -26,13 +26,13 @@ from tests.unit.engines import networks
 
 def lowered(
     model: onnx.ModelProto, folder: Path, target: str = "onnxruntime", precision: str = "int8", **told: Any
-) -> Lowered:
+) -> LoweredModel:
     calibration = Calibration(method=told.pop("method", "minmax"), keep=told.pop("keep", ()))
     refused = told.pop("no_fp8_convolutions", "")
     spec = BuildSpec(precision, (), None, calibration, AccuracyBar(**told))
     model = simplify(model)
     rows = Samples.of(networks.inputs_of(model, 16))
-    return lower(model, spec, target, BuildData(rows, rows), folder, silent, refused)
+    return lower_model(model, spec, target, BuildData(rows, rows), folder, silent, refused)
 
 
 def quantized(model: onnx.ModelProto) -> set[str]:
@@ -114,7 +114,7 @@ def test_convolutions_are_fp16_without_pairs_where_the_target_has_none_in_fp8(
     for made, element_type in ((one, TensorProto.FLOAT16), (again, TensorProto.FLOAT)):
         assert quantized(made.model) == {"node_y"}
         assert made.kept == ()
-        graph = Graph(copy_model(made.model))
+        graph = OnnxGraph(copy_model(made.model))
         convolutions = [node for node in graph.nodes if node.op_type == "Conv"]
         assert {graph.element_type(name) for node in convolutions for name in node.input} == {element_type}
         pairs = {node.op_type: node.input[0] for node in graph.nodes if node.op_type == "QuantizeLinear"}
@@ -143,7 +143,7 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
     assert (made.kept, other.kept) == ((), ())
     for one, element_type in ((made, TensorProto.FLOAT16), (other, TensorProto.FLOAT)):
         onnx.checker.check_model(one.model, full_check=True)
-        graph = Graph(copy_model(one.model))
+        graph = OnnxGraph(copy_model(one.model))
         pairs = [node for node in graph.nodes if node.op_type == "DequantizeLinear"]
         assert {graph.element_type(node.input[1]) for node in pairs} == {element_type}
         biases = {graph.element_type(node.input[2]) for node in graph.nodes if node.op_type == "Conv"}

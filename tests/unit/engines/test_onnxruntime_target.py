@@ -15,12 +15,12 @@ from headrace.backends.onnxruntime import session_options as server_options
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Engine, Order, Target
+from headrace_engines.targets.base import Engine, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget, session_options
 from onnx import TensorProto, helper, numpy_helper
 
 TARGET = OnnxRuntimeTarget()
-FP32 = Order("fp32")
+FP32 = TargetSpec("fp32")
 
 
 def conv_relu(channels: int = 16) -> onnx.ModelProto:
@@ -79,7 +79,7 @@ def test_pairs_are_kept_as_they_are(tmp_path: Path) -> None:
         "w": np.eye(4, dtype="i1") * 10,
     }.items():
         model.graph.initializer.append(numpy_helper.from_array(array, name))
-    TARGET.build(model, Order("int8"), tmp_path / "a.onnx", silent)
+    TARGET.build(model, TargetSpec("int8"), tmp_path / "a.onnx", silent)
     assert [node.name for node in read_onnx(tmp_path / "a.onnx").graph.node] == [node.name for node in model.graph.node]
     inputs = {"x": np.random.default_rng(0).uniform(-5, 5, (2, 4)).astype("f4")}
     layers = TARGET.open(tmp_path / "a.onnx").layers(inputs)
@@ -196,7 +196,7 @@ def test_a_full_disk_leaves_nothing_behind(precision: str, tmp_path: Path) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(BuildError, match=r"cannot be written|cannot write"):
-            TARGET.build(model, Order(precision), tmp_path / "a.onnx", silent)
+            TARGET.build(model, TargetSpec(precision), tmp_path / "a.onnx", silent)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +204,7 @@ def test_a_full_disk_leaves_nothing_behind(precision: str, tmp_path: Path) -> No
 
 def test_a_folder_that_may_not_be_written_is_a_build_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="cannot be written"):
-        TARGET.build(conv_relu(), Order("int8"), tmp_path / "missing" / "a.onnx", silent)
+        TARGET.build(conv_relu(), TargetSpec("int8"), tmp_path / "missing" / "a.onnx", silent)
 
 
 def test_wrong_inputs_are_a_build_error(engine: Engine) -> None:

@@ -7,8 +7,8 @@ import functools
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, copy_model
-from headrace_engines.quantization.placement import Placement, place, tensors_to_calibrate
+from headrace_engines.onnx_graph import OnnxGraph, copy_model
+from headrace_engines.quantization.placement import QdqPlacement, place_pairs, tensors_to_calibrate
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
@@ -22,8 +22,8 @@ def simple(name: str) -> onnx.ModelProto:
     return simplify(networks.light(name))
 
 
-def placed(model: onnx.ModelProto, target: str, precision: str = "int8", keep: tuple[str, ...] = ()) -> Placement:
-    return place(Graph(copy_model(model)), target, precision, keep)
+def placed(model: onnx.ModelProto, target: str, precision: str = "int8", keep: tuple[str, ...] = ()) -> QdqPlacement:
+    return place_pairs(OnnxGraph(copy_model(model)), target, precision, keep)
 
 
 def edges(model: onnx.ModelProto, precision: str = "int8", keep: tuple[str, ...] = ()) -> dict[str, list[str]]:

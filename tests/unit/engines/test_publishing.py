@@ -15,7 +15,7 @@ from headrace.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, wr
 from headrace.core.errors import ConfigError
 from headrace_engines import store as publishing
 from headrace_engines.errors import BuildError
-from headrace_engines.store import Entry, Store, publish
+from headrace_engines.store import Store, StoreEntry, publish
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx2")
@@ -37,14 +37,14 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def _entry(store: Store, name: str, suffix: str = ".plan") -> Entry:
+def _entry(store: Store, name: str, suffix: str = ".plan") -> StoreEntry:
     key = store.key({"name": name})
     with store.building(key), store.scratch() as scratch:
         (scratch / f"x{suffix}").write_bytes(name.encode() * 1000)
         return store.add(key, scratch / f"x{suffix}", {})
 
 
-def _stamp(entry: Entry, machine: Machine = CPU) -> Stamp:
+def _stamp(entry: StoreEntry, machine: Machine = CPU) -> Stamp:
     return Stamp(
         key=entry.key,
         artefact=entry.path.name,

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.quantization.placement import tensors_to_calibrate
 from headrace_engines.quantization.qdq import quantizable, quantize
 from headrace_engines.simplify import simplify
@@ -40,7 +40,7 @@ def check_structure(model: onnx.ModelProto, quantized: onnx.ModelProto, target: 
     names = [node.name for node in quantized.graph.node]
     assert len(set(names)) == len(names)
     assert {node.name for node in model.graph.node} <= set(names)
-    graph = Graph(copy_model(quantized))
+    graph = OnnxGraph(copy_model(quantized))
 
     def maker(tensor: str) -> str:
         found = graph.producer(tensor)
@@ -65,7 +65,7 @@ def check_structure(model: onnx.ModelProto, quantized: onnx.ModelProto, target: 
 
 def check_constants(quantized: onnx.ModelProto, target: str) -> None:
     """Types of what is constant, and a scale for each channel of a weight."""
-    graph = Graph(copy_model(quantized))
+    graph = OnnxGraph(copy_model(quantized))
     activations = TensorProto.INT8 if target == "tensorrt" else TensorProto.UINT8
     for node in graph.nodes:
         if node.op_type == "QuantizeLinear":
@@ -142,7 +142,7 @@ def test_onnxruntime_answers_as_the_graph_says() -> None:
 
 def test_shortcut_of_a_residual_addition_is_quantised_and_its_convolution_is_not() -> None:
     model, ranges = prepared("residual")
-    graph = Graph(quantize(model, ranges, "tensorrt"))
+    graph = OnnxGraph(quantize(model, ranges, "tensorrt"))
     for addition in (node for node in graph.nodes if node.op_type == "Add"):
         makers = [graph.producer(name) for name in addition.input]
         assert sorted(maker.op_type for maker in makers if maker is not None) == ["Conv", "DequantizeLinear"]
@@ -201,7 +201,7 @@ def test_scales_are_those_of_the_ranges() -> None:
     model, _ = prepared("residual")
     ranges = dict.fromkeys(tensors_to_calibrate(model), (-0.5, 2.0))
     for target, scale, zero in (("tensorrt", 2.0 / 127, 0), ("onnxruntime", 2.5 / 255, 51)):
-        graph = Graph(quantize(model, ranges, target))
+        graph = OnnxGraph(quantize(model, ranges, target))
         stem = next(node for node in graph.nodes if node.op_type == "QuantizeLinear" and node.input[0] == "x")
         assert graph.constant(stem.input[1]) == pytest.approx(scale)
         assert graph.constant(stem.input[2]) == zero
@@ -212,7 +212,7 @@ def test_zero_is_a_number_of_every_scale() -> None:
     for span in ((1.0, 2.0), (-2.0, -1.0), (0.0, 0.0)):
         ranges = dict.fromkeys(tensors_to_calibrate(model), span)
         for target in ("tensorrt", "onnxruntime"):
-            graph = Graph(quantize(model, ranges, target))
+            graph = OnnxGraph(quantize(model, ranges, target))
             for node in (node for node in graph.nodes if node.op_type == "QuantizeLinear"):
                 scale, zero = graph.constant(node.input[1]), graph.constant(node.input[2])
                 assert np.isfinite(scale)
@@ -252,14 +252,14 @@ def test_clips_vanish_into_the_output_of_integer_kernels(least: float) -> None:
         constants = networks.weights(w=(4, 4, 1, 1)) | _LAST | {"least": np.float32(least), "most": np.float32(most)}
         model = simplify(networks.network(text, constants, ("N", 4, 3, 3)))
         quantized = quantize(model, dict.fromkeys(tensors_to_calibrate(model), (-9.0, 9.0)), "onnxruntime")
-        graph = Graph(copy_model(quantized))
+        graph = OnnxGraph(copy_model(quantized))
         scale, zero = (graph.constant(name) for name in _quantizer(graph, "r").input[1:])
         assert float(scale) * (255 - int(zero)) <= np.float32(most) * (1 + 1e-6)
         if least == 0:
             assert not networks.operators(networks.as_optimised(quantized))["Clip"]
 
 
-def _quantizer(graph: Graph, tensor: str) -> onnx.NodeProto:
+def _quantizer(graph: OnnxGraph, tensor: str) -> onnx.NodeProto:
     return next(node for node in graph.nodes if node.op_type == "QuantizeLinear" and node.input[0] == tensor)
 
 
@@ -277,7 +277,7 @@ def test_weights_of_products_have_a_scale_for_each_column() -> None:
     model = simplify(networks.network(text, networks.weights(w=(6, 8), v=(6, 8)), ("N", 6)))
     ranges = networks.measured_ranges(model, tensors_to_calibrate(model))
     for target in ("tensorrt", "onnxruntime"):
-        graph = Graph(quantize(model, ranges, target))
+        graph = OnnxGraph(quantize(model, ranges, target))
         axes = []
         for node in (node for node in graph.nodes if node.op_type in ("Gemm", "MatMul")):
             dequantized = graph.producer(node.input[1])
@@ -313,7 +313,7 @@ def test_tensors_that_are_to_be_apart_have_nearly_the_same_scale(precision: str)
     shapes = {"w": (16, 16, 1, 1), "w2": (16, 32, 1, 1), "w3": (16, 48, 1, 1)}
     model = simplify(networks.network(text, networks.weights(**shapes), ("N", 16, 8, 8)))
     ranges = dict.fromkeys(tensors_to_calibrate(model), (-2.0, 1.0))
-    graph = Graph(quantize(model, ranges, "tensorrt", precision))
+    graph = OnnxGraph(quantize(model, ranges, "tensorrt", precision))
     scales = [float(graph.constant(f"{name}_scale")) for name in ("a", "c", "e")]
     assert len(set(scales)) == 3
     assert scales == pytest.approx([scales[0]] * 3, rel=3e-3)

@@ -10,7 +10,7 @@ import pytest
 from headrace.core.optimization_config import AccuracyBar, Calibration
 from headrace_engines import project as spec
 from headrace_engines.precision import lowering
-from headrace_engines.precision.lowering import lower
+from headrace_engines.precision.lowering import lower_model
 from headrace_engines.progress import silent
 from headrace_engines.project import BuildData, BuildSpec
 from headrace_engines.quantization import calibration as ranges
@@ -65,7 +65,7 @@ def test_the_same_specification_makes_the_same(
     rows = Samples.of(networks.inputs_of(model, 16))
     bar = AccuracyBar(min_top1_agreement=0.0, min_cosine=0.0)
     wanted = BuildSpec(precision, (), None, Calibration(method="minmax"), bar)
-    made = lower(model, wanted, target, BuildData(rows, rows), tmp_path, silent)
-    assert (spec.RECIPE, ranges.RECIPE) == RECIPES, "write down what the new recipe makes"
+    made = lower_model(model, wanted, target, BuildData(rows, rows), tmp_path, silent)
+    assert (spec.BUILD_RECIPE, ranges.RANGES_RECIPE) == RECIPES, "write down what the new recipe makes"
     found = fingerprint(made.model)
     assert found == pytest.approx(MADE[family, target, precision], rel=1e-4), found

@@ -9,7 +9,7 @@ from headrace.core.optimization_config import Calibration
 from headrace_engines.accuracy import measure
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import OnnxRunner
-from headrace_engines.precision.lowering import rank, search
+from headrace_engines.precision.lowering import fewest_layers, rank_layers
 from headrace_engines.progress import silent
 from headrace_engines.quantization.calibration import calibrate
 from headrace_engines.quantization.placement import tensors_to_calibrate
@@ -51,7 +51,7 @@ def ranges_of(model: onnx.ModelProto) -> dict[str, tuple[float, float]]:
 def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: str) -> None:
     model = chain(6, harmed=3)
     ranges, told = ranges_of(model), list[float]()
-    ranking = rank(model, ranges, target, "int8", pictures(), lambda done, _note: told.append(done))
+    ranking = rank_layers(model, ranges, target, "int8", pictures(), lambda done, _note: told.append(done))
     names, errors = [name for name, _ in ranking], [error for _, error in ranking]
     # ONNX Runtime stores what a layer makes in 8 bits, so there the one that makes the large channel harms as much.
     harmful = {"conv3"} if target == "tensorrt" else {"conv2", "conv3"}
@@ -66,7 +66,7 @@ def test_the_layer_that_is_harmed_comes_first_and_is_all_that_is_kept(target: st
         return measure(OnnxRunner(model), quantized, pictures(), 8, silent).cosine > 0.998
 
     assert not holds(set())
-    assert search(names, holds) == harmful
+    assert fewest_layers(names, holds) == harmful
 
 
 def test_a_layer_that_makes_nan_harms_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +79,14 @@ def test_a_layer_that_makes_nan_harms_most(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("headrace_engines.precision.lowering.quantize", broken)
     model = chain(3, harmed=1)
-    ranking = rank(model, ranges_of(model), "tensorrt", "int8", pictures(2), silent)
+    ranking = rank_layers(model, ranges_of(model), "tensorrt", "int8", pictures(2), silent)
     assert ranking[0] == ("conv2", np.inf)
     assert 0 < ranking[1][1] < np.inf
 
 
 def test_only_the_named_layers_are_looked_at() -> None:
     model = chain(4, harmed=2)
-    ranking = rank(model, ranges_of(model), "tensorrt", "int8", pictures(4), silent, ["conv1", "conv2"])
+    ranking = rank_layers(model, ranges_of(model), "tensorrt", "int8", pictures(4), silent, ["conv1", "conv2"])
     assert [name for name, _ in ranking] == ["conv2", "conv1"]
 
 
@@ -100,7 +100,7 @@ def test_the_search_finds_the_fewest_in_few_trials(needed: int) -> None:
         assert keep == set(ranking[: len(keep)])
         return len(keep) >= needed
 
-    assert search(ranking, holds) == set(ranking[:needed])
+    assert fewest_layers(ranking, holds) == set(ranking[:needed])
     assert len(trials) == len(set(trials))
     assert len(trials) <= 2 * np.log2(53) + 1
 
@@ -108,4 +108,4 @@ def test_the_search_finds_the_fewest_in_few_trials(needed: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_a_search_without_an_outcome_says_so(count: int) -> None:
     with pytest.raises(BuildError, match=f"even with all {count} layers"):
-        search([str(i) for i in range(count)], lambda _keep: False)
+        fewest_layers([str(i) for i in range(count)], lambda _keep: False)

@@ -11,7 +11,7 @@ from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
 from headrace.core.errors import Unsupported
 from headrace_engines.__main__ import main
-from headrace_engines.commands.build import cpu_change, forecast, now_words
+from headrace_engines.commands.build import current_serving_text, forecast, gpu_config_change
 from headrace_engines.project import Project, open_project
 
 from tests.support.models import affine
@@ -100,7 +100,7 @@ def test_without_a_gpu_the_cpu_serves_and_its_engines_too(tmp_path: Path) -> Non
     found = forecast(project, ONNXRUNTIME, without_gpu(), None)
     assert (found.refusal, found.not_served, found.not_now) == ("", "", "")
     assert found.now is not None
-    assert now_words(found.now) == "model.onnx, ONNX Runtime on the CPU"
+    assert current_serving_text(found.now) == "model.onnx, ONNX Runtime on the CPU"
 
 
 def test_a_model_that_waits_for_its_engine_is_served_by_nothing_now(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_only_a_written_pin_keeps_a_model_on_the_cpu(tmp_path: Path) -> None:
     assert cpu_pin(project_of(tmp_path, "").config) == ""
     pinned = project_of(tmp_path / "pinned", "instance_group: [{kind: KIND_CPU}]\nmax_batch_size: 4\n")
     assert cpu_pin(pinned.config) == "KIND_CPU in instance_group"
-    assert cpu_change(pinned) == "write instance_group: [{kind: KIND_AUTO}] in config.yaml:1"
+    assert gpu_config_change(pinned) == "write instance_group: [{kind: KIND_AUTO}] in config.yaml:1"
 
 
 def test_an_engine_of_a_folder_that_cannot_be_written_goes_where_servers_look(

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.onnx_graph import Graph, OnnxRunner, copy_model
+from headrace_engines.onnx_graph import OnnxGraph, OnnxRunner, copy_model
 from headrace_engines.quantization.qdq import quantizable
 from headrace_engines.simplify import OPSET, raise_opset, simplify
 from onnx import TensorProto, helper, numpy_helper
@@ -100,7 +100,7 @@ def test_gemm_is_left_plain() -> None:
     constants = networks.weights(w=(6, 8), v=(5, 8), row=(1, 5))
     model = networks.network(text, {**constants, "one": np.array([0.3])}, ("N", 6))
     simple = simplify(model)
-    graph = Graph(simple)
+    graph = OnnxGraph(simple)
     for node, columns in zip(graph.nodes, (8, 5), strict=True):
         assert graph.attribute(node, "alpha", 1.0) == graph.attribute(node, "beta", 1.0) == 1.0
         assert graph.shape(node.input[2]) == (columns,)

@@ -14,7 +14,7 @@ from headrace.config.machine import Machine
 from headrace_engines import store as store_errors
 from headrace_engines import store as store_module
 from headrace_engines.errors import BuildError
-from headrace_engines.store import ENTRY_FILE, Entry, Store
+from headrace_engines.store import ENTRY_FILE, Store, StoreEntry
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Store:
 KEY = Store.key({"model": "a"})
 
 
-def _add(store: Store, key: str = KEY, content: bytes = b"engine", **facts: Any) -> Entry:
+def _add(store: Store, key: str = KEY, content: bytes = b"engine", **facts: Any) -> StoreEntry:
     with store.building(key), store.scratch() as scratch:
         artefact = scratch / "model.plan"
         artefact.write_bytes(content)
@@ -81,11 +81,11 @@ def test_building_anew_replaces(store: Store) -> None:
     assert _nothing_but(store, KEY)
 
 
-def _truncate(entry: Entry) -> None:
+def _truncate(entry: StoreEntry) -> None:
     _write(entry.path, b"eng")
 
 
-def _flip(entry: Entry) -> None:
+def _flip(entry: StoreEntry) -> None:
     _write(entry.path, b"enginE")
 
 
@@ -182,7 +182,7 @@ def test_timing_caches_are_kept_apart_by_machine(store: Store) -> None:
 
 def test_a_second_builder_waits_and_finds_what_the_first_made(store: Store) -> None:
     told: list[str] = []
-    found: list[Entry | None] = []
+    found: list[StoreEntry | None] = []
     waits = threading.Event()
 
     def second() -> None:

@@ -17,7 +17,7 @@ from headrace_engines.commands import engines as store_survey
 from headrace_engines.commands import engines as storing
 from headrace_engines.errors import BuildError
 from headrace_engines.project import open_project
-from headrace_engines.store import ENTRY_FILE, Entry, Store, publish
+from headrace_engines.store import ENTRY_FILE, Store, StoreEntry, publish
 from rich.console import Console
 
 from tests.support.models import affine
@@ -41,14 +41,14 @@ class _Place:
         onnx.save_model(affine(), folder / "model.onnx")
         return folder
 
-    def add_entry(self, name: str, machine: Machine = HERE, size_bytes: int = 5000) -> Entry:
+    def add_entry(self, name: str, machine: Machine = HERE, size_bytes: int = 5000) -> StoreEntry:
         key = self.store.key({"name": name, "machine": str(machine)})
         facts = {"model": name, "precision": "int8", "machine": {"target": machine.target, "device": machine.device}}
         with self.store.building(key), self.store.scratch() as scratch:
             (scratch / "x.onnx").write_bytes(bytes(size_bytes))
             return self.store.add(key, scratch / "x.onnx", facts)
 
-    def publish(self, name: str, machine: Machine = HERE, **changes: Any) -> Entry:
+    def publish(self, name: str, machine: Machine = HERE, **changes: Any) -> StoreEntry:
         entry = self.add_entry(name, machine)
         project = open_project(name, self.repository)
         stamp = Stamp(
@@ -86,7 +86,7 @@ def place(tmp_path: Path) -> _Place:
     return _Place(tmp_path)
 
 
-def _age(entry: Entry, days: float) -> None:
+def _age(entry: StoreEntry, days: float) -> None:
     path = entry.path.with_name(ENTRY_FILE)
     moment_s = path.stat().st_mtime - days * DAY_S
     os.utime(path, (moment_s, moment_s))

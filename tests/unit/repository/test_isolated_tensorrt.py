@@ -13,7 +13,7 @@ from headrace.repository import isolation
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_tensorrt_child
@@ -41,7 +41,7 @@ def with_plan(tmp_path: Path, config: str = "", plan: bytes | None = None) -> Pa
     put(repository, 1, config=ISOLATED + config)
     if plan is None:
         path = tmp_path / "built.plan"
-        order = Order("fp32", (ShapeRange({"X": ((1, 16), (8, 16), (8, 16))}),))
+        order = TargetSpec("fp32", (ShapeRange({"X": ((1, 16), (8, 16), (8, 16))}),))
         TensorRtTarget().build(affine(seed=2), order, path, silent)
         plan = path.read_bytes()
     (repository / "m" / "1" / "model.plan").write_bytes(plan)

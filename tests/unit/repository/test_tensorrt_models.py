@@ -10,7 +10,7 @@ from headrace.repository.gpus import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.fake_builder import command, publish
@@ -26,7 +26,7 @@ def plan_of(folder: Path, seed: int, largest: int = 8) -> bytes:
     """A plan of `affine`."""
     path = folder / "built.plan"
     profile = ShapeRange({"X": ((1, 16), (largest, 16), (largest, 16))})
-    TensorRtTarget().build(affine(seed=seed), Order("fp32", (profile,)), path, silent)
+    TensorRtTarget().build(affine(seed=seed), TargetSpec("fp32", (profile,)), path, silent)
     return path.read_bytes()
 
 

@@ -23,7 +23,7 @@ from headrace.pipelines.recipe import ImageRecipe
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto, helper, numpy_helper
 
@@ -114,7 +114,7 @@ def put(folder: Path, rows: int = 6, top_k: int = 2, labels: bool = True, tail: 
     )
     model.joinpath("labels.txt").write_text("\n".join(NAMES))
     profiles = (ShapeRange({"x": ((1, 3, 6, 5), (rows, 3, 6, 5), (rows, 3, 6, 5))}),) if rows else ()
-    TensorRtTarget().build(network(rows, tail), Order("fp32", profiles), model / "1" / "model.plan", silent)
+    TensorRtTarget().build(network(rows, tail), TargetSpec("fp32", profiles), model / "1" / "model.plan", silent)
     return folder / "repository"
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("headrace.tensorrt")
 FP8_CONVOLUTIONS = (10, 2)
 
 
-_ERRORS_KEPT = 20
+_MAX_ERRORS = 20
 
 
 # A warning that may be why no kernel is left in the end.
@@ -83,14 +83,14 @@ class Log:
 
         May be nested.
         """
-        outer, self._collecting = self._collecting, deque(maxlen=_ERRORS_KEPT)
+        outer, self._collecting = self._collecting, deque(maxlen=_MAX_ERRORS)
         try:
             yield self._collecting
         finally:
             self._collecting = outer
 
 
-class TensorRt:
+class TensorRtApi:
     """One installed TensorRT.
 
     Attributes:
@@ -192,7 +192,7 @@ class TensorRt:
         tensorrt.load_plugins(self.trt, self.logger)
 
 
-def load() -> TensorRt:
+def load() -> TensorRtApi:
     """The TensorRT of this machine, loaded on first use.
 
     Raises:
@@ -205,8 +205,8 @@ def load() -> TensorRt:
 
 
 @functools.cache
-def _loaded(trt: Any) -> TensorRt:
-    return TensorRt(trt)
+def _loaded(trt: Any) -> TensorRtApi:
+    return TensorRtApi(trt)
 
 
 @contextlib.contextmanager
@@ -231,7 +231,7 @@ class _Phase:
     done: int = 0
 
 
-class Stop:
+class Interrupt:
     """What has stopped work in TensorRT, kept until it is back in Python: an exception cannot pass through TensorRT.
 
     Attributes:
@@ -251,7 +251,7 @@ class Stop:
             raise self.raised
 
 
-class Progress(Stop):
+class BuildProgress(Interrupt):
     """Turns the builder's phases, which nest, into one share that only grows.
 
     TensorRT calls from threads of its own, hence the lock. What is raised meanwhile (an interrupt, most of all) stops the build.
@@ -305,7 +305,7 @@ class Progress(Stop):
 
 
 @contextlib.contextmanager
-def signals_stop(stop: Stop) -> Iterator[None]:
+def signals_deferred(stop: Interrupt) -> Iterator[None]:
     """Meanwhile a signal's handler raises nothing: what it would have raised goes to `stop`, and is raised at the end.
 
     Python handles a signal on entering the next function of the main thread. In a call of TensorRT, that is a callback (the
@@ -337,7 +337,7 @@ def signals_stop(stop: Stop) -> Iterator[None]:
         stop.check()
 
 
-def progress_monitor(trt: Any, progress: Progress) -> Any:
+def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
     """The IProgressMonitor that TensorRT is handed."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
@@ -356,7 +356,7 @@ def progress_monitor(trt: Any, progress: Progress) -> Any:
     return Monitor()
 
 
-def write_whole(path: Path, data: bytes | memoryview) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Write a file by way of a temporary one beside it, so that nobody ever sees a part of it.
 
     Raises:
@@ -389,7 +389,7 @@ class TimingCache:
         path: the file; None: nothing is kept beyond one build.
     """
 
-    def __init__(self, api: TensorRt, path: Path | None) -> None:
+    def __init__(self, api: TensorRtApi, path: Path | None) -> None:
         self._api = api
         self._path = path
 
@@ -418,7 +418,7 @@ class TimingCache:
             if other is not None:
                 cache.combine(other, False)
             try:
-                write_whole(self._path, memoryview(cache.serialize()))
+                write_atomically(self._path, memoryview(cache.serialize()))
             except BuildError as error:
                 logger.warning("the timing cache is not kept: %s", error)
 

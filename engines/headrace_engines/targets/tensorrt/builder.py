@@ -19,14 +19,14 @@ from headrace.cuda.device import Gpu
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import write_onnx
 from headrace_engines.progress import Report, part
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.api import (
-    Progress,
-    TensorRt,
+    BuildProgress,
+    TensorRtApi,
     TimingCache,
     progress_monitor,
-    signals_stop,
-    write_whole,
+    signals_deferred,
+    write_atomically,
 )
 from headrace_engines.targets.tensorrt.calibrator import CalibrationFeed, entropy_calibrator, even_batches
 from headrace_engines.targets.tensorrt.errors import ParserFault, build_failure, explain_parser, node_label
@@ -124,7 +124,7 @@ _PARSED, _CALIBRATED = 0.02, 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BuilderOptions:
     """How hard the builder tries.
 
     Attributes:
@@ -135,7 +135,13 @@ class Options:
 
 
 def build_plan(
-    api: TensorRt, model: onnx.ModelProto, order: Order, path: Path, report: Report, options: Options, gpu: Gpu
+    api: TensorRtApi,
+    model: onnx.ModelProto,
+    order: TargetSpec,
+    path: Path,
+    report: Report,
+    options: BuilderOptions,
+    gpu: Gpu,
 ) -> None:
     """Build a plan and write it.
 
@@ -148,10 +154,10 @@ def build_plan(
         )
     report = _rising(report)
     report(0.0, "reading the ONNX model")
-    progress = Progress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
+    progress = BuildProgress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
     api.log.raised = None
     with api.log.collect() as errors:
-        with signals_stop(progress):
+        with signals_deferred(progress):
             api.load_plugins()
             builder = api.builder(errors)
             network = _parse(api, builder, model, order, path.parent)
@@ -164,11 +170,11 @@ def build_plan(
             if plan is None:
                 raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
             cache.save(config)
-        write_whole(path, memoryview(plan))
+        write_atomically(path, memoryview(plan))
     report(1.0, "done")
 
 
-def _parse(api: TensorRt, builder: Any, model: onnx.ModelProto, order: Order, folder: Path) -> Any:
+def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, order: TargetSpec, folder: Path) -> Any:
     with _serialized(model, folder) as (data, file):
         network = api.network(builder, strongly_typed=order.calibrate is None)
         parser = api.trt.OnnxParser(network, api.logger)
@@ -236,7 +242,9 @@ def _unsupported(parser: Any, model: onnx.ModelProto, faults: list[ParserFault])
     return unsupported
 
 
-def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options: Options, gpu: Gpu) -> Any:
+def _configure(
+    api: TensorRtApi, builder: Any, network: Any, order: TargetSpec, options: BuilderOptions, gpu: Gpu
+) -> Any:
     trt = api.trt
     tensors = [network.get_input(index) for index in range(network.num_inputs)]
     values = [tensor.name for tensor in tensors if tensor.is_shape_tensor]
@@ -256,7 +264,13 @@ def _configure(api: TensorRt, builder: Any, network: Any, order: Order, options:
 
 
 def _build(
-    api: TensorRt, builder: Any, network: Any, config: Any, order: Order, report: Report, progress: Progress
+    api: TensorRtApi,
+    builder: Any,
+    network: Any,
+    config: Any,
+    order: TargetSpec,
+    report: Report,
+    progress: BuildProgress,
 ) -> Any:
     """The plan (IHostMemory), None if the builder gives up; what it was interrupted by is raised."""
     feed = None
@@ -280,7 +294,7 @@ def _build(
     return plan
 
 
-def _stoppable(report: Report, progress: Progress) -> Report:
+def _stoppable(report: Report, progress: BuildProgress) -> Report:
     """A report that raises what has stopped the build."""
 
     def told(done: float, note: str) -> None:

@@ -13,7 +13,7 @@ from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
-from headrace_engines.targets.tensorrt.api import write_whole
+from headrace_engines.targets.tensorrt.api import write_atomically
 
 Array = npt.NDArray[Any]
 
@@ -89,7 +89,7 @@ class CalibrationFeed:
         """Keep a table."""
         if self._table is not None and self.raised is None:
             try:
-                write_whole(self._table, table)
+                write_atomically(self._table, table)
             except BuildError as error:
                 self.raised = error
 

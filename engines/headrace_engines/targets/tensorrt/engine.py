@@ -27,7 +27,7 @@ from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError
 from headrace_engines.targets.base import Layer, Timing
-from headrace_engines.targets.tensorrt.api import Stop, TensorRt, as_build_error, signals_stop
+from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, signals_deferred
 from headrace_engines.targets.tensorrt.errors import explain_open
 
 Array = npt.NDArray[Any]
@@ -61,7 +61,7 @@ def numpy_type(datatype: Any) -> np.dtype[Any]:
     return np.dtype(dtype)
 
 
-class Tensor:
+class EngineTensor:
     """One input or output of a plan and the memory it is kept in, which grows once and stays.
 
     Args:
@@ -156,7 +156,7 @@ class OutputMemory:
         raised: what went wrong, None if nothing did; no exception can pass through TensorRT.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: EngineTensor) -> None:
         self._tensor = tensor
         self.shape: tuple[int, ...] | None = None
         self.raised: BaseException | None = None
@@ -232,7 +232,7 @@ _ORDER = {name: place for place, (name, _) in enumerate(_TYPES)}
 _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*?)\](?=[\x1e\x1f\[\s]|$)")
 
 
-class LayerTimes:
+class LayerTimer:
     """Times of layers, summed over executions, in the order of the first."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class LayerTimes:
         return {layer: total * 1000 / executions for layer, total in self._sums_ms.items()}
 
 
-def layer_profiler(trt: Any, times: LayerTimes) -> Any:
+def layer_profiler(trt: Any, times: LayerTimer) -> Any:
     """The IProfiler that TensorRT is handed."""
 
     class Profiler(trt.IProfiler):  # type: ignore[misc]  # the base is known at run time only
@@ -328,7 +328,7 @@ def _type(tensor: Mapping[str, Any]) -> str:
 _WARM_UP, _SINGLE, _SUSTAINED = 0.2, 0.4, 0.4
 
 
-_LEAST_WARM_UPS = 3
+_MIN_WARM_UPS = 3
 
 
 _BURST = 16
@@ -337,7 +337,7 @@ _BURST = 16
 _BURST_SHARE = 0.05
 
 
-def measure(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> Timing:
+def time_executions(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> Timing:
     """Time executions of one batch.
 
     Single executions are timed between events that are queued ahead in bursts, so that the GPU never waits for Python; the first
@@ -351,7 +351,7 @@ def measure(stream: Stream, launch: Callable[[], None], rows: int, seconds: floa
     """
     begun = time.monotonic()
     warm = 0
-    while warm < _LEAST_WARM_UPS or time.monotonic() - begun < _WARM_UP * seconds:
+    while warm < _MIN_WARM_UPS or time.monotonic() - begun < _WARM_UP * seconds:
         launch()
         warm += 1
         # Not further ahead than needed: what is queued must be waited for.
@@ -425,13 +425,13 @@ class TensorRtEngine:
         BuildError: there is no such file, it is for another TensorRT or GPU, or memory ran out.
     """
 
-    def __init__(self, api: TensorRt, path: Path, source: onnx.ModelProto | None, device: int) -> None:
+    def __init__(self, api: TensorRtApi, path: Path, source: onnx.ModelProto | None, device: int) -> None:
         self._api = api
         self._name = path.name
         self._device = device
         self._nodes = _node_names(source)
         self._closed = False
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, EngineTensor] = {}
         self._allocators: dict[str, tuple[OutputMemory, Any]] = {}
         try:
             plan = path.read_bytes()
@@ -444,7 +444,7 @@ class TensorRtEngine:
         self._context: Any = None
         with self._working("loading") as errors:
             try:
-                with signals_stop(Stop()):
+                with signals_deferred(Interrupt()):
                     self._load(path, plan, errors)
             except BaseException:
                 self._scratch.free()
@@ -488,7 +488,7 @@ class TensorRtEngine:
             graph = self._capture(errors)
             try:
                 launch = graph.launch if graph is not None else lambda: self._enqueue(self._context, errors)
-                return measure(self._stream, launch, rows, seconds)
+                return time_executions(self._stream, launch, rows, seconds)
             finally:
                 if graph is not None:
                     graph.close()
@@ -504,7 +504,7 @@ class TensorRtEngine:
         with self._running("profiling") as errors:
             # A context of its own: a profiler slows down all that its context does.
             context = self._new_context(errors)
-            times = LayerTimes()
+            times = LayerTimer()
             allocated = self._prepare(context, inputs)
             self._send()
             for _ in range(_WARM_UP_RUNS):
@@ -596,13 +596,13 @@ class TensorRtEngine:
 
     def _read_tensors(self) -> None:
         trt, engine = self._api.trt, self._engine
-        self._inputs: list[Tensor] = []
-        self._outputs: list[Tensor] = []
+        self._inputs: list[EngineTensor] = []
+        self._outputs: list[EngineTensor] = []
         for index in range(engine.num_io_tensors):
             name = engine.get_tensor_name(index)
             on_host = engine.get_tensor_location(name) == trt.TensorLocation.HOST
             dtype = numpy_type(engine.get_tensor_dtype(name))
-            tensor = Tensor(name, dtype, tuple(engine.get_tensor_shape(name)), on_host=on_host)
+            tensor = EngineTensor(name, dtype, tuple(engine.get_tensor_shape(name)), on_host=on_host)
             self._tensors[name] = tensor
             is_input = engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT
             (self._inputs if is_input else self._outputs).append(tensor)
@@ -611,7 +611,7 @@ class TensorRtEngine:
             for profile in range(engine.num_optimization_profiles)
         ]
 
-    def _range(self, tensor: Tensor, profile: int) -> tuple[tuple[int, ...], ...]:
+    def _range(self, tensor: EngineTensor, profile: int) -> tuple[tuple[int, ...], ...]:
         if -1 not in tensor.shape:
             return (tensor.shape,) * 3
         return tuple(tuple(shape) for shape in self._engine.get_tensor_profile_shape(tensor.name, profile))
@@ -641,7 +641,7 @@ class TensorRtEngine:
                 context.set_tensor_address(tensor.name, tensor.address)
         return allocated
 
-    def _allocate_late(self, context: Any, tensor: Tensor) -> OutputMemory:
+    def _allocate_late(self, context: Any, tensor: EngineTensor) -> OutputMemory:
         if tensor.name not in self._allocators:
             memory = OutputMemory(tensor)
             # Kept with the engine: TensorRT does not hold it.

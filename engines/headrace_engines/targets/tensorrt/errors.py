@@ -93,7 +93,7 @@ def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
     return "\n".join([f"{what} not supported by TensorRT {version}; {cure}:", *lines])
 
 
-def mentioned(text: str, names: Iterable[str]) -> list[str]:
+def mentioned_nodes(text: str, names: Iterable[str]) -> list[str]:
     """Those of the names that a layer's name mentions whole, in the given order."""
     return [name for name in names if name and re.search(rf"(?<![\w/])(?<!\w\.){re.escape(name)}(?![\w/]|\.\w)", text)]
 
@@ -118,7 +118,7 @@ def build_failure(
         match = _NO_KERNEL.search(error)
         if match is None:
             continue
-        nodes = mentioned(match[1], [node.name for node in model.graph.node])
+        nodes = mentioned_nodes(match[1], [node.name for node in model.graph.node])
         layer = _shortened(match[1])
         if match["workspace"] and workspace_bytes is not None:
             failure = f"TensorRT {version} finds no kernel for {layer} within a workspace{bound}"

@@ -16,13 +16,13 @@ from headrace.cuda.driver import current
 
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import Report
-from headrace_engines.targets.base import Order
+from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.api import FP8_CONVOLUTIONS, as_build_error, load
-from headrace_engines.targets.tensorrt.builder import Options, build_plan
+from headrace_engines.targets.tensorrt.builder import BuilderOptions, build_plan
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 
 # The least compute capability with arithmetic of a precision (TensorRT documentation, "Support Matrix").
-_LEAST = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0), "fp8": (8, 9)}
+_MIN_CAPABILITY = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0), "fp8": (8, 9)}
 
 
 def available(device: int = 0) -> str:
@@ -51,7 +51,7 @@ class TensorRtTarget:
 
     def __init__(self, device: int = 0, optimization_level: int | None = None) -> None:
         self._device = device
-        self._options = Options(optimization_level=optimization_level)
+        self._options = BuilderOptions(optimization_level=optimization_level)
 
     def describe(self) -> Machine:
         """This machine.
@@ -68,9 +68,9 @@ class TensorRtTarget:
         missing = available(self._device)
         if missing:
             return missing
-        min_capability = _LEAST.get(precision)
+        min_capability = _MIN_CAPABILITY.get(precision)
         if min_capability is None:
-            return f"TensorRT engines have no precision '{precision}': take one of {', '.join(_LEAST)}"
+            return f"TensorRT engines have no precision '{precision}': take one of {', '.join(_MIN_CAPABILITY)}"
         gpu = gpus.describe(self._device)
         major, _, minor = gpu.capability.partition(".")
         if (int(major), int(minor)) < min_capability:
@@ -91,7 +91,7 @@ class TensorRtTarget:
         min_version = ".".join(map(str, FP8_CONVOLUTIONS))
         return f"convolutions in FP8 are for TensorRT {min_version} and newer, this is {api.version}"
 
-    def build(self, model: onnx.ModelProto, order: Order, path: Path, report: Report) -> None:
+    def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
         """Write a plan, which appears whole or not at all.
 
         Raises:

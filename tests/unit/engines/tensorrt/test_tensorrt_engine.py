@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.cuda.driver import current
 from headrace_engines.errors import BuildError
-from headrace_engines.targets.base import Order
+from headrace_engines.targets.base import TargetSpec
 from headrace_engines.targets.tensorrt.engine import TensorRtEngine
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
@@ -50,7 +50,7 @@ def test_wrong_inputs_are_refused(trt: Any, tmp_path: Path) -> None:
 
 
 def test_the_profile_that_fits_best_is_taken(trt: Any, tmp_path: Path) -> None:
-    order = Order("fp32", (batches(1, 1, 8), batches(1, 8, 8), batches(16, 16, 32)))
+    order = TargetSpec("fp32", (batches(1, 1, 8), batches(1, 8, 8), batches(16, 16, 32)))
     engine = TensorRtTarget().open(build(tmp_path, order=order))
     for rows, profile in ((1, 0), (8, 1), (20, 2), (3, 0)):
         values = np.resize(X, (rows, 3))

@@ -8,10 +8,10 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace_engines.build import Built, make
+from headrace_engines.build import BuildResult, build_engine
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.project import spec_of
+from headrace_engines.project import read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.tensorrt import api as tensorrt_api
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -36,7 +36,7 @@ def element_types(model: onnx.ModelProto) -> set[int]:
 
 def built(
     trt: Any, folder: Path, refuses: Callable[[onnx.ModelProto], str], precision: str = "int8", **calibration: Any
-) -> Built:
+) -> BuildResult:
     trt.state.refuses = refuses
     model = residual()
     accuracy = {"min_top1_agreement": 0.0, "min_cosine": 0.0}
@@ -48,7 +48,7 @@ def built(
         precision=precision,
         accuracy=accuracy,
     )
-    return make(project, spec_of(project.config), TensorRtTarget(), Store(folder / "store"), silent)
+    return build_engine(project, read_spec(project.config), TensorRtTarget(), Store(folder / "store"), silent)
 
 
 def test_layers_without_kernel_stay_in_floating_point(trt: Any, tmp_path: Path) -> None:

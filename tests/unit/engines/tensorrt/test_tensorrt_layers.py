@@ -6,8 +6,8 @@ import json
 
 import pytest
 from headrace_engines.errors import BuildError
-from headrace_engines.targets.tensorrt.engine import LayerTimes, read_layers
-from headrace_engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned
+from headrace_engines.targets.tensorrt.engine import LayerTimer, read_layers
+from headrace_engines.targets.tensorrt.errors import ParserFault, explain_parser, mentioned_nodes
 
 
 def tensor(kind: str) -> dict[str, object]:
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_told(text: str) -> None:
 
 
 def test_times_are_means_of_executions() -> None:
-    times = LayerTimes()
+    times = LayerTimer()
     for ms in (1.0, 3.0):
         times.add("a", ms)
         times.add("looped", ms)
@@ -83,8 +83,8 @@ def test_times_are_means_of_executions() -> None:
 
 def test_names_are_found_whole() -> None:
     names = ["/conv", "/conv/a", "conv", "a.b", "a"]
-    assert mentioned("PWN(/conv/a + conv, a.b).", names) == ["/conv/a", "conv", "a.b"]
-    assert mentioned("{ForeignNode[/conv...a]}", names) == ["/conv", "a"]
+    assert mentioned_nodes("PWN(/conv/a + conv, a.b).", names) == ["/conv/a", "conv", "a.b"]
+    assert mentioned_nodes("{ForeignNode[/conv...a]}", names) == ["/conv", "a"]
 
 
 def test_many_unsupported_nodes_are_shortened() -> None:

@@ -16,7 +16,7 @@ import pytest
 from headrace.config.machine import Machine
 from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
-from headrace_engines.targets.base import Order, ShapeRange
+from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.api import load
 from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
@@ -81,7 +81,7 @@ def test_networks_are_strongly_typed_and_11_is_not_asked(trt: Any, tmp_path: Pat
 
 
 def test_workspace_and_level_are_handed_on(trt: Any, tmp_path: Path) -> None:
-    order = Order("fp16", ORDER.profiles, workspace_bytes=64 << 20)
+    order = TargetSpec("fp16", ORDER.profiles, workspace_bytes=64 << 20)
     TensorRtTarget(optimization_level=1).build(affine(), order, tmp_path / "model.plan", silent)
     assert trt.state.config.pools == {"WORKSPACE": 64 << 20}
     assert trt.state.config.builder_optimization_level == 1
@@ -104,12 +104,12 @@ def test_profiles_that_do_not_fit_are_told(
     trt: Any, tmp_path: Path, profiles: tuple[ShapeRange, ...], words: str
 ) -> None:
     with pytest.raises(BuildError, match=words):
-        build(tmp_path, order=Order("fp32", profiles))
+        build(tmp_path, order=TargetSpec("fp32", profiles))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fixed_model_needs_no_profile(trt: Any, tmp_path: Path) -> None:
-    engine = TensorRtTarget().open(build(tmp_path, affine(2), Order("fp32")))
+    engine = TensorRtTarget().open(build(tmp_path, affine(2), TargetSpec("fp32")))
     np.testing.assert_array_equal(engine.run({"x": X})["y"], Y)
     with pytest.raises(BuildError, match="was not built for"):
         engine.run({"x": X[:1]})
@@ -154,12 +154,12 @@ def test_the_builders_errors_are_told(trt: Any, tmp_path: Path) -> None:
         (
             "Error Code 10: Internal Error (Could not find any implementation for node matmul due to insufficient workspace. "
             "See verbose log for requested sizes.)",
-            Order("fp32", ORDER.profiles, workspace_bytes=1 << 20),
+            TargetSpec("fp32", ORDER.profiles, workspace_bytes=1 << 20),
             "within a workspace of 1 MiB: raise optimization.workspace_mb",
         ),
         (
             "Error Code 1: Cuda Runtime (out of memory)",
-            Order("fp32", ORDER.profiles, workspace_bytes=1 << 20),
+            TargetSpec("fp32", ORDER.profiles, workspace_bytes=1 << 20),
             "ran out of memory on Fake H1 with a workspace of 1 MiB: raise optimization.workspace_mb, lower the largest",
         ),
         (
@@ -251,7 +251,7 @@ def test_a_signal_stops_the_build(
     trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == 3 * calibrated else None
     rows = tuple({"x": np.full((2, 3), n, np.float32)} for n in (1, 2)) if calibrated else None
     with pytest.raises(raised):
-        build(tmp_path, order=Order("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
+        build(tmp_path, order=TargetSpec("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
     assert trt.state.steps in (1, 4)
     assert trt.state.calibrated == []
     assert list(tmp_path.iterdir()) == []
@@ -296,7 +296,7 @@ def test_a_build_outside_of_the_main_thread_leaves_signals_alone(trt: Any, tmp_p
 
 def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:
     cache = tmp_path / "caches" / "timing.cache"
-    order = Order("fp32", ORDER.profiles, timing_cache=cache)
+    order = TargetSpec("fp32", ORDER.profiles, timing_cache=cache)
     build(tmp_path, order=order)
     assert json.loads(cache.read_bytes())["kernels"] == ["Add", "MatMul", "Relu"]
     build(tmp_path, affine(operator="Sigmoid"), order)
@@ -307,7 +307,7 @@ def test_the_timing_cache_is_kept_and_reused(trt: Any, tmp_path: Path) -> None:
 def test_what_another_builder_cached_meanwhile_is_kept(trt: Any, tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
     trt.state.on_step = lambda: cache.write_text(json.dumps({"gpu": "Fake H1", "kernels": ["Gelu"]}))
-    build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache))
+    build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache))
     assert json.loads(cache.read_bytes())["kernels"] == ["Add", "Gelu", "MatMul", "Relu"]
 
 
@@ -315,7 +315,7 @@ def test_what_another_builder_cached_meanwhile_is_kept(trt: Any, tmp_path: Path)
 def test_a_foreign_timing_cache_is_begun_anew(trt: Any, tmp_path: Path, content: str) -> None:
     cache = tmp_path / "timing.cache"
     cache.write_text(content)
-    build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache))
+    build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache))
     found = json.loads(cache.read_bytes())
     assert found["gpu"] == "Fake H1"
     assert {"Add", "MatMul", "Relu"} <= set(found["kernels"])
@@ -324,7 +324,7 @@ def test_a_foreign_timing_cache_is_begun_anew(trt: Any, tmp_path: Path, content:
 def test_a_timing_cache_that_cannot_be_written_costs_nothing(trt: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "timing.cache"
-    assert build(tmp_path, order=Order("fp32", ORDER.profiles, timing_cache=cache)).exists()
+    assert build(tmp_path, order=TargetSpec("fp32", ORDER.profiles, timing_cache=cache)).exists()
 
 
 def test_a_full_disk_is_told(trt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +342,7 @@ def test_the_calibrator_is_fed_and_its_table_kept(trt: Any, tmp_path: Path) -> N
     table = tmp_path / "tables" / "model.cache"
     rows = tuple({"x": np.full((2, 3), number, np.float32)} for number in (1, 2))
     odd = {"x": np.full((1, 3), 100, np.float32)}
-    order = Order("int8", ORDER.profiles, calibrate=(*rows, odd), calibration_table=table)
+    order = TargetSpec("int8", ORDER.profiles, calibrate=(*rows, odd), calibration_table=table)
     told: list[float] = []
     build(tmp_path, order=order, report=lambda done, note: told.append(done))
     assert trt.state.network_flags == [0]
@@ -361,19 +361,19 @@ def test_the_calibrator_is_fed_and_its_table_kept(trt: Any, tmp_path: Path) -> N
 @ten
 def test_calibration_that_fails_is_told(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
     with pytest.raises(BuildError, match=r"needs samples: write optimization.calibration.data"):
-        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=()))
+        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=()))
     rows = ({"other": np.zeros((2, 3), np.float32)},)
     with pytest.raises(BuildError, match="samples lack the inputs x"):
-        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
     cuda.room_bytes = 4
     rows = ({"x": np.zeros((2, 3), np.float32)},)
     with pytest.raises(BuildError, match="the GPU's memory is full"):
-        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
 
 
 @eleven
 def test_11_has_no_calibrator(trt: Any, tmp_path: Path) -> None:
     rows = ({"x": np.zeros((2, 3), np.float32)},)
     with pytest.raises(BuildError, match=r"TensorRT 11.4.0 has no calibrator.*method: entropy"):
-        build(tmp_path, order=Order("int8", ORDER.profiles, calibrate=rows))
+        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
     assert trt.state.network_flags == []
