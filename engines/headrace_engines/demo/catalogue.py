@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.resources import files
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import onnx
+if TYPE_CHECKING:
+    import onnx
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ CATALOGUE: dict[str, DemoModel] = {
             "efficientnet:build",
             ("efficientnet", "graph", "torch_weights"),
             {"config.yaml": "efficientnet_lite0/config.yaml", "labels.txt": "imagenet_labels.txt"},
-            samples="photographs:build",
+            samples="samples:build_photographs",
             sample_places=_PICTURES,
             equal_recipes=("2b84593b110e677c9a0e14e8a214fdaa7774f8507463233c23ed647d4fc8c3aa",),
         ),
@@ -139,7 +140,7 @@ CATALOGUE: dict[str, DemoModel] = {
             ("resnet", "graph"),
             {"config.pbtxt": "resnet50/config.pbtxt", "labels.txt": "imagenet_labels.txt"},
             fetched_recipe="resnet:build_fetched",
-            samples="photographs:build",
+            samples="samples:build_photographs",
             sample_places=_PICTURES,
             equal_recipes=("17d041e0c759c221cea05ce708332c032624e981471afdc8d9ad6c350060b9e1",),
         ),
@@ -148,7 +149,7 @@ CATALOGUE: dict[str, DemoModel] = {
             "digits:build",
             ("digits", "graph"),
             {"config.yaml": "digits/config.yaml", "labels.txt": "digits/labels.txt"},
-            samples="digits:build_samples",
+            samples="samples:build_digits",
             sample_places=("calibration.npz", "accuracy.npz"),
             equal_recipes=("bde47ad5472016f3c8eaaa4607a6b97e55293710591ec8f8d9b4f0cf6b31cf2e",),
         ),

@@ -4,7 +4,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from headrace.config.config_reader import read_model_folder
-from headrace_engines.demo import photographs
+from headrace_engines.demo import samples
 from headrace_engines.demo.catalogue import CATALOGUE
 from headrace_engines.quantization.sample_sources import open_samples
 
@@ -48,9 +48,9 @@ def test_models_of_pictures_have_pictures(demo_repository, name):
 
 @pytest.mark.slow
 def test_no_picture_is_there_twice_and_all_are_the_same_every_time():
-    made = photographs.build()
+    made = samples.build_photographs()
     assert len(set(made.values())) == len(made) == 112
-    assert photographs.build() == made
+    assert samples.build_photographs() == made
     assert sum(map(len, made.values())) < 4 << 20
 
 

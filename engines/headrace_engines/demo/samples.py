@@ -1,4 +1,6 @@
-"""Samples for models of ImageNet: two photographs, many times over, cut, mirrored and lit differently.
+"""Samples of the demo models: pictures to calibrate with, and others to measure on.
+
+For models of ImageNet two photographs, many times over, cut, mirrored and lit differently.
 
 The photographs are those that scikit-learn ships: "china.jpg" by danielbuechele and "flower.jpg" by vultilion (CC BY 2.0). Two
 motifs are few, but a network's activations are moved by cut, size and light as well, and no larger set comes with a package.
@@ -24,7 +26,7 @@ SEED = 224
 _QUALITY = 88
 
 
-def build() -> dict[str, bytes]:
+def build_photographs() -> dict[str, bytes]:
     """JPEG files by name: 64 in `calibration/`, 48 others in `accuracy/`, which begin with the photographs as they are.
 
     Raises:
@@ -78,3 +80,31 @@ def _jpeg(picture: Image.Image) -> bytes:
     stored = io.BytesIO()
     picture.save(stored, "JPEG", quality=_QUALITY)
     return stored.getvalue()
+
+
+def build_digits() -> dict[str, bytes]:
+    """Two .npz files by name, each with "image" FP32 [N, 1, 8, 8] and "labels" INT64 [N].
+
+    Raises:
+        BuildError: if scikit-learn, which has the pictures, is not installed.
+    """
+    # The recipe, which holds the split, brings ONNX Runtime.
+    from headrace_engines.demo.digits import HELD_OUT_SHARE, split_stratified
+    from headrace_engines.demo.digits import SEED as DIGITS_SEED
+
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise BuildError(
+            "the package scikit-learn, which has the digits, is not installed: install headrace[demo]"
+        ) from None
+    data = load_digits()
+    images, labels = data.images.astype(np.float32)[:, None], data.target.astype(np.int64)
+    # The split is the first thing that the recipe draws.
+    train, held_out = split_stratified(labels, HELD_OUT_SHARE, np.random.default_rng(DIGITS_SEED))
+    archives = {}
+    for name, chosen in (("calibration.npz", train), ("accuracy.npz", held_out)):
+        stored = io.BytesIO()
+        np.savez_compressed(stored, image=images[chosen], labels=labels[chosen])
+        archives[name] = stored.getvalue()
+    return archives
