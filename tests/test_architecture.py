@@ -333,9 +333,8 @@ KNOWN_CYCLES: set[tuple[str, ...]] = {
 }
 # Public classes that share a name with another one.
 KNOWN_NAMESAKES = (
-    "Account Accounts Backend Bar BuildDisplay Call Choice Curve Entry Graph Inspection Lane LayerTime "
-    "LayerTimes Limits Load Loads Memory Mortal Options Order Outcome Overview Placement Plan Point Profile "
-    "RateLimits Reading Row Runner Runs Source Stage Standing State Stream Tally Tensor TensorRt Timing"
+    "Account Accounts Backend Call Choice Curve Graph Lane LayerTime Limits Load Loads Memory Mortal Order "
+    "Overview Plan Point Profile RateLimits Reading Source Stage Standing Stream Tally Tensor Timing"
 )
 # Identifiers that say nothing to a reader (docs of the style are in CONTRIBUTING.md), refused in the packages below.
 REFUSED = (
