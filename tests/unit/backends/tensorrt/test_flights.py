@@ -29,7 +29,7 @@ from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
 from tests.support.residents import HostOwner, resident
 from tests.support.tensorrt_case import build
-from tests.unit.backends.test_tensorrt_backend import opened, right, rows
+from tests.unit.backends.tensorrt.test_backend import opened, right, rows
 
 NO_OWNER = "an owner was asked for a host copy"
 

@@ -23,7 +23,7 @@ from tritonclient.grpc import model_config_pb2
 
 from tests.support.models import add_model, affine
 
-PAGE = (Path(__file__).parents[3] / "docs" / "from-triton.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "from-triton.md").read_text()
 _ROW = re.compile(r"^\| `([^`]+)` \| ([^|]*) \|", re.MULTILINE)
 
 

@@ -14,7 +14,7 @@ from headrace_engines.demo.weights_file import WeightsFile
 from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
 
-COMMITTED = Path(__file__).parents[3] / "model_repository"
+COMMITTED = Path(__file__).parents[4] / "model_repository"
 TINY = CATALOGUE["tiny"]
 FETCHED = WeightsFile("weights.pth", "ab" * 32)
 

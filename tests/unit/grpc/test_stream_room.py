@@ -10,7 +10,7 @@ from headrace.grpc.infer import InferService
 from headrace.grpc.stream import InferStreams
 from tritonclient.grpc import service_pb2
 
-from tests.protocol.test_grpc_service import Model, Streaming, message, run, until
+from tests.unit.grpc.test_service import Model, Streaming, message, run, until
 
 
 def unordered(request_id: str) -> bytes:

@@ -9,7 +9,7 @@ from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import QuotaExceeded, WouldMiss
 from headrace.inference.load_report import FRESH_NS, LoadHeaders
 
-from tests.protocol.test_http_infer_endpoint import BUSY, Handle, call, request
+from tests.unit.http.test_infer_endpoint import BUSY, Handle, call, request
 
 
 def test_who_asks_and_how_long_he_waits_is_told_in_headers() -> None:

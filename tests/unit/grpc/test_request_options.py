@@ -16,7 +16,7 @@ from headrace.grpc.stream import InferStreams
 from headrace.inference.request_options import Asked
 from tritonclient.grpc import service_pb2
 
-from tests.protocol.test_grpc_service import Call, Model, Streaming, message, run, until
+from tests.unit.grpc.test_service import Call, Model, Streaming, message, run, until
 
 pb: Any = service_pb2
 

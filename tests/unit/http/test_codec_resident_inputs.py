@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 from headrace.core.resident import NOWHERE, PINNED, is_resident
 
-from tests.protocol.test_codec_shared_memory import (
+from tests.support.residents import read
+from tests.unit.http.test_codec_shared_memory import (
     N_WIRE,
     SPEC,
     FakeRegion,
@@ -18,7 +19,6 @@ from tests.protocol.test_codec_shared_memory import (
     both,
     shared_input,
 )
-from tests.support.residents import read
 
 
 @both
