@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from headrace.grpc.fast_calls import UnaryCall
+from headrace.grpc.fast_server import UnaryCall
 from headrace.http2 import frames
-from headrace.http2.flow import Limits
 from headrace.http2.frames import ErrorCode
+from headrace.http2.stream import Limits
 
 from tests.support.grpc_echo import HOST, EchoServer, echo_server, wait_for
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request

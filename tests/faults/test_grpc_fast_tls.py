@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from headrace.http2.flow import Limits
+from headrace.http2.stream import Limits
 from headrace.tls import TlsFiles
 
 from tests.support.grpc_echo import HOST, echo_server

@@ -17,7 +17,7 @@ from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import Door
 from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import Call, Message, Methods, Stream, StreamCall, Unary
-from headrace.http2.flow import Limits
+from headrace.http2.stream import Limits
 from headrace.tls import TlsFiles
 
 HOST = "127.0.0.1"

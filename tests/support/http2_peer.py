@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from headrace.http2 import frames
 from headrace.http2.connection import Http2Connection, MalformedHeadersError
-from headrace.http2.flow import Limits
 from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode
-from headrace.http2.headers import Decoder, Field, encode
-from headrace.http2.stream import Stream
+from headrace.http2.hpack import Decoder, Field, encode
+from headrace.http2.stream import Limits, Stream
 
 HELLO = frames.PREFACE + frames.settings({})
 POST: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]

@@ -1,21 +1,38 @@
-"""Everything of GRPCInferenceService but inference: messages in and out around `ControlPlane` and the services."""
+"""The RPCs of the gRPC port except inference: control of GRPCInferenceService, health and reflection."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from google.protobuf import json_format
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2
 
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
-from headrace.grpc.methods import Call, Message, Unary
+from headrace.grpc.methods import Call, Message, StreamCall, Unary
 from headrace.inference.control_plane import ControlPlane
-from headrace.inference.models import Regions, Services
+from headrace.inference.models import Models, Regions, Services
 
 pb: Any = service_pb2  # its classes are made at import, where no type checker sees them
+health_pb: Any = health_pb2
+
+HEALTH_SERVICE: str = health_pb.DESCRIPTOR.services_by_name["Health"].full_name
+# Readiness is a question, not an event: a watcher learns of a change this much later at most.
+WATCH_INTERVAL_S = 1.0
+
+reflection_pb: Any = reflection_pb2
+
+_V1ALPHA = "grpc.reflection.v1alpha"
+_V1 = "grpc.reflection.v1"
+REFLECTION_SERVICES = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection")
+
+_NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
 
 P = TypeVar("P", bound=Protobuf)
 # Answers a request message with Triton's JSON, which names its fields as the response message does.
@@ -175,3 +192,134 @@ def _log_field(value: object) -> str:
     if isinstance(value, bool):
         return "bool_param"
     return "uint32_param" if isinstance(value, int) else "string_param"
+
+
+class HealthService:
+    """Answers Check and Watch of the standard health service, grpc.health.v1.
+
+    Of the server (""), of the inference service, and of every model by its name.
+
+    Args:
+        models: the registry.
+        service: full name of the inference service, which is as healthy as the server.
+        interval_s: how often Watch looks.
+    """
+
+    def __init__(self, models: Models, service: str, interval_s: float = WATCH_INTERVAL_S) -> None:
+        self._models = models
+        self._service = service
+        self._interval_s = interval_s
+
+    async def check(self, message: bytes, call: Call) -> Message:
+        """The method: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
+        name = parse(health_pb.HealthCheckRequest, message).service
+        status = self._status(name)
+        if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise NotFound(f"service {name[:128]!r} is not found; it is '', {self._service!r} or a model's name")
+        return [health_pb.HealthCheckResponse(status=status).SerializeToString()]
+
+    async def watch(self, call: StreamCall) -> None:
+        """The method: one HealthCheckRequest in, then a HealthCheckResponse at once and at each change, until the client leaves.
+
+        Raises:
+            Cancelled: the client has left.
+            Unavailable: the server stops.
+        """
+        message = await call.read()
+        if message is None:
+            return
+        name = parse(health_pb.HealthCheckRequest, message).service
+        told = None
+        while True:
+            status = self._status(name)
+            if status != told:
+                await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
+                told = status
+            if call.stopping:
+                raise Unavailable("the server is shutting down")
+            await asyncio.sleep(self._interval_s)
+
+    def _status(self, name: str) -> int:
+        kind = health_pb.HealthCheckResponse
+        if name in ("", self._service):
+            return int(kind.SERVING if self._models.ready() else kind.NOT_SERVING)
+        try:
+            handle = self._models.lease(name, "")
+        except NotFound:
+            return int(kind.SERVICE_UNKNOWN)
+        except Unavailable:
+            return int(kind.NOT_SERVING)
+        try:
+            handle.admit()
+        except Unavailable:
+            return int(kind.NOT_SERVING)
+        finally:
+            handle.release()
+        return int(kind.SERVING)
+
+
+class ReflectionService:
+    """Answers ServerReflectionInfo with the servicer of grpcio-reflection, for grpcurl and similar clients.
+
+    v1 and v1alpha are one protocol under two names.
+
+    Args:
+        services: full names of all services of the server.
+    """
+
+    def __init__(self, services: Iterable[str]) -> None:
+        # The package has v1alpha alone. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
+        v1: Any = descriptor_pool.DescriptorPool()
+        v1.Add(_as_v1(reflection_pb.DESCRIPTOR))
+        self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1)
+        names = tuple(services)
+        self._servicers = [ReflectionServicer(names, pool) for pool in self._pools]
+
+    async def info(self, call: StreamCall) -> None:
+        """The method: each ServerReflectionRequest is answered with one ServerReflectionResponse."""
+        while (message := await call.read()) is not None:
+            response = self._answer(parse(reflection_pb.ServerReflectionRequest, message))
+            await call.write([response.SerializeToString()])
+
+    def _answer(self, request: Any) -> Any:
+        known = reflection_pb.ServerReflectionRequest()
+        known.CopyFrom(request)
+        if request.HasField("file_containing_symbol"):
+            known.file_containing_symbol = self._container(request.file_containing_symbol)
+        for servicer in self._servicers:
+            (response,) = servicer.ServerReflectionInfo([known], None)
+            if response.error_response.error_code != _NOT_FOUND:
+                break
+        response.valid_host = request.host
+        response.original_request.CopyFrom(request)
+        if response.HasField("error_response"):
+            question = request.WhichOneof("message_request")
+            text = f"{question.replace('_', ' ')}: nothing of that name" if question else "the request asks for nothing"
+            response.error_response.error_message = text
+        return response
+
+    def _container(self, symbol: str) -> str:
+        """The service of a method, whose full name a pool does not find; every other symbol as it is."""
+        service, _, method = symbol.rpartition(".")
+        for pool in self._pools:
+            try:
+                if method in pool.FindServiceByName(service).methods_by_name:
+                    return service
+            except KeyError:
+                continue
+        return symbol
+
+
+def _as_v1(file: Any) -> Any:
+    """The FileDescriptorProto of v1: v1alpha's with another package."""
+    proto = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+    proto.name = proto.name.replace("v1alpha", "v1")
+    proto.package = _V1
+    for message in proto.message_type:
+        for field in (field for field in message.field if field.type_name):
+            field.type_name = field.type_name.replace(_V1ALPHA, _V1)
+    for service in proto.service:
+        for method in service.method:
+            method.input_type = method.input_type.replace(_V1ALPHA, _V1)
+            method.output_type = method.output_type.replace(_V1ALPHA, _V1)
+    return proto

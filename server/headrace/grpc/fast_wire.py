@@ -19,7 +19,7 @@ from headrace.grpc.methods import Methods, Stream, Unary
 from headrace.grpc.status import CODES, failure
 from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEAD, HEADERS
-from headrace.http2.headers import Field, encode
+from headrace.http2.hpack import Field, encode
 from headrace.inference.compression import decompress
 from headrace.inference.request_options import NOTHING, Asked, AskedHeaders
 

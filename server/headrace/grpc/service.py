@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from tritonclient.grpc import service_pb2
 
-from headrace.grpc import health as grpc_health
-from headrace.grpc import reflection as grpc_reflection
-from headrace.grpc.control import control_methods
-from headrace.grpc.health import HealthService
+from headrace.grpc.control import (
+    HEALTH_SERVICE,
+    REFLECTION_SERVICES,
+    HealthService,
+    ReflectionService,
+    control_methods,
+)
 from headrace.grpc.infer import InferService
 from headrace.grpc.methods import Methods, Stream, Unary
-from headrace.grpc.reflection import ReflectionService
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
 from headrace.inference.request_options import AskedHeaders
@@ -28,12 +30,12 @@ def grpc_methods(services: Services, max_message_bytes: int, asked_headers: Aske
     """
     infer = InferService(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
-    names = (SERVICE, grpc_health.SERVICE, *grpc_reflection.SERVICES)
+    names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
     reflection = ReflectionService(names)
     unary: dict[str, Unary] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
     unary[f"/{SERVICE}/ModelInfer"] = infer.infer
-    unary[f"/{grpc_health.SERVICE}/Check"] = health.check
-    streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in grpc_reflection.SERVICES}
+    unary[f"/{HEALTH_SERVICE}/Check"] = health.check
+    streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in REFLECTION_SERVICES}
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
-    streams[f"/{grpc_health.SERVICE}/Watch"] = health.watch
+    streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
     return Methods(unary, streams, asked_headers or AskedHeaders())

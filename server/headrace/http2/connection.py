@@ -7,10 +7,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from headrace.core.clock import monotonic_ns
+from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.http2 import frames
-from headrace.http2.control import ControlFrames
-from headrace.http2.flow import Allowance, Grants, Limits
 from headrace.http2.frames import (
     CONTINUATION,
     DATA,
@@ -19,17 +17,16 @@ from headrace.http2.frames import (
     FRAME_HEAD,
     HEAD_BYTES,
     HEADERS,
+    LARGEST_WINDOW,
     PADDED,
     PREFACE,
     ConnectionFault,
     ErrorCode,
+    Setting,
     StreamFault,
 )
-from headrace.http2.headers import Field, HeaderMemory
-from headrace.http2.lifetime import Lifetime
-from headrace.http2.outbox import Outbox
-from headrace.http2.patience import Patience
-from headrace.http2.stream import Stream
+from headrace.http2.hpack import Field, HeaderMemory
+from headrace.http2.stream import Allowance, Grants, Limits, Outbox, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +34,13 @@ _unpack_head = FRAME_HEAD.unpack_from
 _WHOLE = (END_HEADERS, END_HEADERS | END_STREAM)
 # What a stream that ends as it should earns for the frames around it (see `Allowance`).
 _WORK = 8
+# A header block may come in this many CONTINUATION frames; more of them only cost.
+_CONTINUATIONS = 32
+_BURDENS = {frames.SETTINGS: 4}
+_ALIVE = b"alive?  "
+_DRAIN = b"draining"
+# From the reset of a stream to the end of its task: the completion's wake-up, the task's step, its callback; and one to spare.
+TURNS = 4
 
 
 class MalformedHeadersError(Exception):
@@ -397,3 +401,309 @@ class Http2Connection(asyncio.Protocol):
         self.transport.close()
         self.lifetime.linger()
         self._lose_streams()
+
+
+class ControlFrames:
+    """Everything but DATA and plain HEADERS: frames that steer a connection (RFC 9113, section 6), and those that flood it.
+
+    Holds the state between frames of one connection.
+
+    Attributes:
+        in_block: True while CONTINUATION frames of a header block are to come.
+    """
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+        self.in_block = False
+        self._block = b""
+        self._block_id = self._block_frames = 0
+        self._block_end = False
+
+    def own_settings(self) -> bytes:
+        """The SETTINGS frame that tells our limits."""
+        limits = self._connection.limits
+        return frames.settings(
+            {
+                Setting.MAX_CONCURRENT_STREAMS: limits.streams,
+                Setting.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
+                Setting.MAX_FRAME_SIZE: limits.frame_bytes,
+                Setting.MAX_HEADER_LIST_SIZE: limits.header_list_bytes,
+            }
+        )
+
+    def check_order(self, kind: int, flags: int, stream_id: int) -> None:
+        """Raises ConnectionFault if a frame may not come now."""
+        if self.in_block and (kind != frames.CONTINUATION or stream_id != self._block_id):
+            raise _protocol_error("a header block was interrupted by another frame")
+        if not self._connection.greeted and (kind != frames.SETTINGS or flags & frames.ACK):
+            raise _protocol_error("the first frame is no SETTINGS frame")
+
+    def take(self, kind: int, payload: bytes, flags: int, stream_id: int) -> None:
+        """One whole frame that is not DATA; raises ConnectionFault and StreamFault."""
+        if kind == frames.HEADERS:
+            self._headers(payload, flags, stream_id)
+            return
+        self._connection.allowance.spend(_BURDENS.get(kind, 1))
+        if kind == frames.CONTINUATION:
+            self._continuation(payload, flags)
+        elif kind == frames.WINDOW_UPDATE:
+            self._window_update(payload, stream_id)
+        elif kind == frames.RST_STREAM:
+            self._rst_stream(payload, stream_id)
+        elif kind == frames.PRIORITY:
+            if not stream_id:
+                raise _protocol_error("PRIORITY on stream 0")
+            if len(payload) != 5:
+                raise StreamFault(stream_id, ErrorCode.FRAME_SIZE_ERROR, "PRIORITY has 5 bytes")
+        elif kind == frames.PUSH_PROMISE:
+            raise _protocol_error("a client cannot push")
+        elif stream_id:
+            raise _protocol_error(f"a frame of kind {kind} on stream {stream_id}")
+        elif kind == frames.SETTINGS:
+            self._settings(payload, flags)
+        elif kind == frames.PING:
+            self._ping(payload, flags)
+        elif kind == frames.GOAWAY and len(payload) < 8:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY has 8 bytes at least")
+
+    # --- Header blocks ------------------------------------------------------------------------------------------------
+
+    def _headers(self, payload: bytes, flags: int, stream_id: int) -> None:
+        if not stream_id:
+            raise _protocol_error("HEADERS on stream 0")
+        block = frames.unpad(payload, flags)
+        end = flags & frames.END_STREAM != 0
+        if flags & frames.END_HEADERS:
+            self._connection.headers(stream_id, block, end)
+            return
+        self.in_block = True
+        self._block, self._block_id, self._block_end, self._block_frames = block, stream_id, end, 0
+
+    def _continuation(self, payload: bytes, flags: int) -> None:
+        if not self.in_block:
+            raise _protocol_error("CONTINUATION without HEADERS before it")
+        self._block += payload
+        self._block_frames += 1
+        if len(self._block) > self._connection.limits.header_bytes or self._block_frames > _CONTINUATIONS:
+            self._connection.limits.reached("max_header_bytes")
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a header block that does not end")  # CVE-2024-27316
+        if flags & frames.END_HEADERS:
+            self.in_block = False
+            block, self._block = self._block, b""
+            self._connection.headers(self._block_id, block, self._block_end)
+
+    # --- Windows and streams ------------------------------------------------------------------------------------------
+
+    def _window_update(self, payload: bytes, stream_id: int) -> None:
+        connection = self._connection
+        increment = frames.word(payload, "WINDOW_UPDATE") & 0x7FFFFFFF
+        if not stream_id:
+            if not increment:
+                raise _protocol_error("WINDOW_UPDATE by 0")
+            connection.outbox.open_window(increment)
+            return
+        self._check_not_idle(stream_id, "WINDOW_UPDATE")
+        stream = connection.streams.get(stream_id)
+        if stream is None:
+            return
+        if not increment:
+            raise StreamFault(stream_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
+        stream.send_window += increment
+        if stream.send_window > frames.LARGEST_WINDOW:
+            raise StreamFault(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "the window of the stream overflows")
+        connection.outbox.wake(stream)
+
+    def _rst_stream(self, payload: bytes, stream_id: int) -> None:
+        frames.word(payload, "RST_STREAM")
+        self._check_not_idle(stream_id, "RST_STREAM")
+        self._connection.lose(stream_id)
+
+    def _check_not_idle(self, stream_id: int, what: str) -> None:
+        if not stream_id & 1 or (stream_id > self._connection.last_id and not self._connection.closing):
+            raise _protocol_error(f"{what} on stream {stream_id}, which was never opened")
+
+    # --- The connection -----------------------------------------------------------------------------------------------
+
+    def _settings(self, payload: bytes, flags: int) -> None:
+        connection = self._connection
+        if flags & frames.ACK:
+            if payload:
+                raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS is empty")
+            return
+        outbox = connection.outbox
+        for name, value in frames.read_settings(payload):
+            if name == Setting.INITIAL_WINDOW_SIZE:
+                change, outbox.initial_window = value - outbox.initial_window, value
+                for stream in connection.streams.values():
+                    stream.send_window += change
+                    if stream.send_window > frames.LARGEST_WINDOW:
+                        raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the window of a stream overflows")
+                    outbox.wake(stream)
+            elif name == Setting.MAX_FRAME_SIZE:
+                outbox.frame_bytes = value
+        connection.greeted = True
+        outbox.control(frames.SETTINGS_ACK)
+
+    def _ping(self, payload: bytes, flags: int) -> None:
+        if len(payload) != 8:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"a PING of {len(payload)} bytes instead of 8")
+        if flags & frames.ACK:
+            self._connection.lifetime.answered(payload)
+        else:
+            self._connection.outbox.control(frames.ping(payload, ack=True))
+
+
+def _protocol_error(text: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.PROTOCOL_ERROR, text)
+
+
+class Lifetime:
+    """What ends a connection: a handshake or a frame that does not get done, a dead or idle peer, a shutdown without a lost call.
+
+    One timer a connection, which ticks a few times in the shortest of its limits; nothing is armed for a stream or a frame.
+
+    Ownership: the event loop.
+    """
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+        limits = connection.limits
+        shortest_s = min(
+            limits.handshake_s, limits.frame_s, limits.keepalive_s, limits.keepalive_timeout_s, limits.stall_s
+        )
+        self._tick_s = max(0.02, shortest_s / 4)
+        self._stall_ticks = round(limits.stall_s / self._tick_s)
+        self._message_ticks = round(limits.message_s / self._tick_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._heard_ns = self._busy_ns = monotonic_ns()
+        self._asked = False
+        self._last_id = 0
+
+    def begin(self) -> None:
+        """The connection is made."""
+        self._arm()
+
+    def end(self) -> None:
+        """The connection is lost."""
+        for timer in (self._timer, self._drain_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def linger(self) -> None:
+        """The transport was closed: give the peer a moment to read what it still holds."""
+        self.end()
+        connection = self._connection
+        self._timer = connection.loop.call_later(connection.limits.linger_s, connection.transport.abort)
+
+    def drain(self) -> None:
+        """Shut down gracefully (RFC 9113, section 6.8): a warning, one round trip, the last stream that is served, its end.
+
+        So, too, where the peer's preface has not come: its first calls may be under way already, since it has our SETTINGS.
+        """
+        connection = self._connection
+        if self._drain_timer is not None or connection.closing:
+            return
+        connection.outbox.control(frames.goaway(LARGEST_WINDOW, ErrorCode.NO_ERROR) + frames.ping(_DRAIN, ack=False))
+        self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._refuse)
+
+    def answered(self, payload: bytes) -> None:
+        """A PING of ours came back."""
+        if payload == _DRAIN and self._drain_timer is not None:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Whatever the peer opens from now on, it knows that it will not be served."""
+        connection = self._connection
+        if not connection.closing:
+            connection.closing = True
+            connection.outbox.control(frames.goaway(connection.last_id, ErrorCode.NO_ERROR))
+            if not connection.streams:
+                connection.shut()
+
+    def _arm(self) -> None:
+        self._timer = self._connection.loop.call_later(self._tick_s, self._tick)
+
+    def _tick(self) -> None:
+        connection, limits, now_ns = self._connection, self._connection.limits, monotonic_ns()
+        connection.epoch += 1
+        connection.allowance.cap()
+        if connection.heard:
+            connection.heard, self._heard_ns, self._asked = False, now_ns, False
+        silent_s = (now_ns - self._heard_ns) / NS_PER_S
+        unfinished_s = (now_ns - connection.unfinished_ns) / NS_PER_S if connection.unfinished_ns else 0.0
+        if not connection.greeted and connection.epoch * self._tick_s >= limits.handshake_s:
+            limits.reached("header_timeout_s")
+            connection.fail(ConnectionFault(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS in time"))
+        elif unfinished_s > limits.frame_s:
+            limits.reached("header_timeout_s")
+            connection.fail(
+                ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a frame or header block was not finished in time")
+            )
+        elif silent_s > limits.keepalive_s + limits.keepalive_timeout_s:
+            connection.transport.abort()  # a dead peer reads no GOAWAY
+        else:
+            if silent_s > limits.keepalive_s and not self._asked:
+                self._asked = True
+                connection.outbox.control(frames.ping(_ALIVE, ack=False))
+            self._look_at_streams(now_ns)
+            if not connection.transport.is_closing():
+                self._arm()
+
+    def _look_at_streams(self, now_ns: int) -> None:
+        connection = self._connection
+        if connection.streams or connection.lingering or connection.last_id != self._last_id:
+            self._last_id, self._busy_ns = connection.last_id, now_ns
+        elif (now_ns - self._busy_ns) / NS_PER_S > connection.limits.idle_s:
+            self.drain()
+        for stream in list(connection.streams.values()):
+            age_ticks = connection.epoch - stream.since
+            if stream.pending:
+                if age_ticks > self._stall_ticks:
+                    connection.limits.reached("stall_timeout_s")
+                    stream.reset(ErrorCode.CANCEL)
+            elif stream.receiving and age_ticks > self._message_ticks:
+                connection.limits.reached("body_timeout_s")
+                stream.too_slow()
+
+
+class Patience:
+    """Reading on later, where reading on now would refuse an honest peer.
+
+    A peer may cancel thousands of calls in one breath and open the next within its rights: by its own count none is open. Here
+    the methods of the cancelled ones need a few turns of the event loop to end. Until they have, the connection is not read,
+    rather than the new call refused. Work that does not end keeps nobody waiting for more than `TURNS` turns.
+
+    Args:
+        connection: whose reading is put off.
+    """
+
+    __slots__ = ("_connection", "_lingering", "_turns")
+
+    def __init__(self, connection: Http2Connection) -> None:
+        self._connection = connection
+        self._lingering = 0
+        self._turns = 0
+
+    def wait(self) -> bool:
+        """True if a new stream must wait, its frame and all behind it unread; they are read again by and by."""
+        connection = self._connection
+        if len(connection.streams) + connection.lingering < connection.limits.streams:
+            return False
+        if self._lingering and connection.lingering >= self._lingering:
+            self._turns += 1
+        else:
+            self._turns = 0
+        self._lingering = connection.lingering
+        if self._turns >= TURNS or connection.closing or connection.transport.is_closing():
+            self._lingering = self._turns = 0
+            return False
+        connection.transport.pause_reading()
+        connection.loop.call_soon(self._read_on)
+        return True
+
+    def _read_on(self) -> None:
+        connection = self._connection
+        if not connection.transport.is_closing():
+            connection.transport.resume_reading()
+            connection.data_received(b"")

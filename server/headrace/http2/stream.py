@@ -1,15 +1,195 @@
-"""One request and its answer, as the application sees it."""
+"""Streams and flow control (RFC 9113, section 5): what a peer may still send, and what we may still send, and how.
+
+What a peer may still send: grants for bodies larger than a stream's window, and the allowance for frames that carry no work.
+
+Memory is bounded by the streams' windows. Each stream starts with a small one; the application tells how much more a body
+needs as soon as it knows (`Grants.ask`), and a connection has one budget for all that is granted beyond the first windows. A
+grant covers the rest of a whole body, so granted bodies always get finished and the waiting ones come to their turn. The
+window of the connection is kept open: it would only add a second bound over the same bytes, and a way to deadlock.
+
+What we may still send on a connection, and how: one write an iteration of the loop, whatever became ready in it.
+
+An answer that fits into all windows goes straight into the list of the next write (`admit`, then `write`). What does not fit
+waits in its stream, and the streams that may send take turns, a frame each. While the transport is full nothing new is handed
+to it, so that what is not read by the peer lies in streams, where it counts against their number.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
-from headrace.http2.frames import ErrorCode, window_update
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.http2.frames import (
+    DATA,
+    DEFAULT_FRAME_BYTES,
+    DEFAULT_WINDOW,
+    FRAME_HEAD,
+    LARGEST_WINDOW,
+    ConnectionFault,
+    ErrorCode,
+    window_update,
+)
 
-if TYPE_CHECKING:
-    from headrace.http2.connection import Http2Connection
+# One turn of one stream, and one round of all of them before the transport gets it.
+_TURN_BYTES = 64 << 10
+_ROUND_BYTES = 256 << 10
+# What the transport may hold before it says that it is full.
+_TRANSPORT_BYTES = 512 << 10
+
+
+def _nobody(_limit: str) -> None:
+    """Counts nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one connection may take.
+
+    Attributes:
+        streams: open at once; a stream that was reset counts until its work has ended.
+        stream_window_bytes: what a stream may send before anything was granted.
+        connection_window_bytes: in flight to us, all streams together.
+        frame_bytes: of one DATA frame.
+        header_bytes: of one header block as it comes.
+        header_list_bytes: of one header block, decoded.
+        grant_bytes: all grants of a connection at once; at least the largest body.
+        held_bytes: answers that the peer does not read; above, new streams are refused.
+        control_bytes: of frames other than DATA while the peer does not read at all; above, the connection is cut.
+        burst: frames without work at once, and `per_s` more each second.
+        per_s: see `burst`.
+        handshake_s: from the connection to the first SETTINGS frame (and, before that, for TLS).
+        frame_s: to complete a frame, or a header block with its CONTINUATIONs.
+        message_s: to complete a body that is wanted.
+        stall_s: without progress while there is something to read for the peer.
+        keepalive_s: silence after which a PING asks whether the peer lives.
+        keepalive_timeout_s: for anything to come after that.
+        idle_s: without a stream until the connection is shut down.
+        drain_s: for the PING that parts the two GOAWAYs of a shutdown.
+        linger_s: for a peer to read the last bytes of a closed connection.
+        reached: called with the name in `headrace.core.limits.Limits` of one that a peer has reached, for the metrics.
+    """
+
+    streams: int = 1024
+    stream_window_bytes: int = 128 << 10
+    connection_window_bytes: int = 16 << 20
+    frame_bytes: int = 1 << 20
+    header_bytes: int = 32 << 10
+    header_list_bytes: int = 16 << 10
+    grant_bytes: int = 64 << 20
+    held_bytes: int = 64 << 20
+    control_bytes: int = 1 << 20
+    burst: int = 50_000
+    per_s: int = 10_000
+    handshake_s: float = 10.0
+    frame_s: float = 20.0
+    message_s: float = 300.0
+    stall_s: float = 120.0
+    keepalive_s: float = 60.0
+    keepalive_timeout_s: float = 20.0
+    idle_s: float = 3600.0
+    drain_s: float = 1.0
+    linger_s: float = 2.0
+    reached: Callable[[str], None] = _nobody
+
+
+class Allowance:
+    """How many frames without work a peer may still send: PING, RST_STREAM, crumbs of DATA and the like.
+
+    Work earns allowance and so does time, so a connection may live for ever and do any number of calls, while a flood of
+    cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses it up.
+
+    Attributes:
+        left: what is left; whoever does work adds to it.
+    """
+
+    __slots__ = ("_burst", "_filled_ns", "_per_s", "left")
+
+    def __init__(self, burst: int, per_s: int) -> None:
+        self._burst, self._per_s = burst, per_s
+        self._filled_ns = monotonic_ns()
+        self.left = burst
+
+    def spend(self, cost: int) -> None:
+        """Take `cost` off; raises ConnectionFault when nothing is left."""
+        self.left -= cost
+        if self.left < 0:
+            now_ns = monotonic_ns()
+            self.left += (now_ns - self._filled_ns) * self._per_s // NS_PER_S
+            self._filled_ns = now_ns
+            if self.left < 0:
+                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a flood of frames that carry no work")
+
+    def cap(self) -> None:
+        """Forget what was saved up beyond a burst; to be called now and then."""
+        self.left = min(self.left, self._burst)
+
+
+class Grants:
+    """The budget of a connection for bodies larger than a stream's first window.
+
+    Args:
+        size_bytes: of the budget.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free_bytes = size_bytes
+        self._waiting: deque[tuple[Stream, int]] = deque()
+
+    def ask(self, stream: Stream, size_bytes: int) -> None:
+        """Open the window of `stream` by `size_bytes` (at most the budget), now or when its turn comes."""
+        self._waiting.append((stream, size_bytes))
+        self._serve()
+
+    def give_back(self, stream: Stream) -> None:
+        """Whatever `stream` was granted has been used up, or will never be."""
+        if stream.granted_bytes:
+            self._free_bytes += stream.granted_bytes
+            stream.granted_bytes = 0
+        if self._waiting:
+            self._serve()
+
+    def _serve(self) -> None:
+        waiting = self._waiting
+        while waiting:
+            stream, size_bytes = waiting[0]
+            if stream.gone:
+                waiting.popleft()
+            elif size_bytes <= self._free_bytes:
+                waiting.popleft()
+                self._free_bytes -= size_bytes
+                stream.granted_bytes += size_bytes
+                stream.open_window(size_bytes)
+            else:
+                return
+
+
+class StreamConnection(Protocol):
+    """What a stream uses of its connection.
+
+    Attributes:
+        limits: of the connection.
+        allowance: for frames that carry no work.
+        grants: for large bodies.
+        outbox: what is sent.
+        epoch: see `Http2Connection`.
+    """
+
+    limits: Limits
+    allowance: Allowance
+    grants: Grants
+    outbox: Outbox
+    epoch: int
+
+    def finished(self, stream: Stream) -> None:
+        """All of an answer is on its way, END_STREAM included."""
+
+    def reset(self, stream_id: int, code: ErrorCode) -> None:
+        """End one stream at once."""
 
 
 class Stream(ABC):
@@ -49,7 +229,7 @@ class Stream(ABC):
         "stream_id",
     )
 
-    def __init__(self, connection: Http2Connection, stream_id: int) -> None:
+    def __init__(self, connection: StreamConnection, stream_id: int) -> None:
         self.connection = connection
         self.stream_id = stream_id
         self.send_window = connection.outbox.initial_window
@@ -95,3 +275,196 @@ class Stream(ABC):
         """End the stream at once, whatever is pending."""
         if not self.gone:
             self.connection.reset(self.stream_id, code)
+
+
+class Outbox:
+    """Ownership: the event loop.
+
+    Attributes:
+        window: bytes of DATA that the peer still takes on the connection.
+        initial_window: of a new stream; the peer's setting.
+        frame_bytes: of the largest payload; the peer's setting.
+        paused: True while the transport is full.
+        held_bytes: pending in all streams.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Limits) -> None:
+        transport.set_write_buffer_limits(high=_TRANSPORT_BYTES)
+        self._loop = loop
+        self._transport = transport
+        self._limits = limits
+        self._out: list[bytes | memoryview] = []
+        self._large = False
+        self._scheduled = False
+        self._waiting_bytes = 0
+        self._closed = False
+        self._ready: deque[Stream] = deque()
+        self.window = DEFAULT_WINDOW
+        self.initial_window = DEFAULT_WINDOW
+        self.frame_bytes = DEFAULT_FRAME_BYTES
+        self.paused = False
+        self.held_bytes = 0
+
+    @property
+    def overfull(self) -> bool:
+        """True if the peer reads so little of its answers that it gets no new stream."""
+        return self.held_bytes > self._limits.held_bytes
+
+    def admit(self, stream: Stream, size_bytes: int) -> bool:
+        """Take one DATA frame off the windows; False, and nothing done, if it must go through `queue`."""
+        if (
+            size_bytes > self.window
+            or size_bytes > stream.send_window
+            or size_bytes > self.frame_bytes
+            or self.paused
+            or stream.pending
+        ):
+            return False
+        self.window -= size_bytes
+        stream.send_window -= size_bytes
+        return True
+
+    def write(self, chunks: Iterable[bytes | memoryview]) -> None:
+        """Frames for the next write."""
+        self._out += chunks
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def control(self, frames: bytes) -> None:
+        """Frames without DATA; if too many of them wait for a peer that does not read, the connection is cut."""
+        if self.paused:
+            self._waiting_bytes += len(frames)
+            if self._waiting_bytes > self._limits.control_bytes:
+                self._transport.abort()
+                return
+        self._out.append(frames)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def queue(self, stream: Stream, parts: Iterable[bytes | memoryview]) -> None:
+        """DATA for when the windows let it through."""
+        pending = stream.pending
+        if pending is None:
+            pending = stream.pending = deque()
+        if not pending:
+            stream.since = stream.connection.epoch
+        for part in parts:
+            view = memoryview(part).cast("B")
+            if view.nbytes:
+                pending.append(view)
+                stream.pending_bytes += view.nbytes
+                self.held_bytes += view.nbytes
+        self.wake(stream)
+
+    def finish(self, stream: Stream, frames: bytes) -> None:
+        """The frames that end a stream, behind whatever is pending."""
+        if stream.pending:
+            stream.ending = frames
+        else:
+            self.control(frames)
+            stream.connection.finished(stream)
+
+    def wake(self, stream: Stream) -> None:
+        """Put a stream with something pending into the round, if its window lets it send."""
+        if stream.pending and not stream.queued and stream.send_window > 0:
+            stream.queued = True
+            self._ready.append(stream)
+            self.schedule()
+
+    def drop(self, stream: Stream) -> None:
+        """The stream is gone: forget what was pending."""
+        self.held_bytes -= stream.pending_bytes
+        stream.pending, stream.pending_bytes, stream.ending = None, 0, b""
+
+    def open_window(self, increment: int) -> None:
+        """The peer takes more on the connection; raises ConnectionFault."""
+        self.window += increment
+        if self.window > LARGEST_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the window of the connection overflows")
+        if self._ready:
+            self.schedule()
+
+    def resume(self) -> None:
+        """The transport has room again."""
+        if not self._closed:
+            self.paused = False
+            self._waiting_bytes = 0
+            self.schedule()
+
+    def close(self, flush: bool = False) -> None:
+        """Nothing goes out any more, but for what is ready if `flush`."""
+        if flush:
+            self.flush()
+        self._closed = self.paused = True
+        self._out.clear()
+        self._ready.clear()
+
+    def schedule(self) -> None:
+        """See to a flush in the loop's next iteration."""
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Hand everything that may go out to the transport."""
+        self._scheduled = False
+        if self.paused:
+            return
+        if self._ready:
+            self._take_turns()
+        out = self._out
+        if not out:
+            return
+        self._out = []
+        if self._transport.is_closing():
+            return  # the peer has gone, of which the protocol will hear in a moment
+        if self._large:
+            self._large = False
+            self._transport.writelines(out)
+        else:
+            self._transport.write(b"".join(out))
+        if self._ready and self.window > 0:
+            self.schedule()
+
+    def _take_turns(self) -> None:
+        ready, round_bytes = self._ready, _ROUND_BYTES
+        turn_bytes = min(self.frame_bytes, _TURN_BYTES)
+        while ready and self.window > 0 and round_bytes > 0:
+            stream = ready.popleft()
+            size = min(self.window, stream.send_window, turn_bytes, stream.pending_bytes)
+            if not stream.pending or size <= 0:
+                stream.queued = False  # it is gone, or waits for its window
+                continue
+            round_bytes -= size
+            self._emit(stream, size)
+            if stream.pending:
+                ready.append(stream)
+                continue
+            stream.queued = False
+            if stream.ending:
+                self._out.append(stream.ending)
+                stream.connection.finished(stream)
+
+    def _emit(self, stream: Stream, size: int) -> None:
+        """One DATA frame of `size` bytes out of what is pending."""
+        pending = stream.pending
+        assert pending is not None
+        self._large = self._large or size > 4096
+        self.window -= size
+        stream.send_window -= size
+        stream.pending_bytes -= size
+        self.held_bytes -= size
+        stream.since = stream.connection.epoch
+        stream.connection.allowance.left += 4
+        self._out.append(FRAME_HEAD.pack(size << 8 | DATA, 0, stream.stream_id))
+        while size:
+            part = pending[0]
+            if part.nbytes > size:
+                self._out.append(part[:size])
+                pending[0] = part[size:]
+                break
+            self._out.append(pending.popleft())
+            size -= part.nbytes
+        stream.flushed()

@@ -11,9 +11,9 @@ import h2.events
 import h2.settings
 import pytest
 from headrace.http2 import frames
-from headrace.http2.flow import Limits
 from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting
-from headrace.http2.headers import encode
+from headrace.http2.hpack import encode
+from headrace.http2.stream import Limits
 
 from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request
 

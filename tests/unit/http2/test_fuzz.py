@@ -8,8 +8,7 @@ import random
 
 import pytest
 from headrace.core.limits import Door, Limits
-from headrace.grpc.fast_deadlines import Deadlines
-from headrace.grpc.fast_server import FastGrpcServer
+from headrace.grpc.fast_server import Deadlines, FastGrpcServer
 from headrace.grpc.methods import Message, Methods, StreamCall, Unary
 from headrace.http2 import frames
 from headrace.http2.frames import Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hpack
 import pytest
 from headrace.http2.frames import ConnectionFault, ErrorCode
-from headrace.http2.headers import Decoder, Field, HeaderMemory, encode
+from headrace.http2.hpack import Decoder, Field, HeaderMemory, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

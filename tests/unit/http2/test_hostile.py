@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.http2 import frames
-from headrace.http2.flow import Allowance, Limits
 from headrace.http2.frames import ConnectionFault, ErrorCode, Setting
+from headrace.http2.stream import Allowance, Limits
 
 from tests.support.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
 
