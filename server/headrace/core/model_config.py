@@ -184,7 +184,7 @@ def _not_here(field: str, name: str) -> Problem:
 class ModelConfig(ConfigPart):
     """One model's configuration. Field names are Triton's; the last ones, after `metric_tags`, are Headrace's own."""
 
-    name: Text = Field(default="", description="The model's name; must be the folder's name, which it is if absent.")
+    name: Text = Field(default="", description="The model's name. Must be the folder's name, which is the default.")
     platform: Text = Field(
         default="", description="`onnxruntime_onnx` or `tensorrt_plan`; follows from `backend` if absent."
     )
@@ -192,34 +192,38 @@ class ModelConfig(ConfigPart):
         default="", description="`onnxruntime` or `tensorrt`; follows from `platform` or the model's file if absent."
     )
     version_policy: VersionPolicy = Field(
-        default=LATEST_VERSION, description="Which of the versions on disk are served."
+        default=LATEST_VERSION, description="Selects the served versions among those on disk."
     )
     max_batch_size: Count = Field(
         default=0,
-        description="Rows that run together at most. 0: the model has no batch dimension. If absent it follows from the model: "
-        "4, with `dynamic_batching` on, where first dimensions have one name and rows are independent, else 0.",
+        description="Maximum rows of a batch. 0: the model has no batch dimension. If absent, 4 with `dynamic_batching`"
+        " on where first dimensions share a name and rows are independent, else 0.",
     )
     input: tuple[ModelInput, ...] = Field(default=(), description="The inputs; read from the model if absent.")
     output: tuple[ModelOutput, ...] = Field(
-        default=(), description="The outputs offered; all of the model's if absent."
+        default=(), description="The outputs offered to clients; all outputs of the model if absent."
     )
-    optimization: Optimization = Field(default=Optimization(), description="How the model's execution is optimised.")
+    optimization: Optimization = Field(
+        default=Optimization(), description="Options that optimise the model's execution."
+    )
     dynamic_batching: DynamicBatching | None = Field(
-        default=None, description="Requests that wait together run together; `{}` turns it on with the defaults."
+        default=None, description="Merges waiting requests into batches; `{}` enables it with the defaults."
     )
     instance_group: tuple[InstanceGroup, ...] = Field(
         default=(),
-        description="Copies of the model. If absent one; two on each GPU with `backend: tensorrt`, batches and no isolation.",
+        description="Instances of the model. If absent, one; with `backend: tensorrt`, batches and no isolation, two on"
+        " each GPU.",
     )
     default_model_filename: Text = Field(
         default="", description="The model's file in a version's folder; `model.onnx` if absent."
     )
     parameters: dict[str, ParameterText] = Field(
         default={},
-        description="Options of the backend; ONNX Runtime's: `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode`, "
-        "`enable_mem_arena`, `enable_mem_pattern`, `optimization_level`; TensorRT's: `cuda_graphs` (1 or 0), `pipeline_depth` "
-        "(batches under way in an instance, 2 to 8), `one_graph_rows` (batches of up to so many rows are one CUDA graph; `auto`: "
-        "measured), `wait` (for a batch: `sleep`, `spin`, or `auto`: spin for those that are one graph).",
+        description="Options of the backend. ONNX Runtime: `intra_op_thread_count`, `inter_op_thread_count`, "
+        "`execution_mode`, `enable_mem_arena`, `enable_mem_pattern`, `optimization_level`. TensorRT: "
+        "`cuda_graphs` (1 or 0), `pipeline_depth` (batches in flight in an instance, 2 to 8), "
+        "`one_graph_rows` (batches up to this many rows are one CUDA graph; `auto`: measured), `wait` (for "
+        "a batch: `sleep`, `spin`, or `auto`: spin for batches that are one graph).",
     )
     model_warmup: tuple[ModelWarmup, ...] = Field(
         default=(), description="Requests that run before the model is ready."
@@ -227,30 +231,28 @@ class ModelConfig(ConfigPart):
     metric_tags: dict[str, ParameterText] = Field(default={}, description="Labels for the model's metrics.")
     oversize: Annotated[Literal["split", "reject"], *one_of(("split", "reject"))] = Field(
         default="split",
-        description="A request of more than `max_batch_size` rows is split and its answer joined, or refused (as Triton does). "
-        "If absent, `reject` where the ONNX graph is not proven to keep rows apart.",
+        description="`split`: a request with more than `max_batch_size` rows is split and its outputs are joined. "
+        "`reject`: it is refused, as in Triton. If absent, `reject` where the ONNX graph is not proven to "
+        "keep rows independent.",
     )
-    preprocess: Preprocess | None = Field(default=None, description="How a picture becomes the input tensor.")
-    postprocess: Postprocess | None = Field(
-        default=None, description="What callers get in place of an output with a score a class."
-    )
+    preprocess: Preprocess | None = Field(default=None, description="Converts an image to the input tensor.")
+    postprocess: Postprocess | None = Field(default=None, description="Replaces an output of class scores.")
     labels: dict[Annotated[str, Field(strict=True), AfterValidator(_label)], Version] = Field(
         default={}, description="Names for versions, e.g. `stable: 3`."
     )
-    slo: Slo = Field(default=Slo(), description="The service level promised.")
-    rate_limits: RateLimits | None = Field(
-        default=None, description="What each client may ask for; as much as it likes if absent."
-    )
+    slo: Slo = Field(default=Slo(), description="The latency objective.")
+    rate_limits: RateLimits | None = Field(default=None, description="Rate limit of each client; unlimited if absent.")
     fair_sharing: FairSharing | None = Field(
-        default=None, description="Clients take turns; if absent, it does not matter who asks. `{}` turns it on."
+        default=None,
+        description="Shares the model fairly between clients; `{}` enables it. If absent, all requests share one order.",
     )
     priority_aging_microseconds: Duration = Field(
         default=DEFAULT_AGING_US,
-        description="With `priority_levels`: a request that has waited this long, in microseconds, counts as of the next higher "
-        "level, and so on, so that it is served some day; 0: it waits for as long as there is anything of a higher level.",
+        description="With `priority_levels`: a request moves up one level each time it has waited this long, in "
+        "microseconds, which prevents starvation. 0: no ageing, higher levels always run first.",
     )
     fallback: Annotated[Literal["onnxruntime"], *one_of(("onnxruntime",))] | None = Field(
-        default=None, description="What runs the model where its own backend cannot."
+        default=None, description="The backend that runs the model where its own backend cannot."
     )
     # Triton's message has a text of this name, for a backend's library; empty there, it says nothing here.
     runtime: Annotated[
@@ -259,37 +261,38 @@ class ModelConfig(ConfigPart):
         BeforeValidator(lambda value: value or "auto"),
     ] = Field(
         default="auto",
-        description="What runs the model: `auto`, the best that this machine has for it (docs/gpu.md has the table); "
-        "`onnxruntime` keeps it on the CPU; `tensorrt` asks for a GPU.",
+        description="The runtime. `auto`: the best runtime of this machine (docs/gpu.md has the table); `onnxruntime`: "
+        "the CPU; `tensorrt`: a GPU.",
     )
     build_on_load: Flag | None = Field(
         default=None,
-        description="Build the engine that `optimization` asks for where there is none for this machine, in a process of its own "
-        "while the ONNX file serves; then swap. If absent: yes on a machine with a GPU and TensorRT, where a precision, the "
-        "TensorRT backend or KIND_GPU is asked for; never on a CPU.",
+        description="Builds the engine of `optimization` if this machine has none, in a separate process while the ONNX"
+        " file serves, then swaps. If absent: yes with a GPU and TensorRT if the configuration names a "
+        "precision, the TensorRT backend or KIND_GPU; never on a CPU.",
     )
     cpu_max_batch_size: PositiveCount | None = Field(
         default=None,
-        description="Rows that run together at most where the CPU runs the model, if that is fewer than `max_batch_size`: a GPU "
-        "wants batches that only make a CPU's callers wait. Larger requests are split.",
+        description="Maximum rows of a batch on a CPU, if fewer than `max_batch_size`: large batches for a GPU only add"
+        " latency on a CPU. Larger requests are split.",
     )
     gpu_memory_budget: SizeBytes | None = Field(
         default=None,
-        description='What a version may take of each GPU\'s memory, in bytes or as text, e.g. "2GiB"; if absent, what '
-        "`--gpu-memory-fraction` and the other models leave.",
+        description='Maximum memory of a version on each GPU, in bytes or as text, e.g. "2GiB". If absent, the memory '
+        "that `--gpu-memory-fraction` and the other models leave.",
     )
     keep_loaded: Flag = Field(
         default=False,
-        description="The model stays on its GPUs where others would have to make room for one that is wanted.",
+        description="The model is never evicted from GPU memory to make room for another.",
     )
     isolation: Annotated[Literal["none", "process"], *one_of(("none", "process"))] = Field(
         default="none",
-        description="`process`: the model runs in a process of its own, and crashes or hangs alone; that costs a batch some "
-        "0.1 ms and a copy.",
+        description="`process`: the model runs in a child process, so a crash or a hang affects only this model. Costs "
+        "about 0.1 ms and a copy for each batch.",
     )
     isolation_timeout_s: Annotated[float, Field(strict=True, gt=0, le=86400)] = Field(
         default=60.0,
-        description="With `isolation: process`: a batch that takes longer hangs, and its process is killed and started again.",
+        description="With `isolation: process`: seconds after which a batch counts as hung and its process is killed "
+        "and restarted.",
     )
 
     @property

@@ -28,11 +28,11 @@ class Graph(ConfigPart):
 
 
 class Cuda(ConfigPart):
-    """How work is handed to an NVIDIA GPU."""
+    """Submission of work to an NVIDIA GPU."""
 
     graphs: Flag = Field(default=False, description="Capture the execution as a CUDA graph and replay it.")
     busy_wait_events: Flag = Field(default=False, description="Spin on CUDA events instead of sleeping.")
-    output_copy_stream: Flag = Field(default=False, description="Copy outputs on a CUDA stream of their own.")
+    output_copy_stream: Flag = Field(default=False, description="Copy outputs on a separate CUDA stream.")
 
 
 class Accelerator(ConfigPart):
@@ -50,10 +50,10 @@ class ExecutionAccelerators(ConfigPart):
 
 
 class PinnedMemory(ConfigPart):
-    """Whether a transfer goes through pinned host memory."""
+    """Use of pinned host memory for transfers."""
 
     # Triton's message makes an empty block say no, an absent one yes.
-    enable: Flag = Field(default=False, description="Use pinned memory; yes where the block is absent.")
+    enable: Flag = Field(default=False, description="Use pinned memory; true if the block is absent.")
 
 
 Priority = Literal["PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"]
@@ -70,15 +70,16 @@ Shape = tuple[Dimension, ...]
 
 
 class EngineProfile(ConfigPart):
-    """A range of shapes that an engine is built and tuned for."""
+    """A range of shapes that an engine supports and is tuned for."""
 
     batch: tuple[PositiveCount, PositiveCount, PositiveCount] | None = Field(
         default=None,
-        description="Rows: the fewest, those it is tuned for, the most; 1, `max_batch_size`, `max_batch_size` if absent.",
+        description="Rows: minimum, tuned, maximum. If absent: 1, `max_batch_size`, `max_batch_size`.",
     )
     shapes: dict[str, tuple[Shape, Shape, Shape]] = Field(
         default={},
-        description="By input with free dimensions: the smallest, the tuned and the largest shape, without the batch dimension.",
+        description="For each input with free dimensions: minimum, tuned and maximum shape, without the batch "
+        "dimension.",
     )
 
     @model_validator(mode="after")
@@ -97,7 +98,7 @@ class EngineProfile(ConfigPart):
 
 
 class Calibration(ConfigPart):
-    """How the ranges of an INT8 or FP8 engine's tensors are found."""
+    """Calibration of the tensor ranges of an INT8 or FP8 engine."""
 
     method: Annotated[Method, *one_of(METHODS)] = Field(
         default="entropy",
@@ -105,35 +106,38 @@ class Calibration(ConfigPart):
     )
     data: Text = Field(
         default="",
-        description="Samples, in the model's folder: pictures, an .npz with an array an input, or `file.py:function`.",
+        description="Samples in the model's folder: images, an .npz with one array for each input, or "
+        "`file.py:function`.",
     )
-    samples: PositiveCount = Field(default=256, description="How many samples are used at most.")
+    samples: PositiveCount = Field(default=256, description="Maximum number of samples.")
     percentile: Annotated[float, Field(strict=True, gt=50, le=100)] = Field(
-        default=99.99, description="Percentage of values inside of the range, for `method: percentile`."
+        default=99.99, description="Percentage of values inside the range, for `method: percentile`."
     )
     keep: tuple[Text, ...] = Field(
         default=(),
-        description="Nodes (by name, `*` allowed) that stay in floating point; more are found by measurement.",
+        description="Nodes (by name, `*` allowed) that stay in floating point, in addition to those found by "
+        "measurement.",
     )
 
 
 class AccuracyBar(ConfigPart):
-    """What an artefact must reach against the FP32 model before it is published."""
+    """Accuracy relative to the FP32 model that a built engine must reach to be published."""
 
     data: Text = Field(
         default="", description="Held-out samples, as in `calibration.data`; the calibration's last quarter if absent."
     )
-    samples: PositiveCount = Field(default=512, description="How many samples are used at most.")
+    samples: PositiveCount = Field(default=512, description="Maximum number of samples.")
     min_top1_agreement: Share | None = Field(
         default=None,
-        description="Share of samples with the same largest output; 0.98 if absent, 0.9 for INT8 and FP8, "
-        "none where random inputs are compared because no samples are named.",
+        description="Minimum share of samples with the same largest output. If absent: 0.98, or 0.9 for INT8 and FP8, "
+        "or no minimum without samples, where random inputs are compared.",
     )
     max_drop: Share | None = Field(
-        default=None, description="Accuracy that may be lost where the samples have labels, e.g. 0.005 is half a point."
+        default=None,
+        description="Maximum loss of accuracy if the samples have labels; 0.005 is half a percentage point.",
     )
     min_cosine: Share | None = Field(
-        default=None, description="Least cosine between the outputs; 0.999 if absent, 0.95 for INT8 and FP8."
+        default=None, description="Minimum cosine similarity of the outputs; 0.999 if absent, 0.95 for INT8 and FP8."
     )
 
 
@@ -144,7 +148,7 @@ class Optimization(ConfigPart):
     priority: Annotated[Priority, *one_of(("PRIORITY_DEFAULT", "PRIORITY_MAX", "PRIORITY_MIN"), "PRIORITY_")] = Field(
         default="PRIORITY_DEFAULT", description="Priority of this model's work on the device."
     )
-    cuda: Cuda | None = Field(default=None, description="How work is handed to an NVIDIA GPU.")
+    cuda: Cuda | None = Field(default=None, description="Submission of work to an NVIDIA GPU.")
     execution_accelerators: ExecutionAccelerators | None = Field(
         default=None, description="Accelerators, such as TensorRT."
     )
@@ -157,18 +161,20 @@ class Optimization(ConfigPart):
     gather_kernel_buffer_threshold: Count = Field(
         default=0, description="Buffers from which a kernel gathers the input on a GPU."
     )
-    eager_batching: Flag = Field(default=False, description="Assemble the batch before an instance is free.")
+    eager_batching: Flag = Field(default=False, description="Assemble a batch before an instance is idle.")
     precision: Annotated[Precision, *one_of(PRECISIONS)] | None = Field(
         default=None,
-        description="Of the engine that `headrace build` makes: `fp32` (the default), `fp16`, `bf16`, `int8`, `fp8`, or `best`: "
-        "the fastest that holds the accuracy.",
+        description="Precision of the engine from `headrace build`: `fp32` (the default), `fp16`, `bf16`, `int8`, "
+        "`fp8`, or `best`: the fastest that meets `accuracy`.",
     )
-    profiles: tuple[EngineProfile, ...] = Field(default=(), description="Ranges of shapes the engine is built for.")
+    profiles: tuple[EngineProfile, ...] = Field(default=(), description="Ranges of shapes that the engine supports.")
     workspace_mb: PositiveCount | None = Field(
-        default=None, description="Scratch memory that TensorRT may use, in MiB; all of the GPU's if absent."
+        default=None, description="Maximum scratch memory of TensorRT in MiB; unlimited if absent."
     )
-    calibration: Calibration = Field(default=Calibration(), description="How INT8 and FP8 ranges are found.")
-    accuracy: AccuracyBar = Field(default=AccuracyBar(), description="What an engine must reach to be published.")
+    calibration: Calibration = Field(default=Calibration(), description="Calibration for INT8 and FP8.")
+    accuracy: AccuracyBar = Field(
+        default=AccuracyBar(), description="Accuracy that an engine must reach to be published."
+    )
 
 
 HEADRACE_OPTIMIZATION_FIELDS: tuple[str, ...] = ("precision", "profiles", "workspace_mb", "calibration", "accuracy")

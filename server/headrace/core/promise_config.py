@@ -28,22 +28,23 @@ Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
 
 
 class Slo(ConfigPart):
-    """The service level the model's owner promises. An answer that comes late all the same is still delivered."""
+    """The latency objective. A response that is late all the same is still delivered."""
 
     p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
         default=None,
-        description="99 of 100 requests are answered within this many milliseconds; what would be later is refused at once.",
+        description="Latency in milliseconds that 99 % of requests keep. Requests that would miss it are rejected at "
+        "once.",
     )
 
 
 class RateLimit(ConfigPart):
-    """What one client may ask for: a token bucket."""
+    """Rate limit of one client: a token bucket."""
 
     requests_per_s: Annotated[float, Field(strict=True, gt=0, le=_MAX_RATE_HZ)] = Field(
-        description="Requests a second, in the long run."
+        description="Sustained requests per second."
     )
     burst: PositiveCount | None = Field(
-        default=None, description="Requests at once, after a pause; if absent, as many as come in a second."
+        default=None, description="Maximum requests in a burst; if absent, one second's requests."
     )
 
     @property
@@ -53,13 +54,13 @@ class RateLimit(ConfigPart):
 
 
 class RateLimits(ConfigPart):
-    """What each client may ask for; a request beyond that is refused (429, RESOURCE_EXHAUSTED), whatever else waits."""
+    """Rate limits of clients. A request over the limit is refused (429, RESOURCE_EXHAUSTED), even if the queue is empty."""
 
     default: RateLimit | None = Field(
         default=None,
-        description="Of each client that is not named below, and of all together that give no name; if absent, no limit.",
+        description="Limit of each client that is not listed, and of all unnamed clients together; unlimited if absent.",
     )
-    clients: dict[ClientName, RateLimit] = Field(default={}, description="By the client's name.")
+    clients: dict[ClientName, RateLimit] = Field(default={}, description="Limits by client name.")
 
     @model_validator(mode="after")
     def _check(self) -> RateLimits:
@@ -69,12 +70,12 @@ class RateLimits(ConfigPart):
 
 
 class FairSharing(ConfigPart):
-    """Clients that wait for the model take turns within each priority level, in proportion to their weights."""
+    """Shares of clients within each priority level, in proportion to their weights."""
 
     default_weight: Weight = Field(
         default=1.0,
-        description="Of each client that is not named below; those who give no name are one client.",
+        description="Weight of each client that is not listed; all unnamed clients are one client.",
     )
     weights: dict[ClientName, Weight] = Field(
-        default={}, description="By the client's name: one of weight 2 gets twice as much as one of weight 1."
+        default={}, description="Weights by client name: weight 2 gets twice the share of weight 1."
     )

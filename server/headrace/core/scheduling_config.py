@@ -24,44 +24,46 @@ MAX_PRIORITY_LEVELS = 1024
 
 
 class QueuePolicy(ConfigPart):
-    """How long, and how many, requests may wait."""
+    """Limits on the time in the queue and on its length."""
 
     timeout_action: Annotated[Literal["REJECT", "DELAY"], *one_of(("REJECT", "DELAY"))] = Field(
         default="REJECT",
-        description="What happens to a request that waited too long: refused, or put behind all the others.",
+        description="After the timeout, `REJECT` refuses the request and `DELAY` puts it behind all others.",
     )
     default_timeout_microseconds: Duration = Field(
-        default=0, description="How long a request may wait, in microseconds; 0: for ever."
+        default=0, description="Maximum time in the queue, in microseconds; 0: no limit."
     )
     allow_timeout_override: Flag = Field(
         default=False,
-        description="A request's parameter `timeout`, in microseconds, may shorten `default_timeout_microseconds`; where that "
-        "is 0 it has no effect, as in Triton. Without the override the parameter is ignored.",
+        description="Allows a request's parameter `timeout`, in microseconds, to shorten "
+        "`default_timeout_microseconds`. As in Triton, it has no effect if that is 0. Without the override "
+        "the parameter is ignored.",
     )
     max_queue_size: Count = Field(
-        default=0, description="Requests that may wait; one more is refused. 0: the server's own bound."
+        default=0, description="Maximum requests in the queue; further ones are refused. 0: the server's own bound."
     )
 
 
 class DynamicBatching(ConfigPart):
-    """Requests that wait together run together. An empty block turns it on with the defaults."""
+    """Merges waiting requests into batches. An empty block enables it with the defaults."""
 
     preferred_batch_size: tuple[PositiveCount, ...] = Field(
-        default=(), description="Rows at which a batch goes without waiting longer; `max_batch_size` if absent."
+        default=(), description="Batch sizes in rows that run without further delay; `max_batch_size` if absent."
     )
     max_queue_delay_microseconds: Duration = Field(
-        default=0, description="How long the oldest request may be held back for a larger batch, in microseconds."
+        default=0, description="Maximum delay of the oldest request to form a larger batch, in microseconds."
     )
-    preserve_ordering: Flag = Field(default=False, description="Answers leave in the order in which the requests came.")
+    preserve_ordering: Flag = Field(default=False, description="Sends responses in the order of the requests.")
     priority_levels: Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY_LEVELS)] = Field(
-        default=0, description="Number of priorities, 1 being the highest; 0: all requests are equal."
+        default=0, description="Number of priority levels; 1 is the highest. 0: no priorities."
     )
     default_priority_level: Count = Field(
         default=0,
-        description="The priority of a request that names none, or one beyond the levels; needed with levels.",
+        description="Level of requests without a priority or with one outside the levels; required with "
+        "`priority_levels`.",
     )
     default_queue_policy: QueuePolicy = Field(
-        default=QueuePolicy(), description="The queue policy of every level without one of its own."
+        default=QueuePolicy(), description="Queue policy of every level that has none in `priority_queue_policy`."
     )
     priority_queue_policy: dict[Annotated[int, Field(ge=1)], QueuePolicy] = Field(
         default={}, description="Queue policies by priority level."
@@ -96,13 +98,13 @@ InstanceKind = Literal["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"]
 
 
 class InstanceGroup(ConfigPart):
-    """Copies of the model that run beside each other."""
+    """Instances of the model that run in parallel."""
 
-    name: Text = Field(default="", description="A name for the log; the model's name and a number if absent.")
+    name: Text = Field(default="", description="Name in the log; the model's name and a number if absent.")
     kind: Annotated[InstanceKind, *one_of(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"), "KIND_")] = Field(
-        default="KIND_AUTO", description="Where the instances run; AUTO takes what the machine has."
+        default="KIND_AUTO", description="Device of the instances; KIND_AUTO follows the machine."
     )
-    count: PositiveCount = Field(default=1, description="Instances (on each GPU of `gpus`, for KIND_GPU).")
+    count: PositiveCount = Field(default=1, description="Number of instances (on each GPU of `gpus` for KIND_GPU).")
     gpus: tuple[Count, ...] = Field(default=(), description="GPU numbers; all the machine's GPUs if absent.")
 
     @property
@@ -122,25 +124,25 @@ class InstanceGroup(ConfigPart):
 class LatestVersions(ConfigPart):
     """Serve the highest version numbers."""
 
-    num_versions: PositiveCount = Field(default=1, description="How many versions.")
+    num_versions: PositiveCount = Field(default=1, description="Number of versions.")
 
 
 class AllVersions(ConfigPart):
-    """Serve every version there is."""
+    """Serve every version."""
 
 
 class SpecificVersions(ConfigPart):
-    """Serve the versions named."""
+    """Serve the listed versions."""
 
     versions: tuple[Version, ...] = Field(min_length=1, description="Version numbers.")
 
 
 class VersionPolicy(ConfigPart):
-    """Which of the versions on disk are served; one of the three."""
+    """Selects the served versions; exactly one of the three fields."""
 
     latest: LatestVersions | None = Field(default=None, description="The highest version numbers.")
     all: AllVersions | None = Field(default=None, description="Every version: `all: {}`.")
-    specific: SpecificVersions | None = Field(default=None, description="The versions named.")
+    specific: SpecificVersions | None = Field(default=None, description="The listed versions.")
 
     @model_validator(mode="after")
     def _check(self) -> VersionPolicy:

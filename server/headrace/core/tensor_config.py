@@ -56,33 +56,27 @@ def shape_problems(tensor: ModelInput | ModelOutput) -> list[Problem]:
 
 
 class Reshape(ConfigPart):
-    """The model's own shape of a tensor, where it differs from what callers see."""
+    """The shape of a tensor in the model, if it differs from the one that clients see."""
 
-    shape: tuple[Dimension, ...] = Field(
-        default=(), description="The shape the model has, without the batch dimension."
-    )
+    shape: tuple[Dimension, ...] = Field(default=(), description="Shape in the model, without the batch dimension.")
 
 
 class ModelInput(ConfigPart):
-    """One input of the model, as callers see it."""
+    """One input of the model, as clients see it."""
 
-    name: TensorName = Field(description="The tensor's name in the model.")
+    name: TensorName = Field(description="Name of the tensor in the model.")
     data_type: DataType = Field(
         default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
     )
-    format: TensorFormat = Field(
-        default="FORMAT_NONE", description="How a picture's dimensions are ordered; informative only."
-    )
+    format: TensorFormat = Field(default="FORMAT_NONE", description="Order of an image's dimensions; informative only.")
     dims: tuple[Dimension, ...] = Field(
         default=(),
-        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 takes any size. "
-        "Read from the model if absent.",
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 is any size. Read from "
+        "the model if absent.",
     )
-    reshape: Reshape | None = Field(
-        default=None, description="The shape the model itself takes, where it differs from `dims`."
-    )
+    reshape: Reshape | None = Field(default=None, description="Shape in the model, if it differs from `dims`.")
     optional: Flag = Field(
-        default=False, description="A request may leave this input out; the model must have a default for it."
+        default=False, description="Requests may omit this input; the model must have a default for it."
     )
 
     @model_validator(mode="after")
@@ -97,23 +91,21 @@ class ModelInput(ConfigPart):
 
 
 class ModelOutput(ConfigPart):
-    """One output of the model, as callers see it."""
+    """One output of the model, as clients see it."""
 
-    name: TensorName = Field(description="The tensor's name in the model.")
+    name: TensorName = Field(description="Name of the tensor in the model.")
     data_type: DataType = Field(
         default="", description="Element type, e.g. `TYPE_FP32` or `fp32`; read from the model if absent."
     )
     dims: tuple[Dimension, ...] = Field(
         default=(),
-        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 stands for any size. "
-        "Read from the model if absent.",
+        description="Shape without the batch dimension (with it if `max_batch_size` is 0); -1 is any size. Read from "
+        "the model if absent.",
     )
-    reshape: Reshape | None = Field(
-        default=None, description="The shape the model itself gives, where it differs from `dims`."
-    )
+    reshape: Reshape | None = Field(default=None, description="Shape in the model, if it differs from `dims`.")
     label_filename: Text = Field(
         default="",
-        description="File in the model's folder with one class name a line, for the classes along the last dimension.",
+        description="File in the model's folder with one class name per line, for the last dimension.",
     )
 
     @model_validator(mode="after")
@@ -125,41 +117,41 @@ class ModelOutput(ConfigPart):
 
 
 class Preprocess(ConfigPart):
-    """How a picture becomes the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
+    """Converts an image to the input tensor: decode, resize, crop, (pixel - mean) / std, layout."""
 
-    input: Text = Field(
-        default="", description="The input that takes the picture; may be left out for a model with only one."
-    )
+    input: Text = Field(default="", description="Name of the image input; optional for a model with one input.")
     color: Annotated[Literal["rgb", "gray"], *one_of(("rgb", "gray"))] = Field(
-        default="rgb", description="Channels: three (red, green, blue) or one (grey)."
+        default="rgb", description="Channels of the image: three (`rgb`) or one (`gray`)."
     )
     resize_short_side: PositiveCount = Field(
-        default=256, description="The shorter side after resizing, in pixels; the ratio is kept."
+        default=256, description="Length of the shorter side after resizing, in pixels; the aspect ratio is kept."
     )
     crop: tuple[PositiveCount, PositiveCount] = Field(
-        default=(224, 224), description="Height and width, in pixels, cut from the centre after resizing."
+        default=(224, 224), description="Height and width of the centre crop after resizing, in pixels."
     )
     interpolation: Annotated[Literal["bilinear", "bicubic"], *one_of(("bilinear", "bicubic"))] = Field(
-        default="bilinear", description="How pixels in between are computed when resizing."
+        default="bilinear", description="Interpolation for resizing."
     )
     mean: Channels = Field(
-        default=(0.0,), description="Subtracted from each pixel (0 to 255): one number, or one a channel."
+        default=(0.0,), description="Subtracted from each pixel (0 to 255): one number, or one for each channel."
     )
     std: Channels = Field(
-        default=(1.0,), description="Divides each pixel after `mean` was subtracted: one number, or one a channel."
+        default=(1.0,),
+        description="Divides each pixel after `mean` is subtracted: one number, or one for each channel.",
     )
     layout: Annotated[Literal["nchw", "nhwc"], *one_of(("nchw", "nhwc"))] = Field(
-        default="nchw", description="Order of the tensor's dimensions: channels before or after height and width."
+        default="nchw",
+        description="Order of the tensor's dimensions: channels before (`nchw`) or after (`nhwc`) height and width.",
     )
     by: Annotated[Literal["client", "server"], *one_of(("client", "server"))] = Field(
         default="client",
-        description="Who does it. `client`: requests carry the tensor that the model takes. `server`: they carry pixels, UINT8 "
-        "of [height, width, channels], four times fewer bytes; decoding a file stays with the client.",
+        description="`client`: requests contain the model's input tensor. `server`: requests contain pixels, UINT8 of "
+        "[height, width, channels], a quarter of the bytes; the client decodes the file.",
     )
     source: tuple[PositiveCount, PositiveCount] | None = Field(
         default=None,
-        description="Height and width of the pixels that `by: server` takes, which are then resized and cropped; "
-        "if absent they come as large as `crop` and are only normalised.",
+        description="With `by: server`: height and width of the pixels in a request, which are then resized and "
+        "cropped. If absent, requests contain pixels of the size of `crop`, which are only normalised.",
     )
 
     @property
@@ -213,22 +205,25 @@ class Preprocess(ConfigPart):
 
 
 class Postprocess(ConfigPart):
-    """What callers get in place of an output with a score a class: probabilities, the best classes, or both."""
+    """Replaces an output of class scores by probabilities, by the best classes, or by both."""
 
     output: Text = Field(
-        default="", description="The output with the scores; may be left out for a model with only one."
+        default="", description="Name of the output with the scores; optional for a model with one output."
     )
-    softmax: Flag = Field(default=False, description="Turn the scores of a row into probabilities.")
+    softmax: Flag = Field(default=False, description="Convert the scores of a row to probabilities.")
     top_k: Count = Field(
         default=0,
-        description="Give the best so many classes of a row, best first, in the outputs named below, in place of the model's; "
-        "0: the output keeps its name and all its classes.",
+        description="Number of best classes for each row, best first, in the outputs named below, which replace the "
+        "model's output. 0: the output keeps its name and all classes.",
     )
-    scores: TensorName = Field(default="scores", description="Name of the output FP32 [top_k] with their scores.")
-    classes: TensorName = Field(default="classes", description="Name of the output INT32 [top_k] with their numbers.")
+    scores: TensorName = Field(default="scores", description="Name of the output with the scores, FP32 [top_k].")
+    classes: TensorName = Field(
+        default="classes", description="Name of the output with the class numbers, INT32 [top_k]."
+    )
     labels: TensorName = Field(
         default="labels",
-        description="Name of the output STRING [top_k] with their names, offered where the model's output has a label file.",
+        description="Name of the output with the class names, STRING [top_k]; present if the model's output has a label"
+        " file.",
     )
 
     @model_validator(mode="after")
@@ -243,16 +238,16 @@ class Postprocess(ConfigPart):
 
 
 class WarmupInput(ConfigPart):
-    """What one input is fed with while the model warms up."""
+    """Data of one input for the warm-up."""
 
     data_type: DataType = Field(default="", description="Element type of the input.")
     dims: tuple[Dimension, ...] = Field(
-        default=(), description="Shape without the batch dimension; every size must be known."
+        default=(), description="Shape without the batch dimension, without free sizes."
     )
-    zero_data: Flag = Field(default=False, description="Feed zeros.")
-    random_data: Flag = Field(default=False, description="Feed random values.")
+    zero_data: Flag = Field(default=False, description="Use zeros.")
+    random_data: Flag = Field(default=False, description="Use random values.")
     input_data_file: Text = Field(
-        default="", description="Feed the raw values of this file in the model's folder `warmup/`."
+        default="", description="Use the raw values of this file in the folder `warmup/` of the model."
     )
 
     @model_validator(mode="after")
@@ -264,9 +259,9 @@ class WarmupInput(ConfigPart):
 
 
 class ModelWarmup(ConfigPart):
-    """A request that every instance answers before the model is ready."""
+    """A request that every instance runs before the model is ready."""
 
-    name: Text = Field(default="", description="A name for the log.")
+    name: Text = Field(default="", description="Name in the log.")
     batch_size: PositiveCount = Field(default=1, description="Rows in the request.")
     inputs: dict[str, WarmupInput] = Field(default={}, description="Data by input name.")
-    count: Count = Field(default=1, description="How many times the request is run; 0 means once, as in Triton.")
+    count: Count = Field(default=1, description="Number of runs; 0 means one, as in Triton.")

@@ -13,27 +13,32 @@ NAME = "metrics.md"
 _BUCKETS = ", ".join(f"{bound:g}" for bound in BUCKETS_S)
 _HEAD = f"""# Metrics
 
-Generated from `server/headrace/observability/metrics_table.py` (`make docs`); a test compares it with a running server's page.
+Generated from `server/headrace/observability/metrics_table.py` (`make docs`); a test compares it with a running server's
+page.
 
-`GET /metrics` on the HTTP port, or on a port of its own with `--metrics-port N`; `--no-metrics` switches it off. One registry,
-in the form that the client asks for: Prometheus' text, OpenMetrics (with exemplars), or protobuf (with native histograms).
-`deploy/prometheus` has a scrape configuration, recording rules and alerts, `deploy/grafana` the dashboards.
+`GET /metrics` on the HTTP port serves every metric below. `--metrics-port N` selects another port, `--no-metrics` switches it
+off.
 
-- **Model and version** are labels of all that is counted for a model. Counters begin at 0 when a version is loaded, also when it
-  is loaded again: `rate()` and `increase()` take that as they take a restart.
-- **Histograms of time** have the same buckets everywhere, so that they add up over replicas:
+    curl -s http://127.0.0.1:8000/metrics
+
+The `Accept` header selects the format: Prometheus' text, OpenMetrics (with exemplars) or protobuf (with native histograms).
+`deploy/prometheus` has a scrape configuration, recording rules and alerts; `deploy/grafana` has dashboards.
+
+- **Labels**: every metric of a model has `model` and `version`. Counters start at 0 when a version is loaded or reloaded;
+  `rate()` and `increase()` treat that as a restart.
+- **Buckets**: all histograms of time have the same buckets, so they can be summed over replicas:
   {_BUCKETS} s.
-- **Native histograms** (marked below) have buckets 9 % wide and no bounds to choose. Prometheus 2.40 and later takes them with
-  `--enable-feature=native-histograms`, and then drops the classic buckets of the same name unless the scrape configuration
-  has `scrape_classic_histograms: true` (from 2.45 on; `always_scrape_classic_histograms` in 3.x). The dashboards and alerts in
-  `deploy` read the classic ones. A query on a native histogram has no `_bucket` and no `le`:
+- **Native histograms** (marked below) have buckets 9 % wide. Prometheus 2.40 and later reads them with
+  `--enable-feature=native-histograms`. It then drops the classic buckets of the same name unless the scrape configuration has
+  `scrape_classic_histograms: true` (from 2.45 on; `always_scrape_classic_histograms` in 3.x). The dashboards and alerts in
+  `deploy` use the classic buckets. A query on a native histogram has no `_bucket` and no `le`:
   `histogram_quantile(0.99, sum by (model) (rate(headrace_total_seconds[5m])))`.
-- **Exemplars**: a bucket of `headrace_total_seconds` names the last traced request in it (`trace_id`), for a Prometheus with
+- **Exemplars**: a bucket of `headrace_total_seconds` has the `trace_id` of its last traced request. Prometheus needs
   `--enable-feature=exemplar-storage`.
-- **Metrics under Triton's names** (the section below) have its types, labels and units, and are computed when Prometheus scrapes.
-  `--metrics-config NAME=VALUE` (repeatable, or `HEADRACE_METRICS_CONFIG` with spaces between) has Triton's settings:
+- **Triton's metric names** (last section but one) have Triton's types, labels and units, and are computed at the scrape.
+  `--metrics-config NAME=VALUE` (repeatable, or `HEADRACE_METRICS_CONFIG` separated by spaces) has Triton's settings:
   `summary_latencies`, `histogram_latencies` and `counter_latencies` (`true` or `false`; all are on), `summary_quantiles`
-  (`0.5,0.9,0.95,0.99,0.999`). What differs stands in [from-triton.md](from-triton.md#metrics).
+  (`0.5,0.9,0.95,0.99,0.999`). [from-triton.md](from-triton.md#metrics) lists the differences.
 """
 
 
@@ -41,7 +46,7 @@ def page() -> str:
     """The page in Markdown."""
     parts = [_HEAD]
     for section, found in groupby(families(), lambda family: family.section):
-        parts.append(f"\n## {section}\n\n| metric | type | labels | what it says |\n|---|---|---|---|\n")
+        parts.append(f"\n## {section}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n")
         parts += [_row(family) for family in found]
     return "".join(parts)
 

@@ -111,55 +111,55 @@ def _sample(bucket: tuple[str, int, Exemplar | None]) -> tuple[str, float] | tup
 
 
 _AT = "Requests and their time"
-_ONCE = "once per request in it"
-_CODED = "once per request answered with success over HTTP or gRPC"
+_ONCE = "once for each request in it"
+_CODED = "once for each successful request over HTTP or gRPC"
 PHASE_SECONDS = {
     phase: Family(_AT, f"headrace_{phase}_seconds", "histogram", text, MODEL, native=True)
     for phase, text in {
-        "decode": f"Time to read a request and hold it against the model, {_CODED}.",
-        "queue": "Time a request waited for an instance.",
-        "assembly": f"Time to put a batch together, {_ONCE}.",
-        "compute": f"Time the backend ran a batch, {_ONCE}.",
-        "split": f"Time to give every request of a batch its part of the answer, {_ONCE}.",
-        "encode": f"Time to write an answer, {_CODED}.",
-        "total": "Time from the arrival of a request to its settled answer.",
+        "decode": f"Time to decode and validate a request, {_CODED}.",
+        "queue": "Time of a request in the queue.",
+        "assembly": f"Time to assemble a batch, {_ONCE}.",
+        "compute": f"Compute time of a batch, {_ONCE}.",
+        "split": f"Time to split the outputs of a batch, {_ONCE}.",
+        "encode": f"Time to encode a response, {_CODED}.",
+        "total": "Time from the arrival of a request to its response.",
     }.items()
 }
-REQUESTS = Family(_AT, "headrace_requests_total", "counter", "Requests answered with success.", MODEL)
-ROWS = Family(_AT, "headrace_rows_total", "counter", "Rows of the requests answered with success.", MODEL)
+REQUESTS = Family(_AT, "headrace_requests_total", "counter", "Successful requests.", MODEL)
+ROWS = Family(_AT, "headrace_rows_total", "counter", "Rows of successful requests.", MODEL)
 FAILURES = Family(
     _AT,
     "headrace_failures_total",
     "counter",
-    "Requests for a model that were answered with an error or refused, or whose caller left (reason cancelled).",
+    "Requests to a model that failed, were refused or were cancelled, by reason.",
     (*MODEL, "reason"),
 )
 ERRORS = Family(
     _AT,
     "headrace_errors_total",
     "counter",
-    "Answers that were an error, whether they were about a model or not.",
+    "Error responses, with or without a model.",
     ("protocol", "reason"),
 )
 LIMIT_HITS = Family(
     _AT,
     "headrace_limit_hits_total",
     "counter",
-    "Requests, connections or streams that met a limit, by its option. Of gRPC's, grpcio has none counted but all bodies'.",
+    "Requests, connections and streams that met a limit, by option. grpcio counts only the limit on all bodies.",
     ("protocol", "limit"),
 )
 
 _BATCHES = "Batches"
 BATCHES = Family(
-    _BATCHES, "headrace_batches_total", "counter", "Batches run, by the reason why they were closed.",
+    _BATCHES, "headrace_batches_total", "counter", "Executed batches, by the reason why they were closed.",
     (*MODEL, "closed_by"),
 )  # fmt: skip
-BATCH_ROWS = Family(_BATCHES, "headrace_batch_rows", "histogram", "Rows of each batch that was run.", MODEL)
+BATCH_ROWS = Family(_BATCHES, "headrace_batch_rows", "histogram", "Rows of each executed batch.", MODEL)
 PROFILE = Family(
     _BATCHES,
     "headrace_profile_microseconds",
     "gauge",
-    "How long the backend is expected to run a batch of so many rows.",
+    "Expected compute time of a batch with this many rows, in microseconds.",
     (*MODEL, "rows", "quantile"),
 )
 
@@ -168,61 +168,60 @@ BUSY = Family(
     _LOAD,
     "headrace_busy_seconds_total",
     "counter",
-    "Time that instances were kept by the batches they answered, summed: rate() of it by instance is their utilisation.",
+    "Total time in which instances were busy; its rate() divided by the number of instances is the utilisation.",
     MODEL,
 )
 QUEUE_DEPTH = Family(_LOAD, "headrace_queue_depth", "gauge", "Requests in the queue.", MODEL)
-IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and answer.", MODEL)
+IN_FLIGHT = Family(_LOAD, "headrace_in_flight", "gauge", "Requests between arrival and response.", MODEL)
 PREDICTED_WAIT = Family(
     _LOAD,
     "headrace_predicted_wait_seconds",
     "gauge",
-    "How long a request of one row would wait if it came now, by priority level (1 is the first); 0 while nothing is known.",
+    "Predicted time in the queue of a new request of one row, by priority level (1 is the highest); 0 "
+    "without measurements.",
     (*MODEL, "level"),
 )
-DRAIN = Family(
-    _LOAD, "headrace_drain_seconds", "gauge", "How long what waits and runs would take if nothing came.", MODEL
-)
+DRAIN = Family(_LOAD, "headrace_drain_seconds", "gauge", "Time to complete all queued and running requests.", MODEL)
 CAPACITY = Family(
     _LOAD,
     "headrace_capacity_rows_per_second",
     "gauge",
-    "Rows a second that the living instances can run by what is known of them; 0 while nothing is.",
+    "Rows per second that the live instances can compute; 0 without measurements.",
     MODEL,
 )
 OBJECTIVE = Family(
-    _LOAD, "headrace_objective_seconds", "gauge", "Time that the model promises for 99 of 100 requests.", MODEL,
+    _LOAD, "headrace_objective_seconds", "gauge", "Latency objective of the model for 99 % of requests.", MODEL,
     when="with `slo` in the model's configuration",
 )  # fmt: skip
 LATE = Family(
-    _LOAD, "headrace_late_total", "counter", "Answers that came after the model's objective or the request's deadline.",
+    _LOAD, "headrace_late_total", "counter", "Responses after the model's objective or the request's deadline.",
     MODEL,
 )  # fmt: skip
 
 _MODELS = "Models"
 READY = Family(_MODELS, "headrace_ready", "gauge", "1 while /v2/health/ready answers 200.")
 MODEL_STATE = Family(
-    _MODELS, "headrace_model_state", "gauge", "1 for the state that a version is in, 0 for the others.",
+    _MODELS, "headrace_model_state", "gauge", "1 for the present state of a version, 0 for the others.",
     (*MODEL, "state"),
 )  # fmt: skip
 MODEL_LOADS = Family(
     _MODELS,
     "headrace_model_loads_total",
     "counter",
-    "Loads (result loaded), replacements of what served (reloaded), unloads (unloaded), and attempts that failed (failed).",
+    "Loads and unloads by result: loaded, reloaded, unloaded, failed.",
     ("model", "result"),
     when="once a model has been loaded",
 )
 LOAD_SECONDS = Family(_MODELS, "headrace_load_seconds", "summary", "Time to load a version.", MODEL)
-INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Instances that live.", MODEL)
+INSTANCES = Family(_MODELS, "headrace_instances", "gauge", "Live instances.", MODEL)
 INSTANCES_WANTED = Family(
-    _MODELS, "headrace_instances_wanted", "gauge", "Instances that should live: 0 while the version is parked.", MODEL
+    _MODELS, "headrace_instances_wanted", "gauge", "Configured instances; 0 while the version is parked.", MODEL
 )
 RESTARTS = Family(
-    _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were started anew.", MODEL
+    _MODELS, "headrace_instance_restarts_total", "counter", "Instances that died and were restarted.", MODEL
 )
 PROCESS_UP = Family(
-    _MODELS, "headrace_model_process_up", "gauge", "1 while an isolated model's process serves.", MODEL,
+    _MODELS, "headrace_model_process_up", "gauge", "1 while the process of an isolated model serves.", MODEL,
     when="with `isolation: process`",
 )  # fmt: skip
 PROCESS_RESTARTS = Family(
@@ -247,7 +246,7 @@ ENGINE_ACCURACY = Family(
     _ENGINES,
     "headrace_engine_accuracy",
     "gauge",
-    "How near the engine's answers were to those of the FP32 model when it was built, by measure; 1 is the same.",
+    "Agreement of the engine's outputs with the FP32 model at build time, by measure; 1 is equal.",
     (*MODEL, "measure"),
     when="for a model that a built engine serves",
 )
@@ -255,7 +254,7 @@ ENGINE_BUILDS = Family(
     _ENGINES,
     "headrace_engine_builds_total",
     "counter",
-    "Engines that the server had built (`build_on_load`), by result: built, failed.",
+    "Engine builds by the server (`build_on_load`), by result: built, failed.",
     ("model", "result"),
     when="with `build_on_load`, once a build has ended",
 )
@@ -266,19 +265,19 @@ GPU_MEMORY = Family(
     _MEMORY,
     "headrace_gpu_memory_bytes",
     "gauge",
-    "Memory booked for models; gpu is a number, or host for pinned memory.",
+    "Memory reserved for models; the label gpu is a number, or host for pinned memory.",
     ("gpu", *MODEL, "kind"),
     when=GPU_MODEL,
 )
 GPU_MEMORY_LIMIT = Family(
-    _MEMORY, "headrace_gpu_memory_limit_bytes", "gauge", "What all models together may take of a GPU.", ("gpu",),
+    _MEMORY, "headrace_gpu_memory_limit_bytes", "gauge", "Maximum memory of all models together on a GPU.", ("gpu",),
     when=GPU_MODEL,
 )  # fmt: skip
 ON_DEMAND_LOADS = Family(
-    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads because a request waited for a parked version.", MODEL
+    _MEMORY, "headrace_on_demand_loads_total", "counter", "Loads of parked versions caused by a request.", MODEL
 )
 EVICTIONS = Family(
-    _MEMORY, "headrace_evictions_total", "counter", "How often a version was parked to make room for another.", MODEL
+    _MEMORY, "headrace_evictions_total", "counter", "Times that a version was parked to make room for another.", MODEL
 )
 
 _GPUS = "GPUs"
@@ -291,20 +290,22 @@ def _gpu(name: str, text: str, kind: Kind = "gauge", *labels: str) -> Family:
 
 GPU_INFO = _gpu("headrace_gpu_info", "1; names the GPU.", "gauge", "name", "uuid", "driver")
 GPU_UP = _gpu("headrace_gpu_up", "1 while the driver answers for the GPU, 0 once it is lost.")
-GPU_UTILIZATION = _gpu("headrace_gpu_utilization_ratio", "Share of the last moments in which a kernel ran, 0 to 1.")
-GPU_MEMORY_USED = _gpu("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU, by whomever.")
+GPU_UTILIZATION = _gpu(
+    "headrace_gpu_utilization_ratio", "Share of the driver's last sampling period in which a kernel ran, 0 to 1."
+)
+GPU_MEMORY_USED = _gpu("headrace_gpu_device_memory_used_bytes", "Memory in use on the GPU by all processes.")
 GPU_MEMORY_TOTAL = _gpu("headrace_gpu_device_memory_total_bytes", "Memory of the GPU.")
 GPU_POWER = _gpu("headrace_gpu_power_watts", "Power drawn.")
-GPU_POWER_LIMIT = _gpu("headrace_gpu_power_limit_watts", "Power that the GPU keeps to.")
+GPU_POWER_LIMIT = _gpu("headrace_gpu_power_limit_watts", "Power limit of the GPU.")
 GPU_ENERGY = _gpu("headrace_gpu_energy_joules_total", "Energy used since the driver was loaded.", "counter")
 GPU_TEMPERATURE = _gpu("headrace_gpu_temperature_celsius", "Temperature of the GPU's core.")
-GPU_CLOCK = _gpu("headrace_gpu_clock_hertz", "Clock, of the processors (sm) or the memory.", "gauge", "clock")
+GPU_CLOCK = _gpu("headrace_gpu_clock_hertz", "Clock of the processors (sm) or the memory.", "gauge", "clock")
 GPU_ECC = _gpu(
-    "headrace_gpu_ecc_errors_total", "Errors in memory since the driver was loaded: corrected, uncorrected.",
+    "headrace_gpu_ecc_errors_total", "Memory errors since the driver was loaded: corrected, uncorrected.",
     "counter", "kind",
 )  # fmt: skip
 GPU_SLOWED = _gpu(
-    "headrace_gpu_slowed", "1 while the GPU keeps its clocks down for this reason.", "gauge", "reason"
+    "headrace_gpu_slowed", "1 while the GPU reduces its clocks for this reason.", "gauge", "reason"
 )  # fmt: skip
 
 _SERVER = "The server"
@@ -313,33 +314,31 @@ LOOP_LAG = Family(
     _SERVER,
     "headrace_event_loop_lag_seconds",
     "histogram",
-    "How late the event loop comes to a timer, looked at four times a second: everything else that it does waits as long.",
+    "Delay of a timer on the event loop, measured four times a second; every other task of the loop waits as long.",
     native=True,
 )
-CONNECTIONS = Family(
-    _SERVER, "headrace_connections", "gauge", "Connections that are open; grpcio does not tell.", ("protocol",)
-)
+CONNECTIONS = Family(_SERVER, "headrace_connections", "gauge", "Open connections; absent for grpcio.", ("protocol",))
 BODIES = Family(
     _SERVER,
     "headrace_body_bytes",
     "gauge",
-    "Bytes of the bodies of all requests that are in the server; --max-total-body-bytes is the most.",
+    "Bytes of the bodies of all requests in the server; --max-total-body-bytes is the limit.",
 )
-LIMIT = Family(_SERVER, "headrace_limit", "gauge", "The limits on clients in force, by name.", ("limit",))
-THREADS = Family(_SERVER, "headrace_threads", "gauge", "Threads of Python in the server's process.")
+LIMIT = Family(_SERVER, "headrace_limit", "gauge", "Limits on clients in force, by name.", ("limit",))
+THREADS = Family(_SERVER, "headrace_threads", "gauge", "Python threads in the server's process.")
 TELEMETRY_DROPPED = Family(
     _SERVER,
     "headrace_telemetry_dropped_total",
     "counter",
-    "Spans, records of trace files and lines of the request log that were lost because they came faster than they could be "
-    "written or sent.",
+    "Spans, records of trace files and lines of the request log that were dropped because they could "
+    "not be written or sent in time.",
     ("kind",),
 )
 CERTIFICATE = Family(
     _SERVER,
     "headrace_tls_certificate_expiry_timestamp_seconds",
     "gauge",
-    "When the server's certificate expires, in seconds since 1970.",
+    "Expiry time of the server's certificate, in seconds since 1970.",
     when="with `--tls-cert`",
 )
 
@@ -347,13 +346,13 @@ _TRITON = "Triton's names, for dashboards made for it"
 TRITON = {
     name: Family(_TRITON, f"nv_inference_{name}", "counter", text, MODEL)
     for name, text in {
-        "request_success": "Requests answered with success.",
-        "count": "Rows inferred.",
-        "exec_count": "Batches run.",
+        "request_success": "Successful requests.",
+        "count": "Computed rows of successful requests.",
+        "exec_count": "Executed batches.",
         "request_duration_us": "Time of successful requests.",
         "queue_duration_us": "Time in the queue.",
         "compute_input_duration_us": "Time to assemble batches.",
-        "compute_infer_duration_us": "Time of the backend.",
+        "compute_infer_duration_us": "Compute time.",
         "compute_output_duration_us": "Time to split batches.",
     }.items()
 }
@@ -361,7 +360,7 @@ TRITON_FAILURE = Family(
     _TRITON,
     "nv_inference_request_failure",
     "counter",
-    "Requests answered with an error: REJECTED (queue, deadline or quota), CANCELED, BACKEND (the model failed), OTHER.",
+    "Failed requests: REJECTED (queue, deadline or quota), CANCELED, BACKEND (the model failed), OTHER.",
     (*MODEL, "reason"),
 )
 TRITON_SUMMARY = {
@@ -370,7 +369,7 @@ TRITON_SUMMARY = {
         "total": ("request", "Time of successful requests; quantiles of the last minute."),
         "queue": ("queue", "Time in the queue; quantiles of the last minute."),
         "assembly": ("compute_input", "Time to assemble batches; quantiles of the last minute."),
-        "compute": ("compute_infer", "Time of the backend; quantiles of the last minute."),
+        "compute": ("compute_infer", "Compute time; quantiles of the last minute."),
         "split": ("compute_output", "Time to split batches; quantiles of the last minute."),
     }.items()
 }
@@ -388,34 +387,34 @@ TRITON_LOAD_SECONDS = Family(
 TRITON_PINNED = {
     name: Family(_TRITON, f"nv_pinned_memory_pool_{name}_bytes", "gauge", text)
     for name, text in {
-        "total": "Pinned memory of the host that is allocated for models: there is no pool of a fixed size.",
-        "used": "Pinned memory of the host that models hold.",
+        "total": "Pinned memory of the host allocated for models; there is no pool of a fixed size.",
+        "used": "Pinned memory of the host in use by models.",
     }.items()
 }
 TRITON_CPU = {
     name: Family(_TRITON, f"nv_cpu_{name}", "gauge", text, when="on Linux")
     for name, text in {
-        "utilization": "Share of time in which the processors were busy since the last scrape, 0 to 1.",
+        "utilization": "Processor utilisation since the last scrape, 0 to 1.",
         "memory_total_bytes": "Memory of the machine.",
-        "memory_used_bytes": "Memory of the machine that is not available.",
+        "memory_used_bytes": "Used memory of the machine.",
     }.items()
 }
 TRITON_GPU = {
     name: Family(_TRITON, f"nv_{name}", "gauge", text, ("gpu_uuid",), when=_NVML)
     for name, text in {
-        "gpu_utilization": "Share of the last moments in which a kernel ran, 0 to 1.",
+        "gpu_utilization": "Share of the driver's last sampling period in which a kernel ran, 0 to 1.",
         "gpu_memory_total_bytes": "Memory of the GPU.",
         "gpu_memory_used_bytes": "Memory in use on the GPU.",
         "gpu_power_usage": "Power drawn, in watts.",
-        "gpu_power_limit": "Power that the GPU keeps to, in watts.",
+        "gpu_power_limit": "Power limit of the GPU, in watts.",
     }.items()
 }
 TRITON_ENERGY = Family(
-    _TRITON, "nv_energy_consumption", "counter", "Energy used since the server was first scraped, in joules.",
+    _TRITON, "nv_energy_consumption", "counter", "Energy used since the first scrape, in joules.",
     ("gpu_uuid",), when=_NVML,
 )  # fmt: skip
 
-_PROCESS = "The process, as prometheus-client tells of it"
+_PROCESS = "The process, from prometheus-client"
 _LINUX = "on Linux"
 PROCESS = tuple(
     Family(_PROCESS, f"process_{name}", "counter" if name.endswith("_total") else "gauge", text, when=_LINUX)
