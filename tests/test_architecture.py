@@ -324,8 +324,8 @@ KNOWN_CYCLES: set[tuple[str, ...]] = {
 }
 # Public classes that share a name with another one.
 KNOWN_NAMESAKES = (
-    "Account Accounts Backend Call Choice Curve Graph Lane LayerTime Limits Load Loads Memory Order "
-    "Overview Plan Point Profile RateLimits Reading Source Stage Standing Stream Tally Tensor Timing"
+    "Account Accounts Backend Choice Curve Graph Lane LayerTime Load Loads Memory Order "
+    "Overview Plan Point Profile RateLimits Reading Source Stage Standing Tally Tensor Timing"
 )
 # Identifiers that say nothing to a reader (docs of the style are in CONTRIBUTING.md), refused in the packages below.
 REFUSED = (

@@ -13,13 +13,19 @@ import pytest
 from headrace.grpc.fast_server import UnaryCall
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode
-from headrace.http2.stream import Limits
+from headrace.http2.stream import Http2Limits
 
 from tests.support.grpc_echo import HOST, EchoServer, echo_server, wait_for
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
 
-QUICK = Limits(
-    handshake_s=0.3, frame_s=0.3, keepalive_s=0.2, keepalive_timeout_s=0.2, linger_s=0.2, burst=2000, per_s=500
+QUICK = Http2Limits(
+    handshake_s=0.3,
+    frame_s=0.3,
+    keepalive_s=0.2,
+    keepalive_timeout_s=0.2,
+    linger_s=0.2,
+    frame_burst=2000,
+    frames_per_s=500,
 )
 
 

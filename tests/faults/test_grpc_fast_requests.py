@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from headrace.http2 import frames
 from headrace.http2.frames import ErrorCode
-from headrace.http2.hpack import Field
+from headrace.http2.hpack import HeaderField
 
 from tests.support.grpc_echo import EchoServer, echo_server
 from tests.support.http2_peer import RawPeer, data, grpc_head, message, request
@@ -20,7 +20,7 @@ def server() -> Iterator[EchoServer]:
         yield running
 
 
-ODD: dict[str, tuple[list[Field], bytes, dict[str, str]]] = {
+ODD: dict[str, tuple[list[HeaderField], bytes, dict[str, str]]] = {
     "unknown encoding": (
         grpc_head("/test.Echo/Echo", (b"grpc-encoding", b"br")),
         message(b"x", 1),
@@ -85,7 +85,7 @@ def test_odd_requests_are_answered_and_the_connection_goes_on(server: EchoServer
         assert peer.until(frames.DATA).payload == message(b"fine")
 
 
-MALFORMED: dict[str, list[Field]] = {
+MALFORMED: dict[str, list[HeaderField]] = {
     "upper case": [*grpc_head(), (b"Upper", b"x")],
     "a header of HTTP/1": [*grpc_head(), (b"connection", b"close")],
     "a te that is none": [*grpc_head()[:3], (b"te", b"gzip"), (b"content-type", b"application/grpc")],

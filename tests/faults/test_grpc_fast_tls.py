@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
-from headrace.http2.stream import Limits
+from headrace.http2.stream import Http2Limits
 from headrace.tls import TlsFiles
 
 from tests.support.grpc_echo import HOST, echo_server
@@ -60,7 +60,7 @@ def test_tls_without_the_agreement_on_http2_is_closed(authority: trustme.CA, tmp
 
 def test_a_tls_handshake_that_does_not_come_is_cut(authority: trustme.CA, tmp_path: Path) -> None:
     with (
-        echo_server(tls=_files(authority, tmp_path, mutual=False), limits=Limits(handshake_s=0.3)) as server,
+        echo_server(tls=_files(authority, tmp_path, mutual=False), limits=Http2Limits(handshake_s=0.3)) as server,
         socket.create_connection((HOST, server.port), timeout=5) as silent,
     ):
         assert silent.recv(100) == b""

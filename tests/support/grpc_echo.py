@@ -16,8 +16,8 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Overloaded
 from headrace.core.limits import Door
 from headrace.grpc.fast_server import FastGrpcServer
-from headrace.grpc.methods import Call, Message, Methods, Stream, StreamCall, Unary
-from headrace.http2.stream import Limits
+from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
+from headrace.http2.stream import Http2Limits
 from headrace.tls import TlsFiles
 
 HOST = "127.0.0.1"
@@ -32,13 +32,13 @@ class EchoServer:
     deadlines_ns: what calls of `Echo` saw.
     """
 
-    def __init__(self, max_message_bytes: int, tls: TlsFiles | None, limits: Limits | None) -> None:
+    def __init__(self, max_message_bytes: int, tls: TlsFiles | None, limits: Http2Limits | None) -> None:
         self.port = 0
         self.running = 0
         self.ended: list[str] = []
         self.deadlines_ns: list[int] = []
         self.released = asyncio.Event()
-        unary: dict[str, Unary] = {
+        unary: dict[str, UnaryMethod] = {
             "/test.Echo/Echo": self._echo,
             "/test.Echo/Parts": self._parts,
             "/test.Echo/Large": self._large,
@@ -48,7 +48,7 @@ class EchoServer:
             "/test.Echo/Fault": self._fault,
             "/test.Echo/Overloaded": self._overloaded,
         }
-        streams: dict[str, Stream] = {
+        streams: dict[str, StreamMethod] = {
             "/test.Echo/Chat": self._chat,
             "/test.Echo/Pour": self._pour,
             "/test.Echo/Deaf": self._deaf,
@@ -76,22 +76,22 @@ class EchoServer:
     @property
     def open_streams(self) -> int:
         """Streams, and work of streams that are gone, on all connections."""
-        return sum(len(c.streams) + c.lingering for c in self.engine._connections)
+        return sum(len(c.streams) + c.cancelled_running for c in self.engine._connections)
 
-    async def _echo(self, message: bytes, call: Call) -> Message:
+    async def _echo(self, message: bytes, call: GrpcCall) -> Message:
         assert type(message) is bytes
         assert call.received_ns > 0
         self.deadlines_ns.append(call.deadline_ns)
         return [message]
 
-    async def _parts(self, message: bytes, _call: Call) -> Message:
+    async def _parts(self, message: bytes, _call: GrpcCall) -> Message:
         middle = len(message) // 2
         return [message[:middle], memoryview(message)[middle:], b""]
 
-    async def _large(self, message: bytes, _call: Call) -> Message:
+    async def _large(self, message: bytes, _call: GrpcCall) -> Message:
         return [bytes(int(message))]
 
-    async def _wait(self, message: bytes, _call: Call) -> Message:
+    async def _wait(self, message: bytes, _call: GrpcCall) -> Message:
         self.running += 1
         try:
             await self.released.wait()
@@ -103,7 +103,7 @@ class EchoServer:
             self.running -= 1
         return [message]
 
-    async def _abandon(self, message: bytes, call: Call) -> Message:
+    async def _abandon(self, message: bytes, call: GrpcCall) -> Message:
         call.caller = LoopCompletion(Mailbox(asyncio.get_running_loop()))
         self.running += 1
         try:
@@ -115,13 +115,13 @@ class EchoServer:
             self.running -= 1
         return [message]
 
-    async def _refuse(self, message: bytes, _call: Call) -> Message:
+    async def _refuse(self, message: bytes, _call: GrpcCall) -> Message:
         raise BadRequest(message.decode())
 
-    async def _fault(self, _message: bytes, _call: Call) -> Message:
+    async def _fault(self, _message: bytes, _call: GrpcCall) -> Message:
         raise RuntimeError("a secret path /etc/secret")
 
-    async def _overloaded(self, _message: bytes, _call: Call) -> Message:
+    async def _overloaded(self, _message: bytes, _call: GrpcCall) -> Message:
         raise Overloaded("come back later", retry_after_s=2.5)
 
     async def _chat(self, call: StreamCall) -> None:
@@ -155,7 +155,7 @@ class EchoServer:
 
 @contextmanager
 def echo_server(
-    max_message_bytes: int = MAX_MESSAGE_BYTES, tls: TlsFiles | None = None, limits: Limits | None = None
+    max_message_bytes: int = MAX_MESSAGE_BYTES, tls: TlsFiles | None = None, limits: Http2Limits | None = None
 ) -> Iterator[EchoServer]:
     """A server for the length of a `with`; what asyncio or HTTP/2 log as an error fails the test."""
     wrong: list[str] = []

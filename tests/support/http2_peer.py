@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from headrace.http2 import frames
 from headrace.http2.connection import Http2Connection, MalformedHeadersError
 from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode
-from headrace.http2.hpack import Decoder, Field, encode
-from headrace.http2.stream import Limits, Stream
+from headrace.http2.hpack import HeaderField, HpackDecoder, encode
+from headrace.http2.stream import Http2Limits, Http2Stream
 
 HELLO = frames.PREFACE + frames.settings({})
-POST: list[Field] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
+POST: list[HeaderField] = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"here")]
 
 
 class Frame(NamedTuple):
@@ -35,7 +35,7 @@ def read_frames(data: bytes) -> list[Frame]:
     """All frames of what a server wrote; fails if they are not whole."""
     found, position = [], 0
     while position < len(data):
-        word, flags, stream_id = frames.FRAME_HEAD.unpack_from(data, position)
+        word, flags, stream_id = frames.FRAME_HEADER.unpack_from(data, position)
         end = position + 9 + (word >> 8)
         assert end <= len(data), "the server wrote half a frame"
         found.append(Frame(word & 0xFF, flags, stream_id, data[position + 9 : end]))
@@ -87,7 +87,7 @@ class WireTransport(asyncio.Transport):
         self.protocol.resume_writing()
 
 
-class PlainStream(Stream):
+class PlainStream(Http2Stream):
     """Answers with the body it got, or with `application.answer` if there is one."""
 
     def __init__(self, connection: Http2Connection, stream_id: int, application: PlainApplication) -> None:
@@ -96,25 +96,27 @@ class PlainStream(Stream):
         self.body = bytearray()
         self.ended = False
 
-    def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
+    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         self.body += data[start:stop]
         if end:
-            self.receiving = False
+            self.awaiting_body = False
             self.ended = True
             if self.application.answers:
                 self.answer(self.application.answer if self.application.answer is not None else bytes(self.body))
 
     def answer(self, body: bytes) -> None:
-        outbox = self.connection.outbox
-        outbox.control(frames.frame(frames.HEADERS, END_HEADERS, self.stream_id, encode([(b":status", b"200")])))
-        outbox.queue(self, [body])
+        write_buffer = self.connection.write_buffer
+        write_buffer.write_control(
+            frames.frame(frames.HEADERS, END_HEADERS, self.stream_id, encode([(b":status", b"200")]))
+        )
+        write_buffer.queue_data(self, [body])
         tail = encode([(b"x-tail", b"1")])
-        outbox.finish(self, frames.frame(frames.HEADERS, END_HEADERS | END_STREAM, self.stream_id, tail))
+        write_buffer.end_stream(self, frames.frame(frames.HEADERS, END_HEADERS | END_STREAM, self.stream_id, tail))
 
-    def lost(self) -> None:
+    def on_closed(self) -> None:
         self.application.lost.append(self.stream_id)
 
-    def too_slow(self) -> None:
+    def on_timeout(self) -> None:
         self.reset(ErrorCode.CANCEL)
 
 
@@ -124,36 +126,36 @@ class PlainApplication:
     def __init__(self) -> None:
         self.answers = True
         self.answer: bytes | None = None
-        self.opened: list[list[Field] | None] = []
+        self.opened: list[list[HeaderField] | None] = []
         self.streams: dict[int, PlainStream] = {}
         self.lost: list[int] = []
         self.connections = 0
         self.most_connections = 1 << 20
 
-    def understand(self, fields: Any) -> Any:
+    def parse_head(self, fields: Any) -> Any:
         if fields is not None and not any(name == b":path" for name, _ in fields):
             raise MalformedHeadersError("no path")
         return fields or [(b"too", b"large")]
 
-    def open(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Stream | None:
+    def open_stream(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Http2Stream | None:
         self.opened.append(head)
         stream = self.streams[stream_id] = PlainStream(connection, stream_id, self)
         return stream
 
-    def connected(self, connection: Http2Connection) -> bool:
+    def connection_opened(self, connection: Http2Connection) -> bool:
         self.connections += 1
         return self.connections <= self.most_connections
 
-    def disconnected(self, connection: Http2Connection) -> None:
+    def connection_closed(self, connection: Http2Connection) -> None:
         self.connections -= 1
 
 
 class Wire:
     """One connection without a socket, greeted."""
 
-    def __init__(self, application: Any = None, limits: Limits | None = None, hello: bytes = HELLO) -> None:
+    def __init__(self, application: Any = None, limits: Http2Limits | None = None, hello: bytes = HELLO) -> None:
         self.application = application or PlainApplication()
-        self.connection = Http2Connection(self.application, limits or Limits(), asyncio.get_running_loop())
+        self.connection = Http2Connection(self.application, limits or Http2Limits(), asyncio.get_running_loop())
         self.transport = WireTransport()
         self.transport.protocol = self.connection
         self.connection.connection_made(self.transport)
@@ -179,7 +181,7 @@ class Wire:
         await asyncio.sleep(0.001)
 
 
-def request(stream_id: int, end: bool = True, fields: list[Field] | None = None) -> bytes:
+def request(stream_id: int, end: bool = True, fields: list[HeaderField] | None = None) -> bytes:
     """HEADERS of a request."""
     return frames.frame(
         frames.HEADERS, END_HEADERS | (END_STREAM if end else 0), stream_id, encode(POST if fields is None else fields)
@@ -208,7 +210,7 @@ def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
     return run
 
 
-def grpc_head(path: str = "/test.Echo/Echo", *more: Field) -> list[Field]:
+def grpc_head(path: str = "/test.Echo/Echo", *more: HeaderField) -> list[HeaderField]:
     """Header fields of a call."""
     head = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", path.encode()), (b":authority", b"test")]
     return [*head, (b"te", b"trailers"), (b"content-type", b"application/grpc"), *more]
@@ -225,7 +227,7 @@ class RawPeer:
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         self.socket.sendall(HELLO)
-        self._decoder = Decoder(1 << 16)
+        self._decoder = HpackDecoder(1 << 16)
         self._data = b""
         self._window = self._stream_window = 65535
 
@@ -248,7 +250,7 @@ class RawPeer:
             if not more:
                 return None
             self._data += more
-        word, flags, stream_id = frames.FRAME_HEAD.unpack_from(self._data)
+        word, flags, stream_id = frames.FRAME_HEADER.unpack_from(self._data)
         end = 9 + (word >> 8)
         payload, self._data = self._data[9:end], self._data[end:]
         return Frame(word & 0xFF, flags, stream_id, payload)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignor
 from tritonclient.grpc import service_pb2
 
 from headrace.core.errors import BadRequest, NotFound, Unavailable, Unsupported
-from headrace.grpc.methods import Call, Message, StreamCall, Unary
+from headrace.grpc.methods import GrpcCall, Message, StreamCall, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.models import Models, Regions, Services
 
@@ -36,7 +36,7 @@ _NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
 
 P = TypeVar("P", bound=Protobuf)
 # Answers a request message with Triton's JSON, which names its fields as the response message does.
-Answer = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
+Handler = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
 
 
 def parse(kind: type[P], message: bytes) -> P:
@@ -53,11 +53,11 @@ def parse(kind: type[P], message: bytes) -> P:
     return parsed
 
 
-def _unary(name: str, answer: Answer) -> Unary:
+def _unary(name: str, answer: Handler) -> UnaryMethod:
     """The method on serialized messages of an RPC whose answer is Triton's JSON."""
     request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
 
-    async def method(message: bytes, call: Call) -> Message:
+    async def method(message: bytes, call: GrpcCall) -> Message:
         values = answer(parse(request_type, message))
         if isinstance(values, Awaitable):
             values = await values
@@ -67,7 +67,7 @@ def _unary(name: str, answer: Answer) -> Unary:
     return method
 
 
-def control_methods(services: Services) -> dict[str, Unary]:
+def control_methods(services: Services) -> dict[str, UnaryMethod]:
     """The RPCs of GRPCInferenceService except inference, by name.
 
     Args:
@@ -78,14 +78,14 @@ def control_methods(services: Services) -> dict[str, Unary]:
     def trace_settings(request: Any) -> Mapping[str, object]:
         changes = {name: _trace_value(name, list(setting.value)) for name, setting in request.settings.items()}
         settings = plane.trace_settings(request.model_name, changes or None)
-        return {"settings": {name: {"value": _texts(value)} for name, value in settings.items()}}
+        return {"settings": {name: {"value": _string_list(value)} for name, value in settings.items()}}
 
     def log_settings(request: Any) -> Mapping[str, object]:
-        changes = {name: _chosen(name, setting) for name, setting in request.settings.items()}
+        changes = {name: _parameter_value(name, setting) for name, setting in request.settings.items()}
         settings = services.logs.update(changes) if changes else services.logs.settings()
         return {"settings": {name: {_log_field(value): value} for name, value in settings.items()}}
 
-    answers: dict[str, Answer] = {
+    handlers: dict[str, Handler] = {
         "ServerLive": lambda request: plane.live(),
         "ServerReady": lambda request: {"ready": services.models.ready()},
         "ModelReady": lambda request: {"ready": _is_ready(plane, request.name, request.version)},
@@ -101,11 +101,11 @@ def control_methods(services: Services) -> dict[str, Unary]:
         "TraceSetting": trace_settings,
         "LogSettings": log_settings,
     }
-    answers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
-    return {name: _unary(name, answer) for name, answer in answers.items()}
+    handlers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
+    return {name: _unary(name, answer) for name, answer in handlers.items()}
 
 
-def _repository(plane: ControlPlane) -> dict[str, Answer]:
+def _repository(plane: ControlPlane) -> dict[str, Handler]:
     def index(request: Any) -> Mapping[str, object]:
         _only_repository(request)
         return {"models": list(plane.index(request.ready))}
@@ -123,7 +123,7 @@ def _repository(plane: ControlPlane) -> dict[str, Answer]:
     return {"RepositoryIndex": index, "RepositoryModelLoad": load, "RepositoryModelUnload": unload}
 
 
-def _shared_memory(kind: str, regions: Regions) -> dict[str, Answer]:
+def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
     def status(request: Any) -> Mapping[str, object]:
         return {"regions": {str(row["name"]): dict(row) for row in regions.status(kind.lower(), request.name)}}
 
@@ -163,10 +163,10 @@ def _only_repository(request: Any) -> None:
 
 
 def _parameters(request: Any) -> dict[str, object]:
-    return {name: _chosen(name, value) for name, value in request.parameters.items()}
+    return {name: _parameter_value(name, value) for name, value in request.parameters.items()}
 
 
-def _chosen(name: str, value: Any) -> Any:
+def _parameter_value(name: str, value: Any) -> Any:
     field = value.WhichOneof("parameter_choice")
     if field is None:
         raise BadRequest(f"{name[:64]!r} has no value")
@@ -184,7 +184,7 @@ def _trace_value(name: str, values: list[str]) -> object:
     return values[0]
 
 
-def _texts(value: object) -> list[str]:
+def _string_list(value: object) -> list[str]:
     return list(value) if isinstance(value, list | tuple) else [str(value)]
 
 
@@ -210,7 +210,7 @@ class HealthService:
         self._service = service
         self._interval_s = interval_s
 
-    async def check(self, message: bytes, call: Call) -> Message:
+    async def check(self, message: bytes, call: GrpcCall) -> Message:
         """The method: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
         name = parse(health_pb.HealthCheckRequest, message).service
         status = self._status(name)
@@ -229,12 +229,12 @@ class HealthService:
         if message is None:
             return
         name = parse(health_pb.HealthCheckRequest, message).service
-        told = None
+        sent = None
         while True:
             status = self._status(name)
-            if status != told:
+            if status != sent:
                 await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
-                told = status
+                sent = status
             if call.stopping:
                 raise Unavailable("the server is shutting down")
             await asyncio.sleep(self._interval_s)
@@ -285,7 +285,7 @@ class ReflectionService:
         known = reflection_pb.ServerReflectionRequest()
         known.CopyFrom(request)
         if request.HasField("file_containing_symbol"):
-            known.file_containing_symbol = self._container(request.file_containing_symbol)
+            known.file_containing_symbol = self._service_of_method(request.file_containing_symbol)
         for servicer in self._servicers:
             (response,) = servicer.ServerReflectionInfo([known], None)
             if response.error_response.error_code != _NOT_FOUND:
@@ -298,7 +298,7 @@ class ReflectionService:
             response.error_response.error_message = text
         return response
 
-    def _container(self, symbol: str) -> str:
+    def _service_of_method(self, symbol: str) -> str:
         """The service of a method, whose full name a pool does not find; every other symbol as it is."""
         service, _, method = symbol.rpartition(".")
         for pool in self._pools:

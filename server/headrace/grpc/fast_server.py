@@ -22,18 +22,18 @@ from headrace.grpc.fast_wire import (
     PREFIX_BYTES,
     MessageReader,
     RequestHead,
-    Status,
+    StatusTrailers,
+    initial_headers,
     ok_trailers,
-    opening,
-    understand,
+    parse_request_head,
+    unary_response,
     unpack_prefix,
-    whole_answer,
 )
 from headrace.grpc.methods import Message, Methods
 from headrace.http2.connection import Http2Connection
-from headrace.http2.frames import DATA, FRAME_HEAD, ErrorCode, rst_stream
-from headrace.http2.hpack import Field
-from headrace.http2.stream import Limits, Stream
+from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, rst_stream
+from headrace.http2.hpack import HeaderField
+from headrace.http2.stream import Http2Limits, Http2Stream
 from headrace.inference.request_options import Asked
 from headrace.tls import TlsFiles
 
@@ -42,43 +42,45 @@ _BACKLOG = 4096
 _JOIN_BELOW_BYTES = 16384
 # A stream's writer waits while more than this is on its way.
 _WRITE_AHEAD_BYTES = 64 << 10
-# What a message earns for the frames around it, and a DATA frame for each 256 bytes (see `Allowance`).
-_MESSAGE_WORK = 4
-_CRUMB_SHIFT = 8
+# What a message earns for the frames around it, and a DATA frame for each 256 bytes (see `FrameBudget`).
+_MESSAGE_CREDIT = 4
+_DATA_CREDIT_SHIFT = 8
 
 
 class FastGrpcServer:
-    """A `grpc_methods.GrpcEngine`. Ownership: the event loop it was started on.
+    """A `GrpcEngine`. Ownership: the event loop it was started on.
 
     Args:
         methods: what is answered.
-        door: the limits on clients.
+        client_limits: the limits on clients.
         tls: files for TLS, None for HTTP/2 with prior knowledge.
-        limits: of one connection, None for those of `door`.
+        limits: of one connection, None for those of `client_limits`.
     """
 
-    def __init__(self, methods: Methods, door: Door, tls: TlsFiles | None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, methods: Methods, client_limits: Door, tls: TlsFiles | None, limits: Http2Limits | None = None
+    ) -> None:
         self._methods = methods
-        self._door = door
-        door.connections = 0
+        self._client_limits = client_limits
+        client_limits.connections = 0
         self._tls = tls
-        limits = limits or _of_connections(door)
-        max_message_bytes = door.limits.max_body_bytes
+        limits = limits or _http2_limits(client_limits)
+        max_message_bytes = client_limits.limits.max_body_bytes
         self._limits = replace(
             limits,
-            grant_bytes=max(limits.grant_bytes, max_message_bytes + PREFIX_BYTES),
-            held_bytes=max(limits.held_bytes, 2 * max_message_bytes),
+            max_granted_bytes=max(limits.max_granted_bytes, max_message_bytes + PREFIX_BYTES),
+            max_unsent_bytes=max(limits.max_unsent_bytes, 2 * max_message_bytes),
         )
         self._connections: set[Http2Connection] = set()
         self._server: asyncio.Server | None = None
-        self._deadlines: Deadlines
+        self._deadline_timer: DeadlineTimer
         self._stopping = False
-        self._empty = asyncio.Event()
+        self._disconnected = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and give the port; raises OSError."""
         loop = asyncio.get_running_loop()
-        self._deadlines = Deadlines(loop)
+        self._deadline_timer = DeadlineTimer(loop)
         self._server = await loop.create_server(
             lambda: Http2Connection(self, self._limits, loop),
             host,
@@ -101,93 +103,95 @@ class FastGrpcServer:
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
                 if isinstance(stream, StreamingCall):
-                    stream.tell_stopping()
-            connection.lifetime.drain()
-        await self._wait_until_empty((end_ns - monotonic_ns()) / NS_PER_S)
+                    stream.notify_stopping()
+            connection.timers.start_graceful_shutdown()
+        await self._wait_until_disconnected((end_ns - monotonic_ns()) / NS_PER_S)
         late = Unavailable("the server is shutting down and could not wait for this request")
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
                 if isinstance(stream, FastCall):
                     stream.fail(late)
-            connection.shut()
-        await self._wait_until_empty(self._limits.linger_s + 0.5)
-        self._deadlines.close()
+            connection.close()
+        await self._wait_until_disconnected(self._limits.linger_s + 0.5)
+        self._deadline_timer.close()
 
-    async def _wait_until_empty(self, timeout_s: float) -> None:
+    async def _wait_until_disconnected(self, timeout_s: float) -> None:
         if self._connections:
-            self._empty.clear()
+            self._disconnected.clear()
             try:
-                await asyncio.wait_for(self._empty.wait(), max(0.0, timeout_s))
+                await asyncio.wait_for(self._disconnected.wait(), max(0.0, timeout_s))
             except TimeoutError:
                 return
 
     # --- http2.connection.Application ---------------------------------------------------------------------------------
 
-    def understand(self, fields: Sequence[Field] | None) -> RequestHead:
+    def parse_head(self, fields: Sequence[HeaderField] | None) -> RequestHead:
         """See `Application`."""
-        return understand(self._methods, fields)
+        return parse_request_head(self._methods, fields)
 
-    def open(self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool) -> Stream | None:
+    def open_stream(
+        self, connection: Http2Connection, stream_id: int, head: RequestHead, end: bool
+    ) -> Http2Stream | None:
         """See `Application`."""
         if head.unary is not None:
-            return UnaryCall(connection, stream_id, head, self._door, self._deadlines)
+            return UnaryCall(connection, stream_id, head, self._client_limits, self._deadline_timer)
         if head.stream is not None:
-            call = StreamingCall(connection, stream_id, head, self._door, self._deadlines)
+            call = StreamingCall(connection, stream_id, head, self._client_limits, self._deadline_timer)
             if self._stopping:
-                call.tell_stopping()
+                call.notify_stopping()
             return call
-        if head.limit:
-            self._door.hit(head.limit)
-        answer = head.refuse(stream_id)
+        if head.exceeded_limit:
+            self._client_limits.hit(head.exceeded_limit)
+        answer = head.rejection_frame(stream_id)
         if not end:
             answer += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not wanted
-        connection.outbox.control(answer)
+        connection.write_buffer.write_control(answer)
         return None
 
-    def connected(self, connection: Http2Connection) -> bool:
+    def connection_opened(self, connection: Http2Connection) -> bool:
         """See `Application`."""
         self._connections.add(connection)
-        return self._door.enter() and not self._stopping
+        return self._client_limits.enter() and not self._stopping
 
-    def disconnected(self, connection: Http2Connection) -> None:
+    def connection_closed(self, connection: Http2Connection) -> None:
         """See `Application`."""
         self._connections.discard(connection)
-        self._door.leave()
+        self._client_limits.leave()
         if not self._connections:
-            self._empty.set()
+            self._disconnected.set()
 
 
-def _of_connections(door: Door) -> Limits:
+def _http2_limits(client_limits: Door) -> Http2Limits:
     """The limits of one connection that the operator sets."""
-    limits = door.limits
-    return Limits(
+    limits = client_limits.limits
+    return Http2Limits(
         streams=limits.max_streams,
         header_bytes=2 * limits.max_header_bytes,
         header_list_bytes=limits.max_header_bytes,
-        handshake_s=min(Limits().handshake_s, limits.header_timeout_s),
+        handshake_s=min(Http2Limits().handshake_s, limits.header_timeout_s),
         frame_s=limits.header_timeout_s,
         message_s=limits.body_timeout_s,
         stall_s=limits.stall_timeout_s,
-        reached=door.hit,
+        on_limit_reached=client_limits.hit,
     )
 
 
-class FastCall(Stream):
+class FastCall(Http2Stream):
     """What both kinds of calls have in common.
 
     Attributes:
-        deadline_ns: see `grpc_methods.Call`.
-        caller: see `grpc_methods.Call`.
+        deadline_ns: see `GrpcCall`.
+        caller: see `GrpcCall`.
         held: what the call has of the room for bodies, from the first byte of a message on.
     """
 
     __slots__ = (
         "__weakref__",
         "_body_bytes",
-        "_door",
+        "_client_limits",
+        "_counted_cancelled",
         "_head",
-        "_lingers",
-        "_opened",
+        "_headers_sent",
         "_task",
         "caller",
         "deadline_ns",
@@ -197,103 +201,113 @@ class FastCall(Stream):
     connection: Http2Connection
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
+        self,
+        connection: Http2Connection,
+        stream_id: int,
+        head: RequestHead,
+        client_limits: Door,
+        deadline_timer: DeadlineTimer,
     ) -> None:
         super().__init__(connection, stream_id)
         self._head = head
-        self._door = door
-        self.held = door.hold()
+        self._client_limits = client_limits
+        self.held = client_limits.hold()
         self._body_bytes = 0
-        self._opened = self._lingers = False
+        self._headers_sent = self._counted_cancelled = False
         self._task: asyncio.Task[None] | None = None
         self.caller: LoopCompletion | None = None
         self.deadline_ns = 0
         if head.timeout_ns >= 0:
             self.deadline_ns = monotonic_ns() + head.timeout_ns
-            deadlines.add(self)
+            deadline_timer.add(self)
 
     @property
     def asked(self) -> Asked:
-        """See `grpc_methods.Call`."""
+        """See `GrpcCall`."""
         return self._head.asked
 
-    def lost(self) -> None:
+    def on_closed(self) -> None:
         """The client has gone: nobody waits for the answer any more."""
-        self._abandon(Cancelled("the caller has gone"))
+        self._cancel_method(Cancelled("the caller has gone"))
 
-    def too_slow(self) -> None:
+    def on_timeout(self) -> None:
         """The client takes too long to send its message."""
         self.fail(DeadlineExceeded("the request did not arrive in time"))
 
     def expire(self) -> None:
         """The deadline has passed."""
-        if not self.gone:
+        if not self.closed:
             self.fail(DeadlineExceeded("the call's deadline has passed"))
 
     def fail(self, error: HeadraceError) -> None:
         """End the call from outside of its method, and the method with it."""
-        self._end(Status.of(error))
-        self._abandon(error)
+        self._send_error(StatusTrailers.of_error(error))
+        self._cancel_method(error)
 
-    def _end(self, status: Status) -> None:
-        if not self.gone:
-            outbox = self.connection.outbox
+    def _send_error(self, status: StatusTrailers) -> None:
+        if not self.closed:
+            write_buffer = self.connection.write_buffer
             if self.pending:
-                outbox.drop(self)
-            outbox.finish(self, status.frame(self.stream_id, self._opened))
+                write_buffer.discard(self)
+            write_buffer.end_stream(self, status.frame(self.stream_id, self._headers_sent))
 
-    def _abandon(self, error: HeadraceError) -> None:
+    def _cancel_method(self, error: HeadraceError) -> None:
         """The stream is gone; if its method still runs, it counts against the connection until it has ended."""
         task = self._task
         if task is None:
             self.held.end()
-        elif not task.done() and not self._lingers:
-            self._lingers = True
-            self.connection.lingering += 1
-            task.add_done_callback(self._ended)
+        elif not task.done() and not self._counted_cancelled:
+            self._counted_cancelled = True
+            self.connection.cancelled_running += 1
+            task.add_done_callback(self._on_method_done)
             if self.caller is not None:
                 self.caller.settle(error)  # which resumes the method, with a better error than a cancellation
             else:
                 task.cancel()
 
-    def _ended(self, _task: asyncio.Task[None]) -> None:
+    def _on_method_done(self, _task: asyncio.Task[None]) -> None:
         self._task = (
             None  # it keeps its CancelledError, whose traceback keeps this call: a cycle until the collector comes
         )
         self.held.end()  # of a task that was cancelled before it had begun
-        self.connection.lingering -= 1
+        self.connection.cancelled_running -= 1
 
-    def _wrong_length(self, size_bytes: int, end: bool) -> bool:
+    def _violates_content_length(self, size_bytes: int, end: bool) -> bool:
         """Count a part of the body; True, and the stream is reset, if it is at odds with content-length."""
         self._body_bytes += size_bytes
         announced = self._head.content_length
         if announced >= 0 and (self._body_bytes > announced or (end and self._body_bytes != announced)):
-            self.connection.stream_fault(self.stream_id, ErrorCode.PROTOCOL_ERROR)  # RFC 9113, section 8.1.1
+            self.connection.stream_error(self.stream_id, ErrorCode.PROTOCOL_ERROR)  # RFC 9113, section 8.1.1
             return True
         return False
 
-    def _feed(self, reader: MessageReader, data: bytes, start: int, stop: int) -> None:
-        """Read a part of the body, if there is room; crumbs use up the allowance, messages and large parts earn it."""
+    def _read_data(self, reader: MessageReader, data: bytes, start: int, stop: int) -> None:
+        """Read a part of the body, if there is room; crumbs use up the frame_budget, messages and large parts earn it."""
         self.held.grow(stop - start)
-        before = reader.waiting
+        before = reader.complete
         reader.feed(data, start, stop)
-        work = ((stop - start) >> _CRUMB_SHIFT) + _MESSAGE_WORK * (reader.waiting - before)
-        self.connection.allowance.spend(1 - work)
+        work = ((stop - start) >> _DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
+        self.connection.frame_budget.spend(1 - work)
 
 
 class UnaryCall(FastCall):
-    """One message in, one out; see `grpc_methods.Call`."""
+    """One message in, one out; see `GrpcCall`."""
 
     __slots__ = ("_reader", "received_ns")
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
+        self,
+        connection: Http2Connection,
+        stream_id: int,
+        head: RequestHead,
+        client_limits: Door,
+        deadline_timer: DeadlineTimer,
     ) -> None:
-        super().__init__(connection, stream_id, head, door, deadlines)
+        super().__init__(connection, stream_id, head, client_limits, deadline_timer)
         self._reader: MessageReader | None = None
         self.received_ns = 0
 
-    def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
+    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """A part of the message; mostly all of it."""
         size_bytes = stop - start
         try:
@@ -302,47 +316,47 @@ class UnaryCall(FastCall):
                 if (
                     not flag
                     and length == size_bytes - PREFIX_BYTES
-                    and length <= self._door.limits.max_body_bytes
+                    and length <= self._client_limits.limits.max_body_bytes
                     and self._head.content_length in (-1, size_bytes)
                 ):
                     self.held.grow(size_bytes)
-                    self._begin(data[start + PREFIX_BYTES : stop])
+                    self._start_method(data[start + PREFIX_BYTES : stop])
                     return
-            if self._wrong_length(size_bytes, end):
+            if self._violates_content_length(size_bytes, end):
                 return
-            message = self._gather(data, start, stop, end)
+            message = self._assemble_message(data, start, stop, end)
         except HeadraceError as error:
-            self._end(Status.of(error))
+            self._send_error(StatusTrailers.of_error(error))
             self.held.end()
             return
         if message is not None:
-            self._begin(message)
+            self._start_method(message)
 
-    def _gather(self, data: bytes, start: int, stop: int, end: bool) -> bytes | None:
+    def _assemble_message(self, data: bytes, start: int, stop: int, end: bool) -> bytes | None:
         """The message once it is whole and alone; raises BadRequest and TooLarge."""
         reader = self._reader
         if reader is None:
-            reader = self._reader = MessageReader(self._head.encoding, self._door)
-        self._feed(reader, data, start, stop)
-        whole, partial = reader.waiting, reader.partial
+            reader = self._reader = MessageReader(self._head.encoding, self._client_limits)
+        self._read_data(reader, data, start, stop)
+        whole, partial = reader.complete, reader.partial
         if whole > 1 or (whole and partial):
             raise BadRequest("more than one message for a unary method")
         if not end:
-            self.receiving = True
+            self.awaiting_body = True
             if partial:
-                self.expect(reader.missing_bytes)
+                self.request_window(reader.missing_bytes)
             return None
         if partial:
             raise BadRequest("the client closed the stream in the middle of a message")
         if not whole:
             raise BadRequest("no message for a unary method")
-        message, came_bytes = reader.take()
-        self.held.shrink(came_bytes)
+        message, wire_bytes = reader.pop()
+        self.held.shrink(wire_bytes)
         self.held.grow(len(message))
         return message
 
-    def _begin(self, message: bytes) -> None:
-        self.receiving = False
+    def _start_method(self, message: bytes) -> None:
+        self.awaiting_body = False
         self._reader = None
         self.received_ns = monotonic_ns()
         self._task = self.connection.loop.create_task(self._serve(message))
@@ -353,73 +367,78 @@ class UnaryCall(FastCall):
         try:
             answer = await method(message, self)
             del message
-            self._answer(answer)
+            self._send_response(answer)
         except asyncio.CancelledError as error:
-            self._end(Status("CANCELLED", "the server has cancelled the call"))
+            self._send_error(StatusTrailers("CANCELLED", "the server has cancelled the call"))
             forget_frames(error)
             raise
         except Exception as error:
-            self._end(Status.of(error))
+            self._send_error(StatusTrailers.of_error(error))
             forget_frames(error)
         finally:
             self.held.end()
 
-    def _answer(self, message: Message) -> None:
-        if self.gone:
+    def _send_response(self, message: Message) -> None:
+        if self.closed:
             return
         connection = self.connection
-        outbox = connection.outbox
+        write_buffer = connection.write_buffer
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
             whole = message[0] if len(message) == 1 and type(message[0]) is bytes else b"".join(message)
-            if outbox.admit(self, len(whole) + PREFIX_BYTES):
-                outbox.write(whole_answer(self.stream_id, bytes(whole)))
-                connection.finished(self)
+            if write_buffer.reserve_window(self, len(whole) + PREFIX_BYTES):
+                write_buffer.write(unary_response(self.stream_id, bytes(whole)))
+                connection.stream_finished(self)
                 if not connection.streams:
-                    outbox.flush()  # nothing else is about to be written with it
+                    write_buffer.flush()  # nothing else is about to be written with it
                 return
-        self._opened = True
-        outbox.control(opening(self.stream_id))
-        outbox.queue(self, _framed(message))
-        outbox.finish(self, ok_trailers(self.stream_id))
+        self._headers_sent = True
+        write_buffer.write_control(initial_headers(self.stream_id))
+        write_buffer.queue_data(self, _with_prefix(message))
+        write_buffer.end_stream(self, ok_trailers(self.stream_id))
 
 
 class StreamingCall(FastCall):
-    """Messages in, messages out; see `grpc_methods.StreamCall`."""
+    """Messages in, messages out; see `StreamCall`."""
 
     __slots__ = ("_drained", "_reader", "_waiter", "stopping")
 
     def __init__(
-        self, connection: Http2Connection, stream_id: int, head: RequestHead, door: Door, deadlines: Deadlines
+        self,
+        connection: Http2Connection,
+        stream_id: int,
+        head: RequestHead,
+        client_limits: Door,
+        deadline_timer: DeadlineTimer,
     ) -> None:
-        super().__init__(connection, stream_id, head, door, deadlines)
-        self._reader = MessageReader(head.encoding, door)
+        super().__init__(connection, stream_id, head, client_limits, deadline_timer)
+        self._reader = MessageReader(head.encoding, client_limits)
         self._waiter: asyncio.Future[None] | None = None
         self._drained = asyncio.Event()
-        self.receiving = False
+        self.awaiting_body = False
         self.stopping = False
         self._task = connection.loop.create_task(self._serve())
 
-    def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
+    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """A part of a message, or many messages."""
-        if self._wrong_length(stop - start, end):
+        if self._violates_content_length(stop - start, end):
             return
         reader = self._reader
         try:
-            self._feed(reader, data, start, stop)
+            self._read_data(reader, data, start, stop)
             if end and reader.partial:
                 raise BadRequest("the client closed the stream in the middle of a message")
         except HeadraceError as error:
             self.fail(error)
             return
         if reader.partial:
-            if not self.receiving:
-                self.since = self.connection.epoch
-            if not reader.waiting:
-                self.expect(reader.missing_bytes)
-        self.receiving = reader.partial
-        self._wake()
+            if not self.awaiting_body:
+                self.progress_tick = self.connection.ticks
+            if not reader.complete:
+                self.request_window(reader.missing_bytes)
+        self.awaiting_body = reader.partial
+        self._wake_reader()
 
-    def flushed(self) -> None:
+    def on_flushed(self) -> None:
         """Something went out: the writers may go on."""
         if self.pending_bytes <= _WRITE_AHEAD_BYTES:
             self._drained.set()
@@ -427,15 +446,15 @@ class StreamingCall(FastCall):
     async def read(self) -> bytes | None:
         """See `StreamCall`."""
         while True:
-            if self.gone:
+            if self.closed:
                 raise Cancelled("the client has left")
             if self.stopping:
                 raise Unavailable("the server is shutting down")
-            if self._reader.waiting:
-                message, came_bytes = self._reader.take()
-                self.held.shrink(came_bytes)
-                if not self._reader.waiting:
-                    self._open_again()
+            if self._reader.complete:
+                message, wire_bytes = self._reader.pop()
+                self.held.shrink(wire_bytes)
+                if not self._reader.complete:
+                    self._restore_window()
                 return message
             if not self.remote_open:
                 return None
@@ -447,80 +466,80 @@ class StreamingCall(FastCall):
 
     async def write(self, message: Message) -> None:
         """See `StreamCall`."""
-        if self.gone:
+        if self.closed:
             raise Cancelled("the client has left")
-        outbox = self.connection.outbox
-        if not self._opened:
-            self._opened = True
-            outbox.control(opening(self.stream_id))
+        write_buffer = self.connection.write_buffer
+        if not self._headers_sent:
+            self._headers_sent = True
+            write_buffer.write_control(initial_headers(self.stream_id))
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
             whole = b"".join(message)
             size_bytes = len(whole) + PREFIX_BYTES
-            if outbox.admit(self, size_bytes):
-                head = FRAME_HEAD.pack(size_bytes << 8 | DATA, 0, self.stream_id)
-                outbox.write((head, PREFIX.pack(0, len(whole)), whole))
-                self.connection.allowance.left += _MESSAGE_WORK
+            if write_buffer.reserve_window(self, size_bytes):
+                head = FRAME_HEADER.pack(size_bytes << 8 | DATA, 0, self.stream_id)
+                write_buffer.write((head, PREFIX.pack(0, len(whole)), whole))
+                self.connection.frame_budget.available += _MESSAGE_CREDIT
                 return
-        outbox.queue(self, _framed(message))
-        while self.pending_bytes > _WRITE_AHEAD_BYTES and not self.gone:
+        write_buffer.queue_data(self, _with_prefix(message))
+        while self.pending_bytes > _WRITE_AHEAD_BYTES and not self.closed:
             self._drained.clear()
             await self._drained.wait()
-        if self.gone:
+        if self.closed:
             raise Cancelled("the client has left")
 
-    def tell_stopping(self) -> None:
+    def notify_stopping(self) -> None:
         """The server stops: whoever reads learns it now."""
         self.stopping = True
-        self._wake()
+        self._wake_reader()
 
-    def _abandon(self, error: HeadraceError) -> None:
+    def _cancel_method(self, error: HeadraceError) -> None:
         self._drained.set()
-        self._wake()
-        super()._abandon(error)
+        self._wake_reader()
+        super()._cancel_method(error)
 
-    def _wake(self) -> None:
+    def _wake_reader(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _open_again(self) -> None:
+    def _restore_window(self) -> None:
         """All that had come was read: the client may send as much again."""
-        self.connection.grants.give_back(self)
+        self.connection.window_grants.release(self)
         window_bytes = self.connection.limits.stream_window_bytes
         if self.receive_window < window_bytes >> 1:
-            self.open_window(window_bytes - self.receive_window)
+            self.increase_window(window_bytes - self.receive_window)
         if self._reader.partial:
-            self.expect(self._reader.missing_bytes)
+            self.request_window(self._reader.missing_bytes)
 
     async def _serve(self) -> None:
         method = self._head.stream
         assert method is not None
         try:
             await method(self)
-            self._finish()
+            self._send_ok()
         except asyncio.CancelledError as error:
-            self._end(Status("CANCELLED", "the server has cancelled the call"))
+            self._send_error(StatusTrailers("CANCELLED", "the server has cancelled the call"))
             forget_frames(error)
             raise
         except Exception as error:
-            self._end(Status.of(error))
+            self._send_error(StatusTrailers.of_error(error))
             forget_frames(error)
         finally:
             self.held.end()
 
-    def _finish(self) -> None:
-        if not self.gone:
-            if not self._opened:
-                self._opened = True
-                self.connection.outbox.control(opening(self.stream_id))
-            self.connection.outbox.finish(self, ok_trailers(self.stream_id))
+    def _send_ok(self) -> None:
+        if not self.closed:
+            if not self._headers_sent:
+                self._headers_sent = True
+                self.connection.write_buffer.write_control(initial_headers(self.stream_id))
+            self.connection.write_buffer.end_stream(self, ok_trailers(self.stream_id))
 
 
-def _framed(message: Message) -> Message:
+def _with_prefix(message: Message) -> Message:
     """A message with its prefix, for the parts' size in bytes whatever their items are."""
     return [PREFIX.pack(0, sum(memoryview(part).nbytes for part in message)), *message]
 
 
-class Deadlines:
+class DeadlineTimer:
     """Ends calls whose time is over: one heap and one timer for all of them. Ownership: the event loop.
 
     Calls that are gone are not kept: what a client has sent of one must not stay until a deadline that it chose.
@@ -539,8 +558,8 @@ class Deadlines:
         heap = self._heap
         heappush(heap, (call.deadline_ns, next(self._numbers), ref(call)))
         if len(heap) >= self._purge_at:
-            # Most calls end long before: without this, a second of calls would stay for as long as their deadlines.
-            heap[:] = [entry for entry in heap if _lives(entry[2])]
+            # Most calls end long before: without this, a second of calls would stay for as long as their deadline_timer.
+            heap[:] = [entry for entry in heap if _is_open(entry[2])]
             heapify(heap)
             self._purge_at = max(1024, 2 * len(heap))
         if not self._armed_ns or call.deadline_ns < self._armed_ns:
@@ -560,7 +579,7 @@ class Deadlines:
 
     def _fire(self) -> None:
         heap, now_ns = self._heap, monotonic_ns()
-        while heap and (heap[0][0] <= now_ns or not _lives(heap[0][2])):
+        while heap and (heap[0][0] <= now_ns or not _is_open(heap[0][2])):
             call = heappop(heap)[2]()
             if call is not None:
                 call.expire()
@@ -569,6 +588,6 @@ class Deadlines:
             self._arm(heap[0][0])
 
 
-def _lives(call: ref[FastCall]) -> bool:
+def _is_open(call: ref[FastCall]) -> bool:
     found = call()
-    return found is not None and not found.gone
+    return found is not None and not found.closed

@@ -1,6 +1,6 @@
 """gRPC on HTTP/2, its bytes: request headers, length-prefixed messages, status trailers.
 
-After the gRPC project's "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" and "Status codes" documents.
+After the gRPC project's "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" and "StatusTrailers codes" documents.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from struct import Struct
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.errors import BadRequest, HeadraceError
 from headrace.core.limits import Door
-from headrace.grpc.methods import Methods, Stream, Unary
-from headrace.grpc.status import CODES, failure
+from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
+from headrace.grpc.status import CODES, error_status
 from headrace.http2.connection import MalformedHeadersError
-from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEAD, HEADERS
-from headrace.http2.hpack import Field, encode
+from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS
+from headrace.http2.hpack import HeaderField, encode
 from headrace.inference.compression import decompress
 from headrace.inference.request_options import NOTHING, Asked, AskedHeaders
 
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
-_ACCEPTED: Field = (b"grpc-accept-encoding", b"identity, deflate, gzip")
+_ACCEPT_ENCODING: HeaderField = (b"grpc-accept-encoding", b"identity, deflate, gzip")
 _UNIT_NS = {
     b"H": 3600 * NS_PER_S,
     b"M": 60 * NS_PER_S,
@@ -34,7 +34,7 @@ _UNIT_NS = {
     b"n": 1,
 }
 # A longer time-out is none.
-_LONGEST_NS = 365 * 24 * 3600 * NS_PER_S
+_MAX_TIMEOUT_NS = 365 * 24 * 3600 * NS_PER_S
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
 _FORBIDDEN_IN_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]$")
@@ -47,38 +47,40 @@ unpack_prefix = PREFIX.unpack_from
 
 # --- Answers -----------------------------------------------------------------------------------------------------------
 
-_OPENING = encode([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED])
+_INITIAL_HEADERS = encode([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPT_ENCODING])
 _OK = encode([(b"grpc-status", b"0")])
 # HEADERS, the head of the DATA frame and the message's prefix; then the message; then the trailers.
-_BEFORE = Struct(f">IBI{len(_OPENING)}sIBIBI")
-_AFTER = Struct(f">IBI{len(_OK)}s")
-_BEFORE_WORD = len(_OPENING) << 8 | HEADERS
-_AFTER_WORD = len(_OK) << 8 | HEADERS
+_RESPONSE_HEAD = Struct(f">IBI{len(_INITIAL_HEADERS)}sIBIBI")
+_TRAILERS = Struct(f">IBI{len(_OK)}s")
+_HEADERS_WORD = len(_INITIAL_HEADERS) << 8 | HEADERS
+_TRAILERS_WORD = len(_OK) << 8 | HEADERS
 
 
-def whole_answer(stream_id: int, message: bytes) -> tuple[bytes, bytes, bytes]:
+def unary_response(stream_id: int, message: bytes) -> tuple[bytes, bytes, bytes]:
     """HEADERS, DATA and trailers of a unary call that succeeded, for a message that fits into one frame."""
     size_bytes = len(message)
     data_word = size_bytes + PREFIX_BYTES << 8 | DATA
     return (
-        _BEFORE.pack(_BEFORE_WORD, END_HEADERS, stream_id, _OPENING, data_word, 0, stream_id, 0, size_bytes),
+        _RESPONSE_HEAD.pack(
+            _HEADERS_WORD, END_HEADERS, stream_id, _INITIAL_HEADERS, data_word, 0, stream_id, 0, size_bytes
+        ),
         message,
-        _AFTER.pack(_AFTER_WORD, END_HEADERS | END_STREAM, stream_id, _OK),
+        _TRAILERS.pack(_TRAILERS_WORD, END_HEADERS | END_STREAM, stream_id, _OK),
     )
 
 
-def opening(stream_id: int) -> bytes:
+def initial_headers(stream_id: int) -> bytes:
     """The HEADERS frame before the first message."""
-    return FRAME_HEAD.pack(_BEFORE_WORD, END_HEADERS, stream_id) + _OPENING
+    return FRAME_HEADER.pack(_HEADERS_WORD, END_HEADERS, stream_id) + _INITIAL_HEADERS
 
 
 def ok_trailers(stream_id: int) -> bytes:
     """The HEADERS frame that ends a call that succeeded."""
-    return _AFTER.pack(_AFTER_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
+    return _TRAILERS.pack(_TRAILERS_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusTrailers:
     """How a call ended other than well.
 
     Attributes:
@@ -89,24 +91,24 @@ class Status:
 
     code: str
     message: str
-    metadata: tuple[Field, ...] = ()
+    metadata: tuple[HeaderField, ...] = ()
 
     @classmethod
-    def of(cls, error: Exception) -> Status:
+    def of_error(cls, error: Exception) -> StatusTrailers:
         """The status of an error, to be called while it is handled; see `grpc_status.failure`."""
-        end = failure(error)
-        return cls(end.code, end.text, tuple((name.encode(), _wire_value(value)) for name, value in end.metadata))
+        end = error_status(error)
+        return cls(end.code, end.text, tuple((name.encode(), _metadata_value(value)) for name, value in end.metadata))
 
     def frame(self, stream_id: int, opened: bool) -> bytes:
-        """The HEADERS frame that ends the call; `opened` if `opening` was sent before."""
-        fields: list[Field] = [] if opened else [(b":status", b"200"), (b"content-type", b"application/grpc")]
+        """The HEADERS frame that ends the call; `opened` if `initial_headers` was sent before."""
+        fields: list[HeaderField] = [] if opened else [(b":status", b"200"), (b"content-type", b"application/grpc")]
         fields.append((b"grpc-status", b"%d" % CODES[self.code]))
         if self.message:
             fields.append((b"grpc-message", percent_encode(self.message)))
-        return _ending(stream_id, [*fields, *self.metadata])
+        return _trailers_frame(stream_id, [*fields, *self.metadata])
 
 
-def _wire_value(value: str | bytes) -> bytes:
+def _metadata_value(value: str | bytes) -> bytes:
     """Bytes travel in base64 without padding."""
     return value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
 
@@ -119,9 +121,9 @@ def percent_encode(text: str) -> bytes:
     return bytes(coded)
 
 
-def _ending(stream_id: int, fields: Iterable[Field]) -> bytes:
+def _trailers_frame(stream_id: int, fields: Iterable[HeaderField]) -> bytes:
     block = encode(fields)
-    return FRAME_HEAD.pack(len(block) << 8 | HEADERS, END_HEADERS | END_STREAM, stream_id) + block
+    return FRAME_HEADER.pack(len(block) << 8 | HEADERS, END_HEADERS | END_STREAM, stream_id) + block
 
 
 # --- Requests ----------------------------------------------------------------------------------------------------------
@@ -138,58 +140,58 @@ class RequestHead:
         encoding: of messages with the compressed flag; "" for none.
         content_length: announced bytes of the body; -1 if none are.
         asked: what else the fields ask.
-        refusal: the status to answer with at once.
-        limit: which one the fields go over, "" for none.
+        rejection: the status to answer with at once.
+        exceeded_limit: which one the fields go over, "" for none.
         http_status: the HTTP status to answer with at once, 0 for none.
     """
 
-    unary: Unary | None = None
-    stream: Stream | None = None
+    unary: UnaryMethod | None = None
+    stream: StreamMethod | None = None
     timeout_ns: int = -1
     encoding: str = ""
     content_length: int = -1
     asked: Asked = NOTHING
-    refusal: Status | None = None
+    rejection: StatusTrailers | None = None
     http_status: int = 0
-    limit: str = ""
+    exceeded_limit: str = ""
 
-    def refuse(self, stream_id: int) -> bytes:
-        """The frame that answers a call with `refusal` or `http_status`."""
-        if self.refusal is not None:
-            return self.refusal.frame(stream_id, opened=False)
-        fields: list[Field] = [(b":status", b"%d" % self.http_status)]
+    def rejection_frame(self, stream_id: int) -> bytes:
+        """The frame that answers a call with `rejection` or `http_status`."""
+        if self.rejection is not None:
+            return self.rejection.frame(stream_id, opened=False)
+        fields: list[HeaderField] = [(b":status", b"%d" % self.http_status)]
         if self.http_status == 405:
             fields.append((b"allow", b"POST"))
-        return _ending(stream_id, fields)
+        return _trailers_frame(stream_id, fields)
 
 
-def understand(methods: Methods, fields: Sequence[Field] | None) -> RequestHead:
+def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -> RequestHead:
     """Read the header fields of a request (None: too large); raises MalformedHeadersError for what is no HTTP/2 request."""
     if fields is None:
-        refusal = Status("RESOURCE_EXHAUSTED", "the request's metadata are too large")
-        return RequestHead(refusal=refusal, limit="max_header_bytes")
-    known = _well_formed(fields)
-    length = known.get(b"content-length", b"")
+        rejection = StatusTrailers("RESOURCE_EXHAUSTED", "the request's metadata are too large")
+        return RequestHead(rejection=rejection, exceeded_limit="max_header_bytes")
+    headers = _validate_headers(fields)
+    length = headers.get(b"content-length", b"")
     if length and not (length.isdigit() and len(length) < 20):
         raise MalformedHeadersError("content-length is no number")
-    if known[b":method"] != b"POST":
+    if headers[b":method"] != b"POST":
         return RequestHead(http_status=405)
-    kind = known.get(b"content-type", b"").lower()
+    kind = headers.get(b"content-type", b"").lower()
     if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
         return RequestHead(http_status=415)
     try:
-        return _grpc_head(methods, known, int(length) if length else -1)
+        return _parse_grpc_headers(methods, headers, int(length) if length else -1)
     except HeadraceError as error:
-        return RequestHead(refusal=Status.of(error))
+        return RequestHead(rejection=StatusTrailers.of_error(error))
 
 
-def _well_formed(fields: Sequence[Field]) -> dict[bytes, bytes]:
+def _validate_headers(fields: Sequence[HeaderField]) -> dict[bytes, bytes]:
     """RFC 9113, section 8.2 and 8.3; the last value of each name."""
-    known: dict[bytes, bytes] = {}
+    headers: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
         if name.startswith(b":"):
-            if regular or name not in _PSEUDO or name in known:
+            if regular or name not in _PSEUDO or name in headers:
                 raise MalformedHeadersError("pseudo-header fields are unknown, twice or behind others")
         else:
             regular = True
@@ -197,36 +199,36 @@ def _well_formed(fields: Sequence[Field]) -> dict[bytes, bytes]:
                 raise MalformedHeadersError("a header field that HTTP/2 does not allow")
         if _FORBIDDEN_IN_VALUE.search(value):
             raise MalformedHeadersError("a header value with forbidden characters")
-        known[name] = value
-    if not (known.get(b":method") and known.get(b":scheme") and known.get(b":path")):
+        headers[name] = value
+    if not (headers.get(b":method") and headers.get(b":scheme") and headers.get(b":path")):
         raise MalformedHeadersError("a pseudo-header field is missing")
-    return known
+    return headers
 
 
-def _grpc_head(methods: Methods, known: dict[bytes, bytes], content_length: int) -> RequestHead:
-    path = known[b":path"].decode("latin-1")
+def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_length: int) -> RequestHead:
+    path = headers[b":path"].decode("latin-1")
     unary, stream = methods.unary.get(path), methods.streams.get(path)
     if unary is None and stream is None:
-        return RequestHead(refusal=Status("UNIMPLEMENTED", f"no such method: {path[:256]}"))
-    if b"te" not in known:
+        return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", f"no such method: {path[:256]}"))
+    if b"te" not in headers:
         raise BadRequest("the header 'te: trailers' is missing; is a proxy in the way that cannot gRPC?")
-    encoding = known.get(b"grpc-encoding", b"identity")
+    encoding = headers.get(b"grpc-encoding", b"identity")
     if encoding not in _ENCODINGS:
         text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not known here; identity, deflate and gzip are"
-        return RequestHead(refusal=Status("UNIMPLEMENTED", text, (_ACCEPTED,)))
+        return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", text, (_ACCEPT_ENCODING,)))
     return RequestHead(
         unary,
         stream,
-        _timeout_ns(known.get(b"grpc-timeout")),
+        _timeout_ns(headers.get(b"grpc-timeout")),
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
-        _asked(methods.asked_headers, known),
+        _request_options(methods.asked_headers, headers),
     )
 
 
-def _asked(headers: AskedHeaders, known: dict[bytes, bytes]) -> Asked:
-    return headers.read(
-        {name: known[wire].decode("latin-1") for wire, name in headers.wire_names.items() if wire in known}
+def _request_options(asked_headers: AskedHeaders, headers: dict[bytes, bytes]) -> Asked:
+    return asked_headers.read(
+        {name: headers[wire].decode("latin-1") for wire, name in asked_headers.wire_names.items() if wire in headers}
     )
 
 
@@ -237,7 +239,7 @@ def _timeout_ns(value: bytes | None) -> int:
     if found is None:
         raise BadRequest("grpc-timeout is not 1 to 8 digits with one of the units H, M, S, m, u, n")
     timeout_ns = int(found[1]) * _UNIT_NS[found[2]]
-    return timeout_ns if timeout_ns <= _LONGEST_NS else -1
+    return timeout_ns if timeout_ns <= _MAX_TIMEOUT_NS else -1
 
 
 class MessageReader:
@@ -245,27 +247,27 @@ class MessageReader:
 
     Args:
         encoding: see `RequestHead`.
-        door: the limits of a message, as it comes and unpacked.
+        client_limits: the limits of a message, as it comes and unpacked.
 
     Attributes:
-        waiting: how many whole messages there are to `take`.
+        complete: how many whole messages there are to `take`.
         missing_bytes: of the message that is incomplete; 0 if none is (or its length is not known yet).
         partial: True if a message has begun and is incomplete.
     """
 
-    def __init__(self, encoding: str, door: Door) -> None:
-        self._door = door
+    def __init__(self, encoding: str, client_limits: Door) -> None:
+        self._client_limits = client_limits
         self._encoding = encoding
         self._prefix = b""
         self._compressed = False
         self._parts: list[bytes | bytearray] = []
-        self._whole: deque[tuple[bytes, bool]] = deque()
+        self._messages: deque[tuple[bytes, bool]] = deque()
         self.missing_bytes = 0
 
     @property
-    def waiting(self) -> int:
+    def complete(self) -> int:
         """See the class."""
-        return len(self._whole)
+        return len(self._messages)
 
     @property
     def partial(self) -> bool:
@@ -295,10 +297,10 @@ class MessageReader:
         self._prefix = b""
         if flag > 1 or (flag and not self._encoding):
             raise BadRequest(f"a message has the compressed flag {flag}, which its grpc-encoding does not allow")
-        limit = self._door.limits.max_body_bytes
+        limit = self._client_limits.limits.max_body_bytes
         if self.missing_bytes > limit:
             text = f"a message of {self.missing_bytes} bytes; the limit is {limit}"
-            raise self._door.too_large("max_body_bytes", text)
+            raise self._client_limits.too_large("max_body_bytes", text)
         self._compressed = flag == 1
 
     def _add(self, data: bytes, start: int, stop: int) -> None:
@@ -313,15 +315,15 @@ class MessageReader:
 
     def _complete(self) -> None:
         parts, self._parts = self._parts, []
-        self._whole.append((b"".join(parts), self._compressed))
+        self._messages.append((b"".join(parts), self._compressed))
 
-    def take(self) -> tuple[bytes, int]:
+    def pop(self) -> tuple[bytes, int]:
         """The oldest whole message, unpacked only now, when there is a taker, and how many bytes had come for it.
 
         Raises:
             TooLarge: it unpacks to more than is taken.
             BadRequest: it cannot be unpacked.
         """
-        message, compressed = self._whole.popleft()
-        came_bytes = PREFIX_BYTES + len(message)
-        return decompress(message, self._encoding, self._door) if compressed else message, came_bytes
+        message, compressed = self._messages.popleft()
+        wire_bytes = PREFIX_BYTES + len(message)
+        return decompress(message, self._encoding, self._client_limits) if compressed else message, wire_bytes

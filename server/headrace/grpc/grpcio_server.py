@@ -18,8 +18,8 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import Door, HeldBody
-from headrace.grpc.methods import Message, Methods, Stream, Unary
-from headrace.grpc.status import failure
+from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
+from headrace.grpc.status import error_status
 from headrace.inference.request_options import Asked, AskedHeaders
 from headrace.tls import TlsFiles
 
@@ -31,10 +31,10 @@ KEEPALIVE_TIMEOUT_S = 20
 HANDSHAKE_TIMEOUT_S = 20
 
 # What those who are refused at the end of the drain may take to hear of it.
-_LAST_WORDS_S = 1.0
+_REJECTION_S = 1.0
 
 
-def _worth_a_line(record: logging.LogRecord) -> bool:
+def _is_server_error(record: logging.LogRecord) -> bool:
     """False for what grpcio logs with a traceback when a client leaves before its answer, or before its call has been looked at:
     any client could fill the log so."""
     if record.exc_info is None:
@@ -48,16 +48,16 @@ class GrpcioServer:
 
     Args:
         methods: what is served.
-        door: the limits on clients, which grpcio keeps in its own way: it counts none, knows no time-outs but its own, and
+        client_limits: which grpcio keeps in its own way: it counts none, knows no time-outs but its own, and
             stops unpacking at the largest message, whatever the ratio. The bound on all bodies is ours, and counts messages
             from when they are whole: grpcio does not show them before.
         tls: the operator's files, None for plain text.
     """
 
-    def __init__(self, methods: Methods, door: Door, tls: TlsFiles | None) -> None:
+    def __init__(self, methods: Methods, client_limits: Door, tls: TlsFiles | None) -> None:
         self._methods = methods
-        self._door = door
-        self._limits = door.limits
+        self._client_limits = client_limits
+        self._limits = client_limits.limits
         self._tls = tls
         self._calls: set[_UnaryCall] = set()
         self._streams: set[_StreamCall] = set()
@@ -68,8 +68,8 @@ class GrpcioServer:
         """Listen; the port. Raises OSError: the address cannot be had, or a TLS file is wrong."""
         credentials = None if self._tls is None else self._tls.grpc_credentials()
         if port:
-            _probe(host, port)
-        logging.getLogger("grpc._cython.cygrpc").addFilter(_worth_a_line)
+            _check_address(host, port)
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_server_error)
         self._server = grpc.aio.server(options=self._options())
         self._server.add_generic_rpc_handlers((self._handlers(),))
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -90,7 +90,7 @@ class GrpcioServer:
         self._stopping = True
         for stream in list(self._streams):
             stream.stop()
-        ending = asyncio.ensure_future(self._server.stop(grace_s + _LAST_WORDS_S))
+        ending = asyncio.ensure_future(self._server.stop(grace_s + _REJECTION_S))
         await asyncio.wait({ending}, timeout=grace_s)
         late = Unavailable("the server is shutting down and could not wait for this request")
         for call in list(self._calls):
@@ -126,11 +126,11 @@ class GrpcioServer:
         }
         return _Handlers(handlers)
 
-    def _unary(self, method: Unary) -> Callable[[bytes, Any], Any]:
-        calls, asked_headers, door = self._calls, self._methods.asked_headers, self._door
+    def _unary(self, method: UnaryMethod) -> Callable[[bytes, Any], Any]:
+        calls, asked_headers, client_limits = self._calls, self._methods.asked_headers, self._client_limits
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call, held = _UnaryCall(context, asked_headers), door.hold()
+            call, held = _UnaryCall(context, asked_headers), client_limits.hold()
             calls.add(call)
             try:
                 held.grow(len(message))
@@ -144,21 +144,21 @@ class GrpcioServer:
 
         return serve
 
-    def _stream(self, method: Stream) -> Callable[[Any, Any], Any]:
-        streams, asked_headers, door = self._streams, self._methods.asked_headers, self._door
+    def _stream(self, method: StreamMethod) -> Callable[[Any, Any], Any]:
+        streams, asked_headers, client_limits = self._streams, self._methods.asked_headers, self._client_limits
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, asked_headers, door.hold(), self._stopping)
+            call = _StreamCall(context, asked_headers, client_limits.hold(), self._stopping)
             streams.add(call)
             try:
                 await method(call)
             except Exception as error:
                 await _abort(context, error)
             except asyncio.CancelledError:
-                if call.ended is None:
+                if call.end_reason is None:
                     raise
                 call.task.uncancel()
-                await _abort(context, call.ended)
+                await _abort(context, call.end_reason)
             finally:
                 call.held.end()
                 streams.discard(call)
@@ -175,7 +175,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 class _UnaryCall:
-    """See `grpc_methods.Call`. The client's leaving comes as the cancellation of the method's task."""
+    """See `GrpcCall`. The client's leaving comes as the cancellation of the method's task."""
 
     __slots__ = ("_asked_headers", "_context", "caller", "deadline_ns", "received_ns")
 
@@ -188,11 +188,11 @@ class _UnaryCall:
 
     @property
     def asked(self) -> Asked:
-        return _asked(self._asked_headers, self._context)
+        return _request_options(self._asked_headers, self._context)
 
 
 class _StreamCall:
-    """See `grpc_methods.StreamCall`.
+    """See `StreamCall`.
 
     Attributes:
         task: of the method.
@@ -204,14 +204,14 @@ class _StreamCall:
         self.stopping = stopping
         self.held = held
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
-        self.ended: Unavailable | None = None
+        self.end_reason: Unavailable | None = None
         self._context = context
         self._asked_headers = asked_headers
         self._reading = False
 
     @property
     def asked(self) -> Asked:
-        return _asked(self._asked_headers, self._context)
+        return _request_options(self._asked_headers, self._context)
 
     async def read(self) -> bytes | None:
         if self.stopping:
@@ -220,7 +220,7 @@ class _StreamCall:
         try:
             message: Any = await self._context.read()
         except asyncio.CancelledError:
-            if not self.stopping or self.ended is not None:
+            if not self.stopping or self.end_reason is not None:
                 raise
             self.task.uncancel()
             raise _shutting_down() from None
@@ -244,7 +244,7 @@ class _StreamCall:
 
     def end(self, why: Unavailable) -> None:
         """End the method wherever it is."""
-        self.ended = why
+        self.end_reason = why
         self.task.cancel()
 
 
@@ -253,7 +253,7 @@ def _deadline_ns(context: Any, now_ns: int) -> int:
     return 0 if left_s is None else now_ns + int(left_s * NS_PER_S)
 
 
-def _asked(asked_headers: AskedHeaders, context: Any) -> Asked:
+def _request_options(asked_headers: AskedHeaders, context: Any) -> Asked:
     names = asked_headers.names
     return asked_headers.read({name: value for name, value in context.invocation_metadata() or () if name in names})
 
@@ -266,12 +266,12 @@ async def _abort(context: Any, error: Exception) -> None:
     """End the call with the status of an error; raises what grpcio expects to come through."""
     if isinstance(error, grpc.aio.BaseError):  # the client has left in between, or the call was aborted
         raise error
-    end = failure(error)
+    end = error_status(error)
     forget_frames(error)
     await context.abort(grpc.StatusCode[end.code], end.text, end.metadata)
 
 
-def _probe(host: str, port: int) -> None:
+def _check_address(host: str, port: int) -> None:
     """grpcio only says that it failed; the system says why."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

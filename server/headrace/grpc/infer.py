@@ -15,7 +15,7 @@ from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.grpc.codec import Envelope, GrpcCodec, Plan, scan
-from headrace.grpc.methods import Call, Message
+from headrace.grpc.methods import GrpcCall, Message
 from headrace.inference.load_report import load_parameters
 from headrace.inference.models import Handle, Services
 from headrace.inference.request_context import Story
@@ -98,7 +98,7 @@ class InferService:
         self._clock = clock
         self._codecs: WeakKeyDictionary[Handle, GrpcCodec] = WeakKeyDictionary()
 
-    async def infer(self, message: bytes, call: Call) -> Message:
+    async def infer(self, message: bytes, call: GrpcCall) -> Message:
         """The method: one ModelInferRequest in, one ModelInferResponse out.
 
         Raises:

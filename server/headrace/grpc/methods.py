@@ -19,7 +19,7 @@ from headrace.inference.request_options import Asked, AskedHeaders
 Message = list[bytes | memoryview]
 
 
-class Call(Protocol):
+class GrpcCall(Protocol):
     """What a method may know of the call it serves.
 
     Attributes:
@@ -42,8 +42,8 @@ class StreamCall(Protocol):
     """A call with many messages both ways. One task may read while another writes.
 
     Attributes:
-        deadline_ns: as in `Call`.
-        asked: as in `Call`; of each message of the stream.
+        deadline_ns: as in `GrpcCall`.
+        asked: as in `GrpcCall`; of each message of the stream.
         held: what the stream has of the room for bodies. A message that was read counts no more unless the method takes it there,
             and gives it back; whatever is left at its end, the engine does.
         stopping: True once the server stops; the method then takes on nothing new and ends when it can.
@@ -69,8 +69,8 @@ class StreamCall(Protocol):
         """Send a message, waiting while the client reads slowly. Raises Cancelled if the client has left."""
 
 
-Unary = Callable[[bytes, Call], Awaitable[Message]]
-Stream = Callable[[StreamCall], Awaitable[None]]
+UnaryMethod = Callable[[bytes, GrpcCall], Awaitable[Message]]
+StreamMethod = Callable[[StreamCall], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Methods:
         asked_headers: what engines read of a call's metadata.
     """
 
-    unary: Mapping[str, Unary]
-    streams: Mapping[str, Stream]
+    unary: Mapping[str, UnaryMethod]
+    streams: Mapping[str, StreamMethod]
     asked_headers: AskedHeaders = field(default_factory=AskedHeaders)
 
 

@@ -12,7 +12,7 @@ from headrace.grpc.control import (
     control_methods,
 )
 from headrace.grpc.infer import InferService
-from headrace.grpc.methods import Methods, Stream, Unary
+from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
 from headrace.inference.request_options import AskedHeaders
@@ -32,10 +32,12 @@ def grpc_methods(services: Services, max_message_bytes: int, asked_headers: Aske
     health = HealthService(services.models, SERVICE)
     names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
     reflection = ReflectionService(names)
-    unary: dict[str, Unary] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
+    unary: dict[str, UnaryMethod] = {f"/{SERVICE}/{name}": method for name, method in control_methods(services).items()}
     unary[f"/{SERVICE}/ModelInfer"] = infer.infer
     unary[f"/{HEALTH_SERVICE}/Check"] = health.check
-    streams: dict[str, Stream] = {f"/{name}/ServerReflectionInfo": reflection.info for name in REFLECTION_SERVICES}
+    streams: dict[str, StreamMethod] = {
+        f"/{name}/ServerReflectionInfo": reflection.info for name in REFLECTION_SERVICES
+    }
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
     return Methods(unary, streams, asked_headers or AskedHeaders())

@@ -42,7 +42,7 @@ _ANYBODY = "clients without a name"
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ErrorStatus:
     """The end of a call that failed.
 
     Attributes:
@@ -56,7 +56,7 @@ class Failure:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
-def failure(error: Exception) -> Failure:
+def error_status(error: Exception) -> ErrorStatus:
     """What the caller is told of an exception; one that is no HeadraceError is a fault of ours and is logged.
 
     Counts the error. To be called while the exception is handled.
@@ -70,8 +70,8 @@ def failure(error: Exception) -> Failure:
     code = grpc_code(told)
     more = details(told, CODES[code], text)
     if more is None:
-        return Failure(code, text)
-    return Failure(code, text, (("retry-after", str(retry_after_s(told))), (DETAILS_TRAILER, more)))
+        return ErrorStatus(code, text)
+    return ErrorStatus(code, text, (("retry-after", str(retry_after_s(told))), (DETAILS_TRAILER, more)))
 
 
 def details(error: HeadraceError, code: int, text: str) -> bytes | None:

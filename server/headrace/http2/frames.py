@@ -14,14 +14,14 @@ PADDED = 0x8
 WITH_PRIORITY = 0x20
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEAD_BYTES = 9
+FRAME_HEADER_BYTES = 9
 DEFAULT_WINDOW = 65535
 DEFAULT_FRAME_BYTES = 16384
-LARGEST_FRAME_BYTES = 2**24 - 1
-LARGEST_WINDOW = 2**31 - 1
+MAX_FRAME_BYTES = 2**24 - 1
+MAX_WINDOW = 2**31 - 1
 
 # A frame's head: length and kind in one word (length << 8 | kind), flags, stream.
-FRAME_HEAD = Struct(">IBI")
+FRAME_HEADER = Struct(">IBI")
 _WORD = Struct(">I")
 _TWO_WORDS = Struct(">II")
 _SETTING = Struct(">HI")
@@ -57,7 +57,7 @@ class ErrorCode(IntEnum):
     HTTP_1_1_REQUIRED = 13
 
 
-class ConnectionFault(Exception):
+class Http2ConnectionError(Exception):
     """The peer broke the protocol so that the connection cannot go on (RFC 9113, section 5.4.1).
 
     Args:
@@ -70,7 +70,7 @@ class ConnectionFault(Exception):
         self.code = code
 
 
-class StreamFault(Exception):
+class Http2StreamError(Exception):
     """The peer broke the protocol on one stream (RFC 9113, section 5.4.2).
 
     Args:
@@ -87,7 +87,7 @@ class StreamFault(Exception):
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
     """A whole frame."""
-    return FRAME_HEAD.pack(len(payload) << 8 | kind, flags, stream_id) + payload
+    return FRAME_HEADER.pack(len(payload) << 8 | kind, flags, stream_id) + payload
 
 
 def settings(values: dict[Setting, int]) -> bytes:
@@ -118,38 +118,38 @@ def goaway(last_stream_id: int, code: ErrorCode, text: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + text.encode())
 
 
-def word(payload: bytes, what: str) -> int:
-    """The only 32-bit number of a payload, less the reserved bit; raises ConnectionFault if it is not alone."""
+def parse_uint31(payload: bytes, what: str) -> int:
+    """The only 32-bit number of a payload, less the reserved bit; raises Http2ConnectionError if it is not alone."""
     if len(payload) != 4:
-        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"a {what} of {len(payload)} bytes instead of 4")
+        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"a {what} of {len(payload)} bytes instead of 4")
     number: int = _WORD.unpack(payload)[0]
     return number
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """The (name, value) pairs of a SETTINGS frame, unknown ones included; raises ConnectionFault."""
+    """The (name, value) pairs of a SETTINGS frame, unknown ones included; raises Http2ConnectionError."""
     if len(payload) % _SETTING.size:
-        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes, not a multiple of 6")
+        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes, not a multiple of 6")
     pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
     for name, value in pairs:
         if name == Setting.ENABLE_PUSH and value > 1:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value} instead of 0 or 1")
-        if name == Setting.INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}")
-        if name == Setting.MAX_FRAME_SIZE and not DEFAULT_FRAME_BYTES <= value <= LARGEST_FRAME_BYTES:
-            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value} instead of 0 or 1")
+        if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}")
+        if name == Setting.MAX_FRAME_SIZE and not DEFAULT_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
+            raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
     return pairs
 
 
 def unpad(payload: bytes, flags: int) -> bytes:
-    """A HEADERS payload without padding and priority fields (RFC 9113, section 6.2); raises ConnectionFault."""
+    """A HEADERS payload without padding and priority fields (RFC 9113, section 6.2); raises Http2ConnectionError."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
+            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
         start, end = 1, end - payload[0]
     if flags & WITH_PRIORITY:
         start += 5
     if end < start:
-        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "padding or priority fields longer than their frame")
+        raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "padding or priority fields longer than their frame")
     return payload[start:end]

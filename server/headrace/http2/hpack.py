@@ -2,7 +2,7 @@
 
 Decoding is our own and not the `hpack` package's, whose Huffman table it uses: it is some four times faster, bounded in every
 step, and knows whether a block changed the dynamic table. As long as none does, equal blocks mean equal headers, and a block is
-a dictionary look-up (`HeaderMemory`). Our own answers are encoded without Huffman code and dynamic table, once, as constants.
+a dictionary look-up (`HeaderCache`). Our own answers are encoded without Huffman code and dynamic table, once, as constants.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hpack.exceptions import HPACKDecodingError
 from hpack.huffman_table import decode_huffman
 from hpack.table import HeaderTable
 
-from headrace.http2.frames import ConnectionFault, ErrorCode
+from headrace.http2.frames import ErrorCode, Http2ConnectionError
 
-Field = tuple[bytes, bytes]
+HeaderField = tuple[bytes, bytes]
 T = TypeVar("T")
 
-_STATIC: tuple[Field, ...] = tuple(HeaderTable.STATIC_TABLE)
+_STATIC: tuple[HeaderField, ...] = tuple(HeaderTable.STATIC_TABLE)
 _STATIC_COUNT = len(_STATIC)
 _STATIC_NAMES = {name: index for index, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
 _STATIC_INDEX = {field: index for index, field in enumerate(_STATIC, 1)}
@@ -34,7 +34,7 @@ _MEMORY_BLOCKS = 256
 _MEMORY_BLOCK_BYTES = 512
 
 
-class Decoder:
+class HpackDecoder:
     """One connection's decoding state.
 
     Args:
@@ -46,24 +46,24 @@ class Decoder:
 
     def __init__(self, max_list_bytes: int) -> None:
         self._max_list_bytes = max_list_bytes
-        self._entries: list[Field] = []  # the newest last
+        self._entries: list[HeaderField] = []  # the newest last
         self._size = 0
         self._capacity = TABLE_BYTES
         self.changes = 0
 
-    def decode(self, block: bytes) -> list[Field] | None:
+    def decode(self, block: bytes) -> list[HeaderField] | None:
         """The fields of a whole block, or None if they are larger than `max_list_bytes` (the table is right nevertheless).
 
         Raises:
-            ConnectionFault: COMPRESSION_ERROR; the connection cannot go on.
+            Http2ConnectionError: COMPRESSION_ERROR; the connection cannot go on.
         """
         try:
             return self._decode(block)
         except (IndexError, HPACKDecodingError):
-            raise _fault("a header block that ends too early or holds invalid Huffman code") from None
+            raise _compression_error("a header block that ends too early or holds invalid Huffman code") from None
 
-    def _decode(self, block: bytes) -> list[Field] | None:
-        fields: list[Field] = []
+    def _decode(self, block: bytes) -> list[HeaderField] | None:
+        fields: list[HeaderField] = []
         position, end, total, changed = 0, len(block), 0, False
         while position < end:
             first = block[position]
@@ -78,7 +78,7 @@ class Decoder:
             elif first >= 0x20:
                 capacity, position = _integer(block, position, 0x1F)
                 if total:
-                    raise _fault("a change of the table's size behind the first field")
+                    raise _compression_error("a change of the table's size behind the first field")
                 changed = changed or capacity != self._capacity
                 self._resize(capacity)
                 continue
@@ -91,15 +91,15 @@ class Decoder:
         self.changes += changed
         return fields if total <= self._max_list_bytes else None
 
-    def _field(self, index: int) -> Field:
+    def _field(self, index: int) -> HeaderField:
         if 0 < index <= _STATIC_COUNT:
             return _STATIC[index - 1]
         index -= _STATIC_COUNT
         if not 0 < index <= len(self._entries):
-            raise _fault("an index outside of the tables")
+            raise _compression_error("an index outside of the tables")
         return self._entries[-index]
 
-    def _literal(self, block: bytes, index: int, position: int) -> tuple[Field, int]:
+    def _literal(self, block: bytes, index: int, position: int) -> tuple[HeaderField, int]:
         if index:
             name = self._field(index)[0]
         else:
@@ -107,14 +107,14 @@ class Decoder:
         value, position = _string(block, position)
         return (name, value), position
 
-    def _insert(self, field: Field) -> None:
+    def _insert(self, field: HeaderField) -> None:
         self._size += len(field[0]) + len(field[1]) + _ENTRY_BYTES
         self._entries.append(field)
         self._evict()
 
     def _resize(self, capacity: int) -> None:
         if capacity > TABLE_BYTES:
-            raise _fault("a dynamic table larger than announced")
+            raise _compression_error("a dynamic table larger than announced")
         self._capacity = capacity
         self._evict()
 
@@ -127,39 +127,39 @@ class Decoder:
         del self._entries[:count]
 
 
-class HeaderMemory(Generic[T]):
+class HeaderCache(Generic[T]):
     """What the header blocks of one connection mean, each decoded and understood once where that is possible.
 
     Args:
-        max_list_bytes: see `Decoder`.
-        understand: from fields (None: too many) to what the application makes of them; must depend on nothing else.
+        max_list_bytes: see `HpackDecoder`.
+        parse: from fields (None: too many) to what the application makes of them; must depend on nothing else.
 
     Attributes:
-        known: from a block to its meaning; right until the next `learn`. The connection looks here first.
+        known: from a block to its value; right until the next `learn`. The connection looks here first.
     """
 
-    def __init__(self, max_list_bytes: int, understand: Callable[[list[Field] | None], T]) -> None:
-        self._decoder = Decoder(max_list_bytes)
-        self._understand = understand
-        self.known: dict[bytes, T] = {}
+    def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
+        self._decoder = HpackDecoder(max_list_bytes)
+        self._parse = parse
+        self.entries: dict[bytes, T] = {}
 
-    def learn(self, block: bytes) -> T:
-        """Decode a block that is not in `known`; raises ConnectionFault, and what `understand` raises."""
+    def decode(self, block: bytes) -> T:
+        """Decode a block that is not in `known`; raises Http2ConnectionError, and what `parse` raises."""
         decoder = self._decoder
         before = decoder.changes
         fields = decoder.decode(block)
         if decoder.changes != before:
-            self.known.clear()
-            return self._understand(fields)
-        meaning = self._understand(fields)
+            self.entries.clear()
+            return self._parse(fields)
+        value = self._parse(fields)
         if len(block) <= _MEMORY_BLOCK_BYTES:
-            if len(self.known) >= _MEMORY_BLOCKS:
-                self.known.clear()
-            self.known[block] = meaning
-        return meaning
+            if len(self.entries) >= _MEMORY_BLOCKS:
+                self.entries.clear()
+            self.entries[block] = value
+        return value
 
 
-def encode(fields: Iterable[Field]) -> bytes:
+def encode(fields: Iterable[HeaderField]) -> bytes:
     """A header block without Huffman code that neither uses nor changes a dynamic table."""
     block = bytearray()
     for name, value in fields:
@@ -189,9 +189,9 @@ def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
         if byte < 0x80:
             break
         if shift > 28:
-            raise _fault("an integer of too many bytes")
+            raise _compression_error("an integer of too many bytes")
     if number > _LARGEST_INTEGER:
-        raise _fault("an integer out of all proportion")
+        raise _compression_error("an integer out of all proportion")
     return number, position
 
 
@@ -225,5 +225,5 @@ def _encode_integer(number: int, pattern: int, mask: int) -> bytes:
     return bytes(coded)
 
 
-def _fault(text: str) -> ConnectionFault:
-    return ConnectionFault(ErrorCode.COMPRESSION_ERROR, text)
+def _compression_error(text: str) -> Http2ConnectionError:
+    return Http2ConnectionError(ErrorCode.COMPRESSION_ERROR, text)

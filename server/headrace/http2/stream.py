@@ -3,7 +3,7 @@
 What a peer may still send: grants for bodies larger than a stream's window, and the allowance for frames that carry no work.
 
 Memory is bounded by the streams' windows. Each stream starts with a small one; the application tells how much more a body
-needs as soon as it knows (`Grants.ask`), and a connection has one budget for all that is granted beyond the first windows. A
+needs as soon as it knows (`request_window`), and a connection has one budget for all grants. A
 grant covers the rest of a whole body, so granted bodies always get finished and the waiting ones come to their turn. The
 window of the connection is kept open: it would only add a second bound over the same bytes, and a way to deadlock.
 
@@ -28,26 +28,26 @@ from headrace.http2.frames import (
     DATA,
     DEFAULT_FRAME_BYTES,
     DEFAULT_WINDOW,
-    FRAME_HEAD,
-    LARGEST_WINDOW,
-    ConnectionFault,
+    FRAME_HEADER,
+    MAX_WINDOW,
     ErrorCode,
+    Http2ConnectionError,
     window_update,
 )
 
 # One turn of one stream, and one round of all of them before the transport gets it.
-_TURN_BYTES = 64 << 10
-_ROUND_BYTES = 256 << 10
+_MAX_DATA_FRAME_BYTES = 64 << 10
+_MAX_ROUND_BYTES = 256 << 10
 # What the transport may hold before it says that it is full.
-_TRANSPORT_BYTES = 512 << 10
+_TRANSPORT_BUFFER_BYTES = 512 << 10
 
 
-def _nobody(_limit: str) -> None:
+def _ignore_limit(_limit: str) -> None:
     """Counts nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Http2Limits:
     """What one connection may take.
 
     Attributes:
@@ -57,11 +57,11 @@ class Limits:
         frame_bytes: of one DATA frame.
         header_bytes: of one header block as it comes.
         header_list_bytes: of one header block, decoded.
-        grant_bytes: all grants of a connection at once; at least the largest body.
-        held_bytes: answers that the peer does not read; above, new streams are refused.
+        max_granted_bytes: all grants of a connection at once; at least the largest body.
+        max_unsent_bytes: answers that the peer does not read; above, new streams are refused.
         control_bytes: of frames other than DATA while the peer does not read at all; above, the connection is cut.
-        burst: frames without work at once, and `per_s` more each second.
-        per_s: see `burst`.
+        frame_burst: frames without work at once, and `per_s` more each second.
+        frames_per_s: see `burst`.
         handshake_s: from the connection to the first SETTINGS frame (and, before that, for TLS).
         frame_s: to complete a frame, or a header block with its CONTINUATIONs.
         message_s: to complete a body that is wanted.
@@ -71,7 +71,7 @@ class Limits:
         idle_s: without a stream until the connection is shut down.
         drain_s: for the PING that parts the two GOAWAYs of a shutdown.
         linger_s: for a peer to read the last bytes of a closed connection.
-        reached: called with the name in `headrace.core.limits.Limits` of one that a peer has reached, for the metrics.
+        on_limit_reached: called with the name in `headrace.core.limits.Limits` of one that a peer has reached, for the metrics.
     """
 
     streams: int = 1024
@@ -80,11 +80,11 @@ class Limits:
     frame_bytes: int = 1 << 20
     header_bytes: int = 32 << 10
     header_list_bytes: int = 16 << 10
-    grant_bytes: int = 64 << 20
-    held_bytes: int = 64 << 20
+    max_granted_bytes: int = 64 << 20
+    max_unsent_bytes: int = 64 << 20
     control_bytes: int = 1 << 20
-    burst: int = 50_000
-    per_s: int = 10_000
+    frame_burst: int = 50_000
+    frames_per_s: int = 10_000
     handshake_s: float = 10.0
     frame_s: float = 20.0
     message_s: float = 300.0
@@ -94,10 +94,10 @@ class Limits:
     idle_s: float = 3600.0
     drain_s: float = 1.0
     linger_s: float = 2.0
-    reached: Callable[[str], None] = _nobody
+    on_limit_reached: Callable[[str], None] = _ignore_limit
 
 
-class Allowance:
+class FrameBudget:
     """How many frames without work a peer may still send: PING, RST_STREAM, crumbs of DATA and the like.
 
     Work earns allowance and so does time, so a connection may live for ever and do any number of calls, while a flood of
@@ -107,29 +107,29 @@ class Allowance:
         left: what is left; whoever does work adds to it.
     """
 
-    __slots__ = ("_burst", "_filled_ns", "_per_s", "left")
+    __slots__ = ("_burst", "_filled_ns", "_per_s", "available")
 
     def __init__(self, burst: int, per_s: int) -> None:
         self._burst, self._per_s = burst, per_s
         self._filled_ns = monotonic_ns()
-        self.left = burst
+        self.available = burst
 
     def spend(self, cost: int) -> None:
-        """Take `cost` off; raises ConnectionFault when nothing is left."""
-        self.left -= cost
-        if self.left < 0:
+        """Take `cost` off; raises Http2ConnectionError when nothing is left."""
+        self.available -= cost
+        if self.available < 0:
             now_ns = monotonic_ns()
-            self.left += (now_ns - self._filled_ns) * self._per_s // NS_PER_S
+            self.available += (now_ns - self._filled_ns) * self._per_s // NS_PER_S
             self._filled_ns = now_ns
-            if self.left < 0:
-                raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a flood of frames that carry no work")
+            if self.available < 0:
+                raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a flood of frames that carry no work")
 
     def cap(self) -> None:
         """Forget what was saved up beyond a burst; to be called now and then."""
-        self.left = min(self.left, self._burst)
+        self.available = min(self.available, self._burst)
 
 
-class Grants:
+class WindowGrants:
     """The budget of a connection for bodies larger than a stream's first window.
 
     Args:
@@ -138,32 +138,32 @@ class Grants:
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
-        self._waiting: deque[tuple[Stream, int]] = deque()
+        self._waiting: deque[tuple[Http2Stream, int]] = deque()
 
-    def ask(self, stream: Stream, size_bytes: int) -> None:
+    def request(self, stream: Http2Stream, size_bytes: int) -> None:
         """Open the window of `stream` by `size_bytes` (at most the budget), now or when its turn comes."""
         self._waiting.append((stream, size_bytes))
-        self._serve()
+        self._grant_waiting()
 
-    def give_back(self, stream: Stream) -> None:
+    def release(self, stream: Http2Stream) -> None:
         """Whatever `stream` was granted has been used up, or will never be."""
         if stream.granted_bytes:
             self._free_bytes += stream.granted_bytes
             stream.granted_bytes = 0
         if self._waiting:
-            self._serve()
+            self._grant_waiting()
 
-    def _serve(self) -> None:
+    def _grant_waiting(self) -> None:
         waiting = self._waiting
         while waiting:
             stream, size_bytes = waiting[0]
-            if stream.gone:
+            if stream.closed:
                 waiting.popleft()
             elif size_bytes <= self._free_bytes:
                 waiting.popleft()
                 self._free_bytes -= size_bytes
                 stream.granted_bytes += size_bytes
-                stream.open_window(size_bytes)
+                stream.increase_window(size_bytes)
             else:
                 return
 
@@ -173,26 +173,26 @@ class StreamConnection(Protocol):
 
     Attributes:
         limits: of the connection.
-        allowance: for frames that carry no work.
+        frame_budget: for frames that carry no work.
         grants: for large bodies.
-        outbox: what is sent.
-        epoch: see `Http2Connection`.
+        write_buffer: what is sent.
+        ticks: see `Http2Connection`.
     """
 
-    limits: Limits
-    allowance: Allowance
-    grants: Grants
-    outbox: Outbox
-    epoch: int
+    limits: Http2Limits
+    frame_budget: FrameBudget
+    window_grants: WindowGrants
+    write_buffer: WriteBuffer
+    ticks: int
 
-    def finished(self, stream: Stream) -> None:
+    def stream_finished(self, stream: Http2Stream) -> None:
         """All of an answer is on its way, END_STREAM included."""
 
-    def reset(self, stream_id: int, code: ErrorCode) -> None:
+    def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
         """End one stream at once."""
 
 
-class Stream(ABC):
+class Http2Stream(ABC):
     """To be subclassed by the application: `received`, `lost` and `too_slow` are called by the connection.
 
     Ownership: the event loop. A stream is in `connection.streams` until both sides are done or one has reset it; afterwards it
@@ -206,78 +206,78 @@ class Stream(ABC):
         gone: True once nothing more can be sent.
         receiving: True while the application lacks a part of a body that it needs.
         since: the connection's epoch when `receiving` began or, if answers are blocked, when last a part of them went out.
-        granted_bytes: see `Grants`.
+        granted_bytes: see `WindowGrants`.
         pending: parts of the answer that the windows hold back, None if there never were any.
         pending_bytes: their size.
         ending: the frames that end the stream, to go out behind `pending`; b"" if it goes on.
-        queued: True while the outbox has this stream in its round.
+        queued: True while the write buffer has this stream in its round.
     """
 
     __slots__ = (
+        "awaiting_body",
+        "closed",
         "connection",
-        "ending",
-        "gone",
+        "final_frames",
         "granted_bytes",
+        "in_send_queue",
         "pending",
         "pending_bytes",
-        "queued",
+        "progress_tick",
         "receive_window",
-        "receiving",
         "remote_open",
         "send_window",
-        "since",
         "stream_id",
     )
 
     def __init__(self, connection: StreamConnection, stream_id: int) -> None:
         self.connection = connection
         self.stream_id = stream_id
-        self.send_window = connection.outbox.initial_window
+        self.send_window = connection.write_buffer.initial_window
         self.receive_window = connection.limits.stream_window_bytes
         self.remote_open = True
-        self.gone = False
-        self.receiving = True
-        self.since = connection.epoch
+        self.closed = False
+        self.awaiting_body = True
+        self.progress_tick = connection.ticks
         self.granted_bytes = 0
         self.pending: deque[memoryview] | None = None
         self.pending_bytes = 0
-        self.ending = b""
-        self.queued = False
+        self.final_frames = b""
+        self.in_send_queue = False
 
     @abstractmethod
-    def received(self, data: bytes, start: int, stop: int, end: bool) -> None:
+    def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """Bytes `start` to `stop` of `data` came as a part of the body; `end` with the last of them."""
 
     @abstractmethod
-    def lost(self) -> None:
+    def on_closed(self) -> None:
         """The peer has reset the stream or is gone; the stream is `gone` already."""
 
     @abstractmethod
-    def too_slow(self) -> None:
+    def on_timeout(self) -> None:
         """The peer has not sent, or not read, what it should have in time."""
 
-    def flushed(self) -> None:  # noqa: B027 - to be overridden by who waits for it, not by all
+    def on_flushed(self) -> None:  # noqa: B027 - to be overridden by who waits for it, not by all
         """Something pending went out."""
 
-    def expect(self, size_bytes: int) -> None:
+    def request_window(self, size_bytes: int) -> None:
         """The body needs `size_bytes` more than have come: see that the peer may send them."""
         missing = size_bytes - self.receive_window
         if missing > 0:
-            self.connection.grants.ask(self, missing)
+            self.connection.window_grants.request(self, missing)
 
-    def open_window(self, size_bytes: int) -> None:
+    def increase_window(self, size_bytes: int) -> None:
         """Let the peer send `size_bytes` more."""
-        if self.remote_open and not self.gone:
+        if self.remote_open and not self.closed:
             self.receive_window += size_bytes
-            self.connection.outbox.control(window_update(self.stream_id, size_bytes))
+            self.connection.write_buffer.write_control(window_update(self.stream_id, size_bytes))
 
     def reset(self, code: ErrorCode) -> None:
         """End the stream at once, whatever is pending."""
-        if not self.gone:
-            self.connection.reset(self.stream_id, code)
+        if not self.closed:
+            self.connection.reset_stream(self.stream_id, code)
 
 
-class Outbox:
+class WriteBuffer:
     """Ownership: the event loop.
 
     Attributes:
@@ -288,29 +288,29 @@ class Outbox:
         held_bytes: pending in all streams.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Limits) -> None:
-        transport.set_write_buffer_limits(high=_TRANSPORT_BYTES)
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Http2Limits) -> None:
+        transport.set_write_buffer_limits(high=_TRANSPORT_BUFFER_BYTES)
         self._loop = loop
         self._transport = transport
         self._limits = limits
-        self._out: list[bytes | memoryview] = []
-        self._large = False
+        self._chunks: list[bytes | memoryview] = []
+        self._use_writelines = False
         self._scheduled = False
-        self._waiting_bytes = 0
+        self._control_bytes = 0
         self._closed = False
-        self._ready: deque[Stream] = deque()
+        self._send_queue: deque[Http2Stream] = deque()
         self.window = DEFAULT_WINDOW
         self.initial_window = DEFAULT_WINDOW
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.paused = False
-        self.held_bytes = 0
+        self.unsent_bytes = 0
 
     @property
-    def overfull(self) -> bool:
+    def is_full(self) -> bool:
         """True if the peer reads so little of its answers that it gets no new stream."""
-        return self.held_bytes > self._limits.held_bytes
+        return self.unsent_bytes > self._limits.max_unsent_bytes
 
-    def admit(self, stream: Stream, size_bytes: int) -> bool:
+    def reserve_window(self, stream: Http2Stream, size_bytes: int) -> bool:
         """Take one DATA frame off the windows; False, and nothing done, if it must go through `queue`."""
         if (
             size_bytes > self.window
@@ -326,82 +326,82 @@ class Outbox:
 
     def write(self, chunks: Iterable[bytes | memoryview]) -> None:
         """Frames for the next write."""
-        self._out += chunks
+        self._chunks += chunks
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
-    def control(self, frames: bytes) -> None:
+    def write_control(self, frames: bytes) -> None:
         """Frames without DATA; if too many of them wait for a peer that does not read, the connection is cut."""
         if self.paused:
-            self._waiting_bytes += len(frames)
-            if self._waiting_bytes > self._limits.control_bytes:
+            self._control_bytes += len(frames)
+            if self._control_bytes > self._limits.control_bytes:
                 self._transport.abort()
                 return
-        self._out.append(frames)
+        self._chunks.append(frames)
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
-    def queue(self, stream: Stream, parts: Iterable[bytes | memoryview]) -> None:
+    def queue_data(self, stream: Http2Stream, parts: Iterable[bytes | memoryview]) -> None:
         """DATA for when the windows let it through."""
         pending = stream.pending
         if pending is None:
             pending = stream.pending = deque()
         if not pending:
-            stream.since = stream.connection.epoch
+            stream.progress_tick = stream.connection.ticks
         for part in parts:
             view = memoryview(part).cast("B")
             if view.nbytes:
                 pending.append(view)
                 stream.pending_bytes += view.nbytes
-                self.held_bytes += view.nbytes
-        self.wake(stream)
+                self.unsent_bytes += view.nbytes
+        self.schedule_stream(stream)
 
-    def finish(self, stream: Stream, frames: bytes) -> None:
+    def end_stream(self, stream: Http2Stream, frames: bytes) -> None:
         """The frames that end a stream, behind whatever is pending."""
         if stream.pending:
-            stream.ending = frames
+            stream.final_frames = frames
         else:
-            self.control(frames)
-            stream.connection.finished(stream)
+            self.write_control(frames)
+            stream.connection.stream_finished(stream)
 
-    def wake(self, stream: Stream) -> None:
+    def schedule_stream(self, stream: Http2Stream) -> None:
         """Put a stream with something pending into the round, if its window lets it send."""
-        if stream.pending and not stream.queued and stream.send_window > 0:
-            stream.queued = True
-            self._ready.append(stream)
-            self.schedule()
+        if stream.pending and not stream.in_send_queue and stream.send_window > 0:
+            stream.in_send_queue = True
+            self._send_queue.append(stream)
+            self.schedule_flush()
 
-    def drop(self, stream: Stream) -> None:
+    def discard(self, stream: Http2Stream) -> None:
         """The stream is gone: forget what was pending."""
-        self.held_bytes -= stream.pending_bytes
-        stream.pending, stream.pending_bytes, stream.ending = None, 0, b""
+        self.unsent_bytes -= stream.pending_bytes
+        stream.pending, stream.pending_bytes, stream.final_frames = None, 0, b""
 
-    def open_window(self, increment: int) -> None:
-        """The peer takes more on the connection; raises ConnectionFault."""
+    def increase_window(self, increment: int) -> None:
+        """The peer takes more on the connection; raises Http2ConnectionError."""
         self.window += increment
-        if self.window > LARGEST_WINDOW:
-            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "the window of the connection overflows")
-        if self._ready:
-            self.schedule()
+        if self.window > MAX_WINDOW:
+            raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window of the connection overflows")
+        if self._send_queue:
+            self.schedule_flush()
 
     def resume(self) -> None:
         """The transport has room again."""
         if not self._closed:
             self.paused = False
-            self._waiting_bytes = 0
-            self.schedule()
+            self._control_bytes = 0
+            self.schedule_flush()
 
     def close(self, flush: bool = False) -> None:
         """Nothing goes out any more, but for what is ready if `flush`."""
         if flush:
             self.flush()
         self._closed = self.paused = True
-        self._out.clear()
-        self._ready.clear()
+        self._chunks.clear()
+        self._send_queue.clear()
 
-    def schedule(self) -> None:
+    def schedule_flush(self) -> None:
         """See to a flush in the loop's next iteration."""
         if not self._scheduled:
             self._scheduled = True
@@ -412,59 +412,59 @@ class Outbox:
         self._scheduled = False
         if self.paused:
             return
-        if self._ready:
-            self._take_turns()
-        out = self._out
+        if self._send_queue:
+            self._send_round()
+        out = self._chunks
         if not out:
             return
-        self._out = []
+        self._chunks = []
         if self._transport.is_closing():
             return  # the peer has gone, of which the protocol will hear in a moment
-        if self._large:
-            self._large = False
+        if self._use_writelines:
+            self._use_writelines = False
             self._transport.writelines(out)
         else:
             self._transport.write(b"".join(out))
-        if self._ready and self.window > 0:
-            self.schedule()
+        if self._send_queue and self.window > 0:
+            self.schedule_flush()
 
-    def _take_turns(self) -> None:
-        ready, round_bytes = self._ready, _ROUND_BYTES
-        turn_bytes = min(self.frame_bytes, _TURN_BYTES)
+    def _send_round(self) -> None:
+        ready, round_bytes = self._send_queue, _MAX_ROUND_BYTES
+        turn_bytes = min(self.frame_bytes, _MAX_DATA_FRAME_BYTES)
         while ready and self.window > 0 and round_bytes > 0:
             stream = ready.popleft()
             size = min(self.window, stream.send_window, turn_bytes, stream.pending_bytes)
             if not stream.pending or size <= 0:
-                stream.queued = False  # it is gone, or waits for its window
+                stream.in_send_queue = False  # it is gone, or waits for its window
                 continue
             round_bytes -= size
-            self._emit(stream, size)
+            self._write_data_frame(stream, size)
             if stream.pending:
                 ready.append(stream)
                 continue
-            stream.queued = False
-            if stream.ending:
-                self._out.append(stream.ending)
-                stream.connection.finished(stream)
+            stream.in_send_queue = False
+            if stream.final_frames:
+                self._chunks.append(stream.final_frames)
+                stream.connection.stream_finished(stream)
 
-    def _emit(self, stream: Stream, size: int) -> None:
+    def _write_data_frame(self, stream: Http2Stream, size: int) -> None:
         """One DATA frame of `size` bytes out of what is pending."""
         pending = stream.pending
         assert pending is not None
-        self._large = self._large or size > 4096
+        self._use_writelines = self._use_writelines or size > 4096
         self.window -= size
         stream.send_window -= size
         stream.pending_bytes -= size
-        self.held_bytes -= size
-        stream.since = stream.connection.epoch
-        stream.connection.allowance.left += 4
-        self._out.append(FRAME_HEAD.pack(size << 8 | DATA, 0, stream.stream_id))
+        self.unsent_bytes -= size
+        stream.progress_tick = stream.connection.ticks
+        stream.connection.frame_budget.available += 4
+        self._chunks.append(FRAME_HEADER.pack(size << 8 | DATA, 0, stream.stream_id))
         while size:
             part = pending[0]
             if part.nbytes > size:
-                self._out.append(part[:size])
+                self._chunks.append(part[:size])
                 pending[0] = part[size:]
                 break
-            self._out.append(pending.popleft())
+            self._chunks.append(pending.popleft())
             size -= part.nbytes
-        stream.flushed()
+        stream.on_flushed()

@@ -12,7 +12,7 @@ from headrace.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from headrace.grpc.status import failure
+from headrace.grpc.status import error_status
 
 from tests.support.rich_status import retry_delay_s, rich_status
 
@@ -28,7 +28,7 @@ from tests.support.rich_status import retry_delay_s, rich_status
     ],
 )
 def test_when_to_come_back(error: HeadraceError, delay_s: float, seconds: str) -> None:
-    end = failure(error)
+    end = error_status(error)
     metadata = dict(end.metadata)
     assert metadata["retry-after"] == seconds
     content = metadata["grpc-status-details-bin"]
@@ -41,7 +41,7 @@ def test_when_to_come_back(error: HeadraceError, delay_s: float, seconds: str) -
 
 @pytest.mark.parametrize(("client", "subject"), [("shop", "client:shop"), ("", "client:clients without a name")])
 def test_whose_quota_it_is(client: str, subject: str) -> None:
-    content = dict(failure(QuotaExceeded("five a second", 1.0, client)).metadata)["grpc-status-details-bin"]
+    content = dict(error_status(QuotaExceeded("five a second", 1.0, client)).metadata)["grpc-status-details-bin"]
     assert isinstance(content, bytes)
     (violation,) = rich_status(content)[2]["google.rpc.QuotaFailure"].violations
     assert (violation.subject, violation.description) == (subject, "five a second")
@@ -49,12 +49,12 @@ def test_whose_quota_it_is(client: str, subject: str) -> None:
 
 @pytest.mark.parametrize("error", [BadRequest("no"), ModelFailed("no"), RuntimeError("no")])
 def test_where_coming_back_makes_no_sense_nothing_is_added(error: Exception) -> None:
-    assert failure(error).metadata == ()
+    assert error_status(error).metadata == ()
 
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "\u6771" * 100_000])
 def test_the_trailers_stay_within_what_clients_take(text: str) -> None:
-    end = failure(QuotaExceeded(text, 1.0, "x" * 128))
+    end = error_status(QuotaExceeded(text, 1.0, "x" * 128))
     content = dict(end.metadata)["grpc-status-details-bin"]
     assert isinstance(content, bytes)
     percent = sum(1 if 0x20 <= byte <= 0x7E else 3 for byte in end.text.encode())

@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from headrace.grpc.grpcio_server import _worth_a_line
+from headrace.grpc.grpcio_server import _is_server_error
 
 
 class ExecuteBatchError(Exception):
@@ -23,9 +23,9 @@ def logged(error: BaseException) -> logging.LogRecord:
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ExecuteBatchError()])
 def test_a_client_that_leaves_is_not_told(error: BaseException) -> None:
-    assert not _worth_a_line(logged(error))
+    assert not _is_server_error(logged(error))
 
 
 def test_faults_are_told() -> None:
-    assert _worth_a_line(logged(RuntimeError("a fault")))
-    assert _worth_a_line(logging.LogRecord("grpc", logging.ERROR, "file", 1, "it went wrong", (), None))
+    assert _is_server_error(logged(RuntimeError("a fault")))
+    assert _is_server_error(logging.LogRecord("grpc", logging.ERROR, "file", 1, "it went wrong", (), None))

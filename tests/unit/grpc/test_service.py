@@ -24,7 +24,7 @@ from headrace.core.load import Load
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import InferService
-from headrace.grpc.status import failure
+from headrace.grpc.status import error_status
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
 from headrace.inference.request_options import NOTHING, Asked
@@ -360,14 +360,14 @@ def test_a_stream_is_drained() -> None:
 
 
 def test_how_a_call_ends() -> None:
-    assert (failure(TooLarge("big")).code, failure(TooLarge("big")).text) == ("RESOURCE_EXHAUSTED", "big")
-    assert dict(failure(Overloaded("full", 2.4)).metadata)["retry-after"] == "3"
-    assert failure(BadRequest("bad")).metadata == ()
+    assert (error_status(TooLarge("big")).code, error_status(TooLarge("big")).text) == ("RESOURCE_EXHAUSTED", "big")
+    assert dict(error_status(Overloaded("full", 2.4)).metadata)["retry-after"] == "3"
+    assert error_status(BadRequest("bad")).metadata == ()
 
 
 @pytest.mark.parametrize("text", ["a" * 100_000, "東" * 100_000, "\n" * 100_000, "\udcff" * 100_000])
 def test_texts_fit_into_trailers(text: str) -> None:
-    encoded = failure(BadRequest(text)).text.encode()
+    encoded = error_status(BadRequest(text)).text.encode()
     percent = sum(1 if 0x20 <= byte <= 0x7E and byte != 0x25 else 3 for byte in encoded)
     assert percent < 8 << 10
 
@@ -376,5 +376,5 @@ def test_a_strange_exception_is_internal(caplog: pytest.LogCaptureFixture) -> No
     try:
         raise RuntimeError("secret")
     except RuntimeError as error:
-        end = failure(error)
+        end = error_status(error)
     assert (end.code, "secret" in end.text, "secret" in caplog.text) == ("INTERNAL", False, True)

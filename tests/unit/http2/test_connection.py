@@ -13,7 +13,7 @@ import pytest
 from headrace.http2 import frames
 from headrace.http2.frames import END_HEADERS, END_STREAM, ErrorCode, Setting
 from headrace.http2.hpack import encode
-from headrace.http2.stream import Limits
+from headrace.http2.stream import Http2Limits
 
 from tests.support.http2_peer import HELLO, POST, Frame, PlainApplication, Wire, data, on_a_loop, read_frames, request
 
@@ -24,14 +24,14 @@ def _kinds(found: list[Frame]) -> list[tuple[int, int]]:
 
 @on_a_loop
 async def test_the_server_greets_with_its_limits() -> None:
-    wire = Wire(limits=Limits(streams=7))
+    wire = Wire(limits=Http2Limits(streams=7))
     settings, acknowledged, window = sorted(await wire.frames(), key=lambda frame: (frame.kind, frame.flags))
     pairs = dict(frames.read_settings(settings.payload))
     assert (settings.kind, settings.flags, settings.stream_id) == (frames.SETTINGS, 0, 0)
     assert pairs[Setting.MAX_CONCURRENT_STREAMS] == 7
-    assert pairs[Setting.INITIAL_WINDOW_SIZE] == Limits().stream_window_bytes
+    assert pairs[Setting.INITIAL_WINDOW_SIZE] == Http2Limits().stream_window_bytes
     assert (acknowledged.flags, acknowledged.payload) == (frames.ACK, b"")
-    assert struct.unpack(">I", window.payload)[0] == Limits().connection_window_bytes - 65535
+    assert struct.unpack(">I", window.payload)[0] == Http2Limits().connection_window_bytes - 65535
 
 
 @on_a_loop
@@ -176,7 +176,7 @@ async def test_no_http2_at_all_is_refused() -> None:
 
 @on_a_loop
 async def test_streams_beyond_the_limit_are_refused_and_tell_that_they_were_not_served() -> None:
-    wire = Wire(limits=Limits(streams=2))
+    wire = Wire(limits=Http2Limits(streams=2))
     wire.application.answers = False
     found = await wire.send(request(1, end=False), request(3, end=False), request(5, end=False))
     assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.REFUSED_STREAM]
@@ -221,7 +221,7 @@ async def test_an_answer_waits_for_the_windows_of_stream_and_connection() -> Non
     got = _body(found, 1)
     assert len(got) == 65535
     assert max(len(frame.payload) for frame in found if frame.kind == frames.DATA) <= 16384
-    assert wire.connection.outbox.held_bytes == 102400 - 65535
+    assert wire.connection.write_buffer.unsent_bytes == 102400 - 65535
     got += _body(await wire.send(frames.window_update(1, 1 << 20)), 1)
     assert len(got) == 65535  # the connection's window is still empty
     got += _body(await wire.send(frames.window_update(0, 1000)), 1)
@@ -230,7 +230,7 @@ async def test_an_answer_waits_for_the_windows_of_stream_and_connection() -> Non
     got += _body(found, 1)
     assert got == wire.application.answer
     assert found[-1].flags & END_STREAM
-    assert wire.connection.outbox.held_bytes == 0
+    assert wire.connection.write_buffer.unsent_bytes == 0
     assert not wire.connection.streams
 
 
@@ -271,12 +271,12 @@ async def test_larger_frames_are_sent_once_the_peer_takes_them() -> None:
 
 @on_a_loop
 async def test_a_large_body_is_granted_its_window_and_a_second_one_waits_its_turn() -> None:
-    limits = Limits(stream_window_bytes=1000, grant_bytes=5000)
+    limits = Http2Limits(stream_window_bytes=1000, max_granted_bytes=5000)
     wire = Wire(limits=limits)
     await wire.send(request(1, end=False), request(3, end=False))
     first, second = wire.connection.streams[1], wire.connection.streams[3]
-    first.expect(5000)
-    second.expect(4000)
+    first.request_window(5000)
+    second.request_window(4000)
     granted = await wire.frames()
     assert [frame.stream_id for frame in granted if frame.kind == frames.WINDOW_UPDATE] == [1]
     wire.application.answers = False
@@ -290,7 +290,7 @@ async def test_a_large_body_is_granted_its_window_and_a_second_one_waits_its_tur
 
 @on_a_loop
 async def test_the_connections_own_window_is_kept_open_in_large_steps() -> None:
-    wire = Wire(limits=Limits(connection_window_bytes=100_000, stream_window_bytes=1 << 20))
+    wire = Wire(limits=Http2Limits(connection_window_bytes=100_000, stream_window_bytes=1 << 20))
     await wire.send(request(1, end=False))
     updates = []
     for _ in range(30):
@@ -301,7 +301,7 @@ async def test_the_connections_own_window_is_kept_open_in_large_steps() -> None:
 
 @on_a_loop
 async def test_data_beyond_the_connections_window_is_a_fault() -> None:
-    wire = Wire(limits=Limits(connection_window_bytes=70_000, stream_window_bytes=1 << 20, frame_bytes=1 << 20))
+    wire = Wire(limits=Http2Limits(connection_window_bytes=70_000, stream_window_bytes=1 << 20, frame_bytes=1 << 20))
     await wire.send(request(1, end=False))
     assert (await wire.send(data(1, b"x" * 80_000)))[-1].code == ErrorCode.FLOW_CONTROL_ERROR
 

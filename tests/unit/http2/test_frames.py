@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace.http2 import frames
-from headrace.http2.frames import ConnectionFault, ErrorCode, Setting
+from headrace.http2.frames import ErrorCode, Http2ConnectionError, Setting
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_settings_are_read_back_with_unknown_ones() -> None:
     ],
 )
 def test_settings_out_of_range_are_refused(payload: str, code: ErrorCode) -> None:
-    with pytest.raises(ConnectionFault) as caught:
+    with pytest.raises(Http2ConnectionError) as caught:
         frames.read_settings(bytes.fromhex(payload))
     assert caught.value.code == code
 
@@ -64,13 +64,13 @@ def test_padding_and_priority_are_taken_off() -> None:
     ],
 )
 def test_padding_longer_than_its_frame_is_refused(payload: bytes, flags: int, code: ErrorCode) -> None:
-    with pytest.raises(ConnectionFault) as caught:
+    with pytest.raises(Http2ConnectionError) as caught:
         frames.unpad(payload, flags)
     assert caught.value.code == code
 
 
 def test_a_number_is_alone_in_its_frame() -> None:
-    assert frames.word(b"\0\0\1\0", "X") == 256
+    assert frames.parse_uint31(b"\0\0\1\0", "X") == 256
     for payload in (b"", b"\0\0\1", b"\0\0\1\0\0"):
-        with pytest.raises(ConnectionFault, match="instead of 4"):
-            frames.word(payload, "X")
+        with pytest.raises(Http2ConnectionError, match="instead of 4"):
+            frames.parse_uint31(payload, "X")

@@ -8,8 +8,8 @@ import random
 
 import pytest
 from headrace.core.limits import Door, Limits
-from headrace.grpc.fast_server import Deadlines, FastGrpcServer
-from headrace.grpc.methods import Message, Methods, StreamCall, Unary
+from headrace.grpc.fast_server import DeadlineTimer, FastGrpcServer
+from headrace.grpc.methods import Message, Methods, StreamCall, UnaryMethod
 from headrace.http2 import frames
 from headrace.http2.frames import Setting
 from hypothesis import HealthCheck, given, settings
@@ -61,9 +61,9 @@ def _session() -> list[bytes]:
 
 async def _survive(parts: list[bytes], log: list[str]) -> None:
     log.clear()
-    unary: dict[str, Unary] = {"/s/echo": _echo}
+    unary: dict[str, UnaryMethod] = {"/s/echo": _echo}
     engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), Door(Limits(max_body_bytes=1000)), None)
-    engine._deadlines = Deadlines(asyncio.get_running_loop())
+    engine._deadline_timer = DeadlineTimer(asyncio.get_running_loop())
     wire = Wire(engine, hello=b"")
     written = b""
     for part in parts:
@@ -80,9 +80,9 @@ async def _survive(parts: list[bytes], log: list[str]) -> None:
     read_frames(written)
     assert not log, log
     assert not wire.connection.streams
-    assert wire.connection.lingering == 0
-    assert wire.connection.outbox.held_bytes == 0
-    engine._deadlines.close()
+    assert wire.connection.cancelled_running == 0
+    assert wire.connection.write_buffer.unsent_bytes == 0
+    engine._deadline_timer.close()
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not others, "a call's task is left behind"
 

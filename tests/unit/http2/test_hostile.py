@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.http2 import frames
-from headrace.http2.frames import ConnectionFault, ErrorCode, Setting
-from headrace.http2.stream import Allowance, Limits
+from headrace.http2.frames import ErrorCode, Http2ConnectionError, Setting
+from headrace.http2.stream import FrameBudget, Http2Limits
 
 from tests.support.http2_peer import HELLO, Frame, PlainApplication, Wire, data, on_a_loop, request
 
-QUICK = Limits(
+QUICK = Http2Limits(
     handshake_s=0.1,
     frame_s=0.1,
     message_s=0.15,
@@ -53,7 +53,7 @@ FLOODS: dict[str, bytes] = {
 def test_floods_of_frames_without_work_end_the_connection(name: str) -> None:
     @on_a_loop
     async def run() -> None:
-        wire = Wire(limits=Limits(burst=500, per_s=100))
+        wire = Wire(limits=Http2Limits(frame_burst=500, frames_per_s=100))
         wire.application.answers = False
         sent = FLOODS[name]
         await wire.send(request(1, end="crumbs" in name))
@@ -71,7 +71,7 @@ def test_floods_of_frames_without_work_end_the_connection(name: str) -> None:
 @on_a_loop
 async def test_rapid_reset_ends_the_connection() -> None:
     """CVE-2023-44487."""
-    wire = Wire(limits=Limits(burst=500, per_s=100))
+    wire = Wire(limits=Http2Limits(frame_burst=500, frames_per_s=100))
     wire.application.answers = False
     attack = [request(2 * n + 1) + frames.rst_stream(2 * n + 1, ErrorCode.CANCEL) for n in range(2000)]
     found = await wire.send(*attack)
@@ -83,7 +83,7 @@ async def test_rapid_reset_ends_the_connection() -> None:
 @on_a_loop
 async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
     """CVE-2025-8671: the peer makes us reset its streams."""
-    wire = Wire(limits=Limits(burst=500, per_s=100))
+    wire = Wire(limits=Http2Limits(frame_burst=500, frames_per_s=100))
     wire.application.answers = False
     attack = [request(2 * n + 1) + frames.window_update(2 * n + 1, 0) for n in range(2000)]
     assert (await wire.send(*attack))[-1].code == ErrorCode.ENHANCE_YOUR_CALM
@@ -91,7 +91,7 @@ async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
 
 @on_a_loop
 async def test_work_pays_for_any_number_of_pings_and_window_updates() -> None:
-    wire = Wire(limits=Limits(burst=100, per_s=1))
+    wire = Wire(limits=Http2Limits(frame_burst=100, frames_per_s=1))
     for number in range(3000):
         stream_id = 2 * number + 1
         await wire.send(
@@ -102,19 +102,19 @@ async def test_work_pays_for_any_number_of_pings_and_window_updates() -> None:
         )
         wire.transport.written.clear()
     assert not wire.transport.closed
-    assert wire.connection.last_id == 5999
+    assert wire.connection.last_stream_id == 5999
 
 
 def test_time_fills_the_allowance_up_again() -> None:
-    allowance = Allowance(burst=10, per_s=1_000_000_000)
-    allowance.spend(10)
-    allowance.spend(1)  # some time has passed since it was made
-    allowance.left = 500
-    allowance.cap()
-    assert allowance.left == 10
-    poor = Allowance(burst=3, per_s=0)
+    frame_budget = FrameBudget(burst=10, per_s=1_000_000_000)
+    frame_budget.spend(10)
+    frame_budget.spend(1)  # some time has passed since it was made
+    frame_budget.available = 500
+    frame_budget.cap()
+    assert frame_budget.available == 10
+    poor = FrameBudget(burst=3, per_s=0)
     poor.spend(3)
-    with pytest.raises(ConnectionFault):
+    with pytest.raises(Http2ConnectionError):
         poor.spend(1)
 
 
@@ -172,14 +172,14 @@ async def test_an_answer_that_nobody_takes_is_given_up() -> None:
         found += await wire.send(frames.ping(b"%08d" % number, ack=False))
         await asyncio.sleep(0.02)
     assert [frame.code for frame in found if frame.kind == frames.RST_STREAM] == [ErrorCode.CANCEL]
-    assert wire.connection.outbox.held_bytes == 0
+    assert wire.connection.write_buffer.unsent_bytes == 0
     assert wire.application.lost == [1]
     await wire.drop()
 
 
 @on_a_loop
 async def test_answers_that_nobody_reads_close_the_door_for_new_requests() -> None:
-    wire = Wire(limits=Limits(held_bytes=10_000))
+    wire = Wire(limits=Http2Limits(max_unsent_bytes=10_000))
     wire.application.answer = b"x" * 6_000
     await wire.frames()
     wire.transport.fill()
@@ -195,7 +195,7 @@ async def test_answers_that_nobody_reads_close_the_door_for_new_requests() -> No
 
 @on_a_loop
 async def test_pings_of_a_peer_that_does_not_read_are_not_kept_without_end() -> None:
-    wire = Wire(limits=Limits(control_bytes=5_000))
+    wire = Wire(limits=Http2Limits(control_bytes=5_000))
     wire.transport.fill()
     await wire.send(*[frames.ping(b"\0" * 8, ack=False)] * 400)
     assert wire.transport.aborted
@@ -230,7 +230,7 @@ async def test_a_peer_that_answers_lives_on() -> None:
 
 @on_a_loop
 async def test_an_idle_connection_is_shut_down_without_a_fault() -> None:
-    wire = Wire(limits=Limits(handshake_s=0.1, idle_s=0.2, drain_s=0.05))
+    wire = Wire(limits=Http2Limits(handshake_s=0.1, idle_s=0.2, drain_s=0.05))
     await wire.send(request(1))
     found = await _until_closed(wire)
     assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
@@ -241,7 +241,7 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
     wire = Wire()
     wire.application.answers = False
     await wire.send(request(1))
-    wire.connection.lifetime.drain()
+    wire.connection.timers.start_graceful_shutdown()
     warned, asked = await wire.frames()
     assert (warned.payload[:4], warned.code) == (b"\x7f\xff\xff\xff", ErrorCode.NO_ERROR)
     # Opened by the peer before it read the warning: served.
@@ -265,7 +265,7 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
 async def test_a_shutdown_before_the_preface_serves_what_is_under_way() -> None:
     """A client that has read the server's SETTINGS may have begun its calls, although nothing of it has come yet."""
     wire = Wire(hello=b"")
-    wire.connection.lifetime.drain()
+    wire.connection.timers.start_graceful_shutdown()
     assert [frame.kind for frame in await wire.frames()] == [
         frames.SETTINGS,
         frames.WINDOW_UPDATE,
@@ -293,7 +293,7 @@ async def test_who_is_turned_away_is_not_greeted() -> None:
 @on_a_loop
 async def test_a_shutdown_does_not_wait_for_a_ping_for_ever() -> None:
     wire = Wire(limits=QUICK, hello=HELLO)
-    wire.connection.lifetime.drain()
+    wire.connection.timers.start_graceful_shutdown()
     found = await _until_closed(wire)
     assert [frame.code for frame in found if frame.kind == frames.GOAWAY] == [ErrorCode.NO_ERROR] * 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hpack
 import pytest
-from headrace.http2.frames import ConnectionFault, ErrorCode
-from headrace.http2.hpack import Decoder, Field, HeaderMemory, encode
+from headrace.http2.frames import ErrorCode, Http2ConnectionError
+from headrace.http2.hpack import HeaderCache, HeaderField, HpackDecoder, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,8 +30,8 @@ _LIMIT = 16384
     ],
 )
 def test_the_examples_of_the_rfc(blocks: list[str]) -> None:
-    decoder = Decoder(_LIMIT)
-    common: list[Field] = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")]
+    decoder = HpackDecoder(_LIMIT)
+    common: list[HeaderField] = [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")]
     site = (b":authority", b"www.example.com")
     assert decoder.decode(bytes.fromhex(blocks[0])) == [*common, site]
     assert decoder.decode(bytes.fromhex(blocks[1])) == [*common, site, (b"cache-control", b"no-cache")]
@@ -55,7 +55,7 @@ _lists = st.lists(st.lists(st.tuples(_names, _values, st.booleans()), max_size=6
 def test_whatever_another_encoder_writes_is_read(
     lists: list[list[tuple[bytes, bytes, bool]]], huffman: bool, sizes: list[int]
 ) -> None:
-    encoder, decoder = hpack.Encoder(), Decoder(1 << 20)
+    encoder, decoder = hpack.Encoder(), HpackDecoder(1 << 20)
     for number, fields in enumerate(lists):
         if number < len(sizes):
             encoder.header_table_size = sizes[number]
@@ -65,10 +65,10 @@ def test_whatever_another_encoder_writes_is_read(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300))))
-def test_what_we_encode_others_read(fields: list[Field]) -> None:
+def test_what_we_encode_others_read(fields: list[HeaderField]) -> None:
     block = encode(fields)
     assert [(bytes(n), bytes(v)) for n, v in hpack.Decoder(1 << 22).decode(block, raw=True)] == fields
-    decoder = Decoder(1 << 22)
+    decoder = HpackDecoder(1 << 22)
     assert decoder.decode(block) == fields
     assert decoder.changes == 0
 
@@ -76,7 +76,7 @@ def test_what_we_encode_others_read(fields: list[Field]) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.binary(max_size=80), max_size=4))
 def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) -> None:
-    decoder, judge = Decoder(_LIMIT), hpack.Decoder(_LIMIT)
+    decoder, judge = HpackDecoder(_LIMIT), hpack.Decoder(_LIMIT)
     for block in blocks:
         try:
             expected = [(bytes(n), bytes(v)) for n, v in judge.decode(block, raw=True)]
@@ -84,7 +84,7 @@ def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) 
             expected = None
         try:
             found = decoder.decode(block)
-        except ConnectionFault as fault:
+        except Http2ConnectionError as fault:
             assert fault.code == ErrorCode.COMPRESSION_ERROR
             return  # the connection would end here
         if expected is None:
@@ -93,8 +93,8 @@ def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) 
 
 
 def _refused(block: str) -> None:
-    with pytest.raises(ConnectionFault) as caught:
-        Decoder(_LIMIT).decode(bytes.fromhex(block))
+    with pytest.raises(Http2ConnectionError) as caught:
+        HpackDecoder(_LIMIT).decode(bytes.fromhex(block))
     assert caught.value.code == ErrorCode.COMPRESSION_ERROR
 
 
@@ -118,7 +118,7 @@ def test_broken_blocks_are_refused(block: str) -> None:
 
 
 def test_a_list_beyond_the_limit_is_none_and_keeps_the_table_right() -> None:
-    decoder = Decoder(4096)
+    decoder = HpackDecoder(4096)
     large = b"v" * 3000
     first = b"\x40\x01a\x7f" + bytes((0x80 | (3000 - 127) & 0x7F, (3000 - 127) >> 7)) + large
     assert decoder.decode(first) == [(b"a", large)]
@@ -127,31 +127,31 @@ def test_a_list_beyond_the_limit_is_none_and_keeps_the_table_right() -> None:
 
 
 def test_equal_blocks_are_understood_once_until_the_table_changes() -> None:
-    calls: list[list[Field] | None] = []
+    calls: list[list[HeaderField] | None] = []
 
-    def understand(fields: list[Field] | None) -> int:
+    def parse(fields: list[HeaderField] | None) -> int:
         calls.append(fields)
         return len(calls)
 
-    memory = HeaderMemory(_LIMIT, understand)
+    cache = HeaderCache(_LIMIT, parse)
     insert_a, insert_b, newest = b"\x40\x01a\x011", b"\x40\x01b\x012", b"\xbe"
-    assert memory.learn(insert_a) == 1
-    assert insert_a not in memory.known  # decoding it again would change the table again
-    assert memory.learn(newest) == 2
-    assert memory.known[newest] == 2
+    assert cache.decode(insert_a) == 1
+    assert insert_a not in cache.entries  # decoding it again would change the table again
+    assert cache.decode(newest) == 2
+    assert cache.entries[newest] == 2
     assert calls[-1] == [(b"a", b"1")]
-    memory.learn(insert_b)
-    assert newest not in memory.known  # the same byte means another field now
-    assert memory.learn(newest) == 4
+    cache.decode(insert_b)
+    assert newest not in cache.entries  # the same byte means another field now
+    assert cache.decode(newest) == 4
     assert calls[-1] == [(b"b", b"2")]
-    memory.learn(b"\x20")  # an empty table
-    assert not memory.known
+    cache.decode(b"\x20")  # an empty table
+    assert not cache.entries
 
 
 def test_the_memory_is_bounded() -> None:
-    memory = HeaderMemory(_LIMIT, lambda fields: fields)
+    cache = HeaderCache(_LIMIT, lambda fields: fields)
     for number in range(3000):
-        memory.learn(encode([(b"x", b"%d" % number)]))
-    assert len(memory.known) <= 256
-    memory.learn(encode([(b"x", b"y" * 4000)]))
-    assert max(map(len, memory.known)) <= 512
+        cache.decode(encode([(b"x", b"%d" % number)]))
+    assert len(cache.entries) <= 256
+    cache.decode(encode([(b"x", b"y" * 4000)]))
+    assert max(map(len, cache.entries)) <= 512
