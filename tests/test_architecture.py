@@ -310,18 +310,7 @@ def test_the_whole_tree_keeps_the_rules() -> None:
 # --- Cycles, names ------------------------------------------------------------------------------------------------------
 
 # Cycles that stand, each by its modules; the lists may only get shorter.
-KNOWN_CYCLES: set[tuple[str, ...]] = {
-    (
-        "headrace.scheduling.batching",
-        "headrace.scheduling.lane",
-        "headrace.scheduling.order",
-        "headrace.scheduling.plan",
-        "headrace.scheduling.policy",
-        "headrace.scheduling.queue",
-        "headrace.scheduling.runs",
-        "headrace.scheduling.selection",
-    ),
-}
+KNOWN_CYCLES: set[tuple[str, ...]] = set()
 # Public classes that share a name with another one.
 KNOWN_NAMESAKES = (
     "Account Accounts Backend Choice Curve Graph Lane LayerTime Load Loads Memory Order "

@@ -33,10 +33,8 @@ from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 
 from loadtest.bench.spread import Spread
 from loadtest.protocol import Array

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.core.clock import NS_PER_US
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.selection import QueueLimits
-from headrace.simulation.profiles import Latency, Profile
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.simulation.batch_times import Latency, Profile
 from headrace.simulation.replay import SimulatedModel, replay
 from headrace.simulation.report import Figures, report
 from headrace.simulation.traces import Load, Shape, make_trace

@@ -18,14 +18,12 @@ from headrace.core.errors import WouldMiss
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import ModelSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.admission import UnderWay
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.lane import Lane
-from headrace.scheduling.outlook import UnderWay
-from headrace.scheduling.policy import HandlePolicy, Quota, RateLimits, Sharing
-from headrace.scheduling.queue import Entry, Queue
-from headrace.scheduling.selection import Batch, QueueLimits
-from headrace.simulation.virtual_time import VirtualLoop
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Quota, RateLimits, Sharing
+from headrace.scheduling.queue import Entry, Lane, Queue
+from headrace.scheduling.scheduler import Batch
+from headrace.simulation.replay import VirtualLoop
 
 from loadtest.bench.results import CaseResult, Comparison, at_most
 from loadtest.bench.spread import Spread

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.policy import HandlePolicy, Sharing
-from headrace.scheduling.selection import QueueLimits
-from headrace.simulation.profiles import Latency, Profile
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
+from headrace.simulation.batch_times import Latency, Profile
 from headrace.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
 from headrace.simulation.traces import Load, Shape, Trace, make_trace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
-from headrace.scheduling.profile import Known
+from headrace.scheduling.latency_table import Known
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -25,10 +25,8 @@ from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError, WouldMiss
 from headrace.core.request import InferResponse
-from headrace.scheduling.batching import BatchPolicy, WaitUntil
-from headrace.scheduling.order import FAR_NS, Order
-from headrace.scheduling.outlook import Outlook
-from headrace.scheduling.plan import Planner
-from headrace.scheduling.policy import HandlePolicy, Sharing
-from headrace.scheduling.profile import Profile
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.selection import Batch, QueueLimits
-from headrace.simulation.profiles import Latency
-from headrace.simulation.profiles import Profile as Simulated
+from headrace.scheduling.admission import Outlook
+from headrace.scheduling.batching import Planner, WaitUntil
+from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
+from headrace.scheduling.queue import FAR_NS, Entry, Order
+from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.simulation.batch_times import Latency
+from headrace.simulation.batch_times import Profile as Simulated
 from headrace.simulation.replay import ANSWERED, SimulatedModel, replay
 from headrace.simulation.report import Figures, report
 from headrace.simulation.traces import Load, Shape, make_trace

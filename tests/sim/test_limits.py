@@ -9,15 +9,12 @@ import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.limits import Limit, limits
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.profile import Profile
-from headrace.scheduling.selection import QueueLimits
-from headrace.scheduling.situation import Situation, numbers
+from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
+from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace.simulation import replay
-from headrace.simulation.profiles import Latency
-from headrace.simulation.profiles import Profile as Steps
+from headrace.simulation.batch_times import Latency
+from headrace.simulation.batch_times import Profile as Steps
 from headrace.simulation.replay import Batches, SimulatedModel, Tally
 from headrace.simulation.traces import Load, Shape, make_trace
 

@@ -15,15 +15,11 @@ import pytest
 from headrace.core.completion import settle_all
 from headrace.core.request import InferResponse
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.answers import Answers
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.output_check import OutputCheck
-from headrace.scheduling.pace import Pace
-from headrace.scheduling.pipeline import Pipeline, _Run
+from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
+from headrace.scheduling.pipeline import Pace, Pipeline, _Run
+from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.selection import Batch
-from headrace.scheduling.serial import SerialRunner
+from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

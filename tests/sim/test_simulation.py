@@ -11,11 +11,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from headrace.core.request import InferResponse
-from headrace.scheduling import profile as dataplane
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.selection import QueueLimits
-from headrace.simulation.profiles import Latency, Profile
+from headrace.scheduling import latency_table as dataplane
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
+from headrace.simulation.batch_times import Latency, Profile
 from headrace.simulation.replay import Replay, SimulatedModel, replay
 from headrace.simulation.report import report
 from headrace.simulation.traces import Load, Trace, make_trace

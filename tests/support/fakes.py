@@ -10,9 +10,8 @@ from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 POISON = -1.0  # the model raises on a batch that holds this value
 DEATH = -2.0  # the instance dies of it

@@ -15,16 +15,12 @@ from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.answers import Answers
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
 from headrace.scheduling.instance import Instance, OnDeath, Runner
-from headrace.scheduling.output_check import OutputCheck
-from headrace.scheduling.pace import Pace
-from headrace.scheduling.pipeline import Pipeline
+from headrace.scheduling.pipeline import Pace, Pipeline
+from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
-from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.selection import Batch
-from headrace.scheduling.serial import SerialRunner
+from headrace.scheduling.scheduler import Batch, Scheduler
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC

@@ -19,14 +19,11 @@ from headrace.core.console import open_console
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.svg_plot import curve_picture
 from headrace.repository.loader import handle_policy
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.policy import HandlePolicy, Quota, RateLimits, Sharing
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, Quota, RateLimits, Sharing
+from headrace.simulation.batch_times import Profile, parse_profile
 from headrace.simulation.options import KINDS, SettingParser, add_setting
-from headrace.simulation.plot import panels
-from headrace.simulation.profiles import Profile, parse_profile
 from headrace.simulation.replay import SimulatedModel, replay
-from headrace.simulation.report import report
-from headrace.simulation.show import print_reports
+from headrace.simulation.report import panels, print_reports, report
 from headrace.simulation.traces import Load, Shape, Trace, make_trace, read_trace
 
 _PROFILE = "1000+100n"

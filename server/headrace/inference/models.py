@@ -19,7 +19,7 @@ from headrace.observability.recorder import Recorder
 
 
 class Profile(Protocol):
-    """How long batches of a version compute; see `headrace.scheduling.profile.Profile`."""
+    """How long batches of a version compute; see `headrace.scheduling.latency_table.Profile`."""
 
     def table(self) -> Sequence[Mapping[str, object]]:
         """rows, median_us, p95_us, observations, source of each number of rows known."""

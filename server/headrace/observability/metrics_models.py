@@ -19,7 +19,7 @@ from headrace.observability.totals import PHASES, Totals
 
 
 class Profile(Protocol):
-    """See `headrace.scheduling.profile.Profile`."""
+    """See `headrace.scheduling.latency_table.Profile`."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
         """Rows, expected nanoseconds, and what 95 of 100 batches keep to; a bounded number of sizes."""
@@ -38,7 +38,7 @@ class Standing(Protocol):
 
 
 class Batching(Protocol):
-    """See `headrace.scheduling.batching.BatchPolicy`."""
+    """See `headrace.scheduling.policy.BatchPolicy`."""
 
     @property
     def objective_ns(self) -> int:

@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 from headrace.core.clock import NS_PER_US
 from headrace.repository.registry import Registry
+from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.limits import Limit, limits
-from headrace.scheduling.situation import Situation, numbers
 
 
 class Explainer:

@@ -27,15 +27,13 @@ from headrace.repository.measuring import Measuring
 from headrace.repository.profile_store import NOTHING_KEPT, KeptProfile, ProfileStore, cores
 from headrace.repository.residency import Residency
 from headrace.repository.warmup import WarmUp, make_warmups
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
-from headrace.scheduling.reshape import ReshapingExecution
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
 
 logger = logging.getLogger("headrace.loader")
 
-# More copy no faster: see headrace.scheduling.filling.
+# More copy no faster: see headrace.scheduling.pipeline.
 _MOST_FILL_THREADS = 4
 
 

@@ -16,7 +16,7 @@ from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array
 from headrace.repository.profile_store import NOTHING_KEPT, Kept
 from headrace.repository.together import Together
 from headrace.repository.warmup import one_row
-from headrace.scheduling.profile import Profile
+from headrace.scheduling.latency_table import Profile
 
 logger = logging.getLogger("headrace.profile")
 

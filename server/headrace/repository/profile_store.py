@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from headrace.config.durable import is_temporary, write_durably
 from headrace.config.machine import Machine, onnxruntime_machine
 from headrace.core.model_config import ModelConfig
-from headrace.scheduling.profile import Profile, Times
+from headrace.scheduling.latency_table import Profile, Times
 
 logger = logging.getLogger("headrace.profile")
 

@@ -1,137 +1,475 @@
-"""What a request becomes in the queue: an entry, or one for each part of a request that is larger than a batch."""
+"""When a request that came now would be answered, and so whether it is worth taking: admission by prediction.
+
+What instances run, what waits ahead in the order of serving, and the request's own batch are priced by the profile, as Clockwork
+does it (A. Gujarati and others, OSDI 2020). A request that would be late is refused at once: under overload everybody else is
+answered in time and the client can go elsewhere, instead of all being answered too late. How far predictions are wrong is learned
+from what became of those that mattered, so that the promise is kept at its percentile whatever the profile does not know of.
+
+A burst may fill the queue as far as there is time. A queue that stands, because more comes than can be served, is kept shorter:
+it serves nobody, and the time it takes is missing when something goes slower than it should (the idea of CoDel: K. Nichols,
+V. Jacobson, Controlling Queue Delay, ACM Queue 2012).
+
+Nothing here is called for requests that are never due.
+
+What predictions learn from: how wrong they have been, and who comes and goes before those who wait already.
+
+Both are kept apart by kinds of requests, of which urgent ones have the lower numbers: a low priority's or a flooding client's
+requests are overtaken by others, and what is learned of them is not true of those.
+
+What each client may ask for: token buckets, of which only a bounded number is kept whatever names clients make up.
+
+A bucket is one number, the time at which it will be full again: the generic cell rate algorithm (ITU-T I.371, 1996), which does
+with a comparison and an addition what counting tokens does with a timer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import NamedTuple, Protocol
 
-from headrace.core.completion import Completion
-from headrace.core.errors import BadRequest, ModelFailed, TooLarge
-from headrace.core.request import InferRequest
-from headrace.core.tensor import ModelSpec
-from headrace.scheduling.batch import cut
-from headrace.scheduling.join import Joint, PartCompletion
-from headrace.scheduling.output_check import OutputMismatch
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.sequencer import Sequencer
+from headrace.core.clock import NS_PER_MS, NS_PER_S
+from headrace.core.errors import QuotaExceeded, WouldMiss
+from headrace.scheduling.batching import Plan, Planner
+from headrace.scheduling.latency_table import WINDOW
+from headrace.scheduling.policy import BatchPolicy, Quota, RateLimits
+from headrace.scheduling.queue import FAR_NS, Entry
+
+_SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
+_MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
+_STANDING = (
+    2  # batches of each instance that may wait, and half the time that is left, if more comes than can be served
+)
+_MOST_OVERTAKING = 0.9
+_OUTLIER = 4  # what takes so many times as long as it should counts no more than that
+_BATCH_SMOOTHING = 64  # a new measurement counts for one in so many
 
 
-class Admission:
-    """Makes entries, and has them answered in order where that is wanted; from any thread.
-
-    Args:
-        spec: what callers may send.
-        max_rows: rows in the largest batch.
-        split: cut a request larger than a batch into parts, or refuse it.
-        most_parts: entries that the queue holds.
-        levels: number of priority levels, 1 if there are none.
-        default_level: 1-based level of a request that names none.
-        leave: gives an entry's place in the queue back.
-        sequencer: keeps the answers in order; None: they need not be.
-        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+class UnderWay(NamedTuple):
+    """What one instance runs.
 
     Attributes:
-        mismatch: what the model returned that has put an end to splitting; None while requests may be split.
+        since_ns: monotonic, when it was done with what it ran before.
+        batches: when each was taken, and its rows; the oldest first.
+    """
+
+    since_ns: int
+    batches: Sequence[tuple[int, int]]
+
+
+class Line(Protocol):
+    """The queue as far as it matters here; see `headrace.scheduling.scheduler.Scheduler`."""
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that wait."""
+
+    def place(self, entry: Entry) -> tuple[int, int, int]:
+        """Give an entry its key; rows before it if it were queued now, rows at the most that come later and go before it, and its
+        lag: who comes with less goes first."""
+
+    def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
+        """Rows that would be served before a request like this, if it were queued now."""
+
+
+class Outlook:
+    """Predicts, refuses, and learns from what became of it; any thread may call.
+
+    Ownership: `_lock` guards `_reserves` and `late`, which are read without it; the rest is replaced whole, by whoever comes.
+
+    Args:
+        planner: knows what batches take, and is told of what they take besides computing.
+        policy: how they are formed.
+        line: what waits.
+        under_way: what each living instance runs.
+        shared: of those who come later, only clients that ask for less than their share go first.
+
+    Attributes:
+        late: answers that came after they were due.
+        promises: the model has an objective, or a request had a deadline.
+        changed: instances have begun or ended something since they were last looked at; set by whoever knows.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
-        max_rows: int,
-        split: bool,
-        most_parts: int,
-        levels: int,
-        default_level: int,
-        leave: Callable[[Entry], None],
-        sequencer: Sequencer | None,
-        objective_ns: int = 0,
+        planner: Planner,
+        policy: BatchPolicy,
+        line: Line,
+        under_way: Callable[[], Sequence[UnderWay]],
+        shared: bool = False,
     ) -> None:
-        self._spec = spec
-        self._max_rows = max_rows
-        self._split = split
-        self._most_parts = most_parts
-        self._levels = levels
-        self._default_level = default_level
-        self._leave = leave
-        self._sequencer = sequencer
-        self._objective_ns = objective_ns
-        self.mismatch: OutputMismatch | None = None
+        self.under_way = under_way
+        self.late = 0
+        self.promises = policy.objective_ns > 0
+        self.changed = True
+        self._planner = planner
+        self._shared = shared
+        self._policy = policy
+        self._line = line
+        self._lock = threading.Lock()
+        self._overhead_ns = 0.0  # smoothed: how much longer a batch keeps an instance busy than it computes as a rule
+        self._rows = 1.0  # smoothed, of a batch
+        self._reserves, self._arrivals = Reserves(), Arrivals()
+        self._flowed_ns = 0  # when less than half a batch waited, as it is now and then where all can be served
+        self._probed_ns = -NS_PER_S
+        self._free: list[int] = []  # as of the last time that something changed
+        self._free_until_ns = 0  # until then, if nothing changes
 
-    def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
-        """The entries of a request, whose answer goes to `completion`.
+    def stop_merging(self) -> None:
+        """Predict as for a model that runs every request alone."""
+        self._policy = replace(self._policy, merge=False)
+
+    def admit(self, entries: list[Entry], now_ns: int) -> None:
+        """Take a request that is due some time, before it is queued, or refuse it; notes what it is promised.
+
+        Everything is taken while nothing is known of the times of batches, or the model is parked; and whenever an instance
+        has nothing else to do, since to refuse it then gains nobody anything, and what is wrongly believed of those times would
+        never be found out.
 
         Raises:
-            BadRequest: more rows than a batch holds, and the model does not split.
-            TooLarge: more rows than the queue holds.
-            ModelFailed: more rows than a batch holds, and the model has returned outputs that cannot be joined.
+            WouldMiss: it would be answered too late.
         """
-        level = 0 if self._levels == 1 else self._level(request)
-        if request.rows <= self._max_rows:
-            entry = Entry(request, completion, level, now_ns, self._objective_ns)
-            entry.leave = self._leave
-            completion.after = entry.on_settled
-            entries = [entry]
+        self.promises = True
+        last = entries[-1]
+        due_ns, plan = last.due_ns, self._planner.current
+        free_ns = self._free_ns(plan, now_ns) if plan is not None else ()
+        if plan is None or not free_ns:
+            return
+        ahead, most, lag_ns = self._line.place(last)
+        if len(entries) > 1:
+            ahead += sum([entry.rows for entry in entries[:-1]])
+            last.key = 0  # it comes behind the others
+        last.kind = kind = lag_ns.bit_length()
+        rank = kind > 0 if self._shared else kind
+        start = self._start(plan, free_ns, ahead, last.rows, now_ns)
+        if rank and most:
+            overtakers = self._overtakers(plan, len(free_ns), rank, now_ns, start[0] - now_ns)
+            if overtakers:
+                start = self._start(plan, free_ns, ahead + min(overtakers, most), last.rows, now_ns)
+        start_ns, done_ns = start[0], self._done(plan, start, last, now_ns)
+        reserve_ns = self._reserves.ns(kind)
+        if done_ns + reserve_ns > due_ns:
+            refusal = "it would be answered in {0:.3g} ms, and is due in {1:.3g} ms"
+        elif start_ns > now_ns + self._longest_ns(plan, len(free_ns), due_ns, now_ns):
+            refusal = "requests come faster than they can be served; it would be answered in {0:.3g} ms"
         else:
-            entries = self._parts(request, completion, level, now_ns)
-        if self._sequencer is not None:
-            _sequence(self._sequencer, [entry.completion for entry in entries])
-        return entries
-
-    def _level(self, request: InferRequest) -> int:
-        # Triton's rule: 0 and numbers beyond the lowest level mean the default.
-        return (request.priority if 0 < request.priority <= self._levels else self._default_level) - 1
-
-    def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
-        max_rows = self._max_rows
-        # The CPU may run fewer rows together than a request may have.
-        allowed = max(max_rows, self._spec.max_batch_size)
-        if self._spec.max_batch_size == 0 or (not self._split and request.rows > allowed):
-            raise BadRequest(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {allowed} and does not split "
-                "larger requests: send fewer rows at once, or write oversize: split in its configuration if rows are independent"
+            last.promised_ns = done_ns
+            self._arrivals.came(rank, last.rows, now_ns)
+            return
+        if self._tries(plan, free_ns, ahead, last, now_ns):
+            last.promised_ns = done_ns
+        elif last.deadline_ns == due_ns or plan.estimates_ns[last.rows] < self._policy.objective_ns:
+            done_ms, due_ms = (done_ns + reserve_ns - now_ns) / NS_PER_MS, (due_ns - now_ns) / NS_PER_MS
+            if done_ns <= due_ns:
+                self._reserves.doubt(kind, plan.estimates_ns[self._usual(plan)])
+            raise WouldMiss(
+                "the request is refused at once: " + refusal.format(done_ms, due_ms), self.retry_after_s(now_ns)
             )
-        if self.mismatch is not None:
-            raise ModelFailed(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} in one execution, and "
-                f"larger requests are no longer split: {self.mismatch}"
-            )
-        if request.rows > max_rows * self._most_parts:
-            raise TooLarge(
-                f"the request has {request.rows} rows, which is more than the whole queue of model '{self._spec.name}' holds"
-            )
-        pieces = cut(request.inputs, request.rows, max_rows)
-        joint = Joint(whole, len(pieces), lambda: self.mismatch)
-        entries: list[Entry] = []
-        for index, inputs in enumerate(pieces):
-            part = InferRequest(
-                inputs=inputs,
-                rows=min(max_rows, request.rows - index * max_rows),
-                shape_key=request.shape_key,
-                received_ns=request.received_ns,
-                deadline_ns=request.deadline_ns,
-                client=request.client,
-                size_bytes=request.size_bytes // len(pieces),
-            )
-            entry = Entry(part, PartCompletion(joint, index), level, now_ns, self._objective_ns)
-            entry.leave = self._leave
-            entry.leads = index == len(pieces) - 1
-            entries.append(entry)
+        # Else nobody's request could be in time, and it is no use refusing them all.
 
-        def leave_all() -> None:
-            for entry in entries:
-                entry.on_settled()
+    def ran(self, rows: int, compute_ns: int, busy_ns: int) -> None:
+        """A batch was run; only while `promises`, as `learn`.
 
-        whole.after = leave_all
-        return entries
+        Args:
+            rows: of all its members.
+            compute_ns: how long such a batch computes as a rule.
+            busy_ns: how long it kept its instance.
+        """
+        overhead_ns = min(busy_ns, _OUTLIER * compute_ns) - compute_ns
+        # No lock: of two at the same time one is lost, which does not matter, and most models need none of it.
+        self._rows += (rows - self._rows) / _BATCH_SMOOTHING
+        self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _BATCH_SMOOTHING, 0.0)
+        self._planner.overhead_ns = int(self._overhead_ns)
+
+    def learn(self, entries: list[Entry], done_ns: int) -> None:
+        """Requests were answered together."""
+        late = sum([done_ns > entry.due_ns for entry in entries])
+        # Where much time is left it does not matter.
+        near = [e for e in entries if e.promised_ns and 2 * (e.promised_ns - e.enqueued_ns) > e.due_ns - e.enqueued_ns]
+        if late or near:
+            with self._lock:
+                self.late += late
+                self._weigh(near, done_ns)
+
+    def missed(self, entries: Sequence[Entry]) -> None:
+        """Requests were given up since they could not be answered in time any more."""
+        with self._lock:
+            self._weigh([entry for entry in entries if entry.promised_ns], FAR_NS)
+
+    def wait_ns(self, level: int, now_ns: int) -> int:
+        """How long a request of one row would wait until it is run; 0 if nothing is known.
+
+        Args:
+            level: its priority, from 0.
+            now_ns: monotonic.
+        """
+        plan = self._planner.current
+        free_ns = self._free_ns(plan, now_ns) if plan is not None else ()
+        if plan is None or not free_ns:
+            return 0
+        objective_ns = self._policy.objective_ns
+        ahead = self._line.rows_ahead(level, now_ns + objective_ns if objective_ns else FAR_NS, "")
+        return self._start(plan, free_ns, ahead, 1, now_ns)[0] - now_ns
+
+    def drain_ns(self, now_ns: int) -> int:
+        """How long what waits and runs would take if nothing came; 0 if nothing is known."""
+        plan = self._planner.current
+        free_ns = self._free_ns(plan, now_ns) if plan is not None else ()
+        if plan is None or not free_ns:
+            return 0
+        usual = self._usual(plan)
+        busy_ns = sum([max(time_ns - now_ns, 0) for time_ns in free_ns])
+        return (busy_ns - (-self._line.waiting_rows // usual) * plan.estimates_ns[usual]) // len(free_ns)
+
+    def retry_after_s(self, now_ns: int) -> float:
+        """When who is refused should come back, in seconds: once what waits and runs is done, 1 s if nothing is known of it."""
+        drain_ns = self.drain_ns(now_ns)
+        return max(drain_ns, NS_PER_MS) / NS_PER_S if drain_ns else 1.0
+
+    @property
+    def rows_hz(self) -> float:
+        """Rows a second that an instance does under load; 0 if nothing is known."""
+        plan = self._planner.current
+        if plan is None:
+            return 0.0
+        usual = self._usual(plan)
+        return usual * NS_PER_S / plan.estimates_ns[usual]
+
+    def _overtakers(self, plan: Plan, instances: int, kind: int, now_ns: int, wait_ns: int) -> int:
+        """How many rows at most will come while a request waits, and go before it, if they come as of late."""
+        came = self._arrivals.below(kind, now_ns)
+        if not came:
+            return 0
+        usual = self._usual(plan)
+        served = usual * instances * LATELY_NS / plan.estimates_ns[usual]
+        rows = came * wait_ns / LATELY_NS / (1 - min(came / served, _MOST_OVERTAKING))
+        return int(rows + 2 * sqrt(rows))
+
+    def _usual(self, plan: Plan) -> int:
+        """Rows of a batch under load."""
+        return plan.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
+
+    def _done(self, plan: Plan, start: tuple[int, int, int], entry: Entry, now_ns: int) -> int:
+        """When a request whose batch begins so (see `_start`) will be answered at the latest."""
+        start_ns, rounds, before = start
+        rows = min(before + entry.rows, self._policy.max_rows)
+        if start_ns > now_ns and self._policy.merge:  # others will come until then, and join it
+            rows = max(rows, plan.best[bisect_right(plan.promises_ns, (entry.due_ns - now_ns) // 2, 2) - 1])
+        # Variances of independent times add up; what the median of a window is wrong by, they have in common.
+        usual, runs = plan.best[-1], rounds + 1
+        spread_ns = plan.promises_ns[usual] - plan.estimates_ns[usual]
+        margin_ns = _SIGMAS * spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2)
+        return start_ns + plan.estimates_ns[rows] + int(margin_ns)
+
+    def _start(self, plan: Plan, free_ns: Sequence[int], ahead: int, rows: int, now_ns: int) -> tuple[int, int, int]:
+        """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what
+        is under way; and how many of those rows it has, too."""
+        usual, instances = self._usual(plan), len(free_ns)
+        batches, before = divmod(ahead, usual)
+        if before and (before + rows > usual or not self._policy.merge):
+            batches, before = batches + 1, 0
+        cycle_ns = plan.estimates_ns[usual]
+        if instances == 1:
+            return max(free_ns[0], now_ns) + batches * cycle_ns, batches, before
+        start_ns = _nth_start(batches, [max(time_ns, now_ns) for time_ns in free_ns], cycle_ns)
+        return start_ns, batches // instances, before
+
+    def _longest_ns(self, plan: Plan, instances: int, due_ns: int, now_ns: int) -> int:
+        """How long a request may wait to be run: for ever, unless the queue stands."""
+        usual = self._usual(plan)
+        if 2 * self._line.waiting_rows < usual * instances:
+            self._flowed_ns = now_ns
+        left_ns = due_ns - now_ns
+        if now_ns - self._flowed_ns < left_ns:
+            return FAR_NS
+        cycle_ns = plan.estimates_ns[usual]
+        return max(left_ns // 2 - cycle_ns, _STANDING * cycle_ns)
+
+    def _tries(self, plan: Plan, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> bool:
+        """An instance has nothing else to do; of hard deadlines that cannot be met one a second is tried."""
+        if ahead or free_ns[0]:
+            return False
+        if entry.due_ns < entry.deadline_ns or now_ns + plan.estimates_ns[entry.rows] <= entry.due_ns:
+            return True
+        if now_ns - self._probed_ns < NS_PER_S:
+            return False
+        self._probed_ns = now_ns
+        return True
+
+    def _free_ns(self, plan: Plan, now_ns: int) -> Sequence[int]:
+        """When each instance will have done what it has, ascending; 0 if it has nothing."""
+        if not self.changed and now_ns < self._free_until_ns:
+            return self._free
+        self.changed = False
+        free_ns, until_ns, most = [], FAR_NS, self._policy.max_rows
+        for since_ns, batches in self.under_way():
+            end_ns = since_ns
+            for taken_ns, rows in batches:
+                end_ns = max(end_ns, taken_ns) + plan.estimates_ns[min(rows, most)]
+                if end_ns > now_ns:
+                    until_ns = min(until_ns, end_ns)
+                else:  # it is late
+                    end_ns = until_ns = now_ns
+            free_ns.append(end_ns if batches else 0)
+        free_ns.sort()
+        self._free, self._free_until_ns = free_ns, until_ns
+        return free_ns
+
+    def _weigh(self, entries: Sequence[Entry], done_ns: int) -> None:
+        plan = self._planner.current
+        errors_ns: defaultdict[int, list[int]] = defaultdict(list)
+        for entry in entries:
+            errors_ns[entry.kind].append(done_ns - entry.promised_ns)
+        if plan is not None:
+            self._reserves.learn(errors_ns, plan.estimates_ns[self._usual(plan)])
 
 
-def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
-    for completion in completions:
-        before = completion.after
+def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:
+    """When a batch begins, counted from 0, if whichever instance is free first takes the next; `free_ns` ascending."""
+    last_ns = free_ns[-1]
+    if last_ns - free_ns[0] >= cycle_ns:  # some begin again before others begin at all
+        again = [(last_ns - time_ns) // cycle_ns for time_ns in free_ns]
+        if number < sum(again):  # the last one is not needed
+            return _nth_start(number, free_ns[:-1], cycle_ns)
+        number -= sum(again)
+        free_ns = sorted([time_ns + count * cycle_ns for time_ns, count in zip(free_ns, again, strict=True)])
+    rounds, instance = divmod(number, len(free_ns))
+    return free_ns[instance] + rounds * cycle_ns
 
-        def after(before: Callable[[], None] | None = before) -> None:
-            if before is not None:
-                before()
-            sequencer.release()
 
-        completion.after = after
-    sequencer.admit(completions)
+_LATE_SHARE = 0.005  # of those that were promised most, what may be late: half of what a 99th percentile leaves
+_STEP = 8  # a batch that is late as a whole makes a reserve longer by one part in so many of what a batch takes
+LATELY_NS = NS_PER_S
+
+
+class Reserves:
+    """What predictions of each kind are wrong by, beyond a small share of them; the caller's lock guards `learn`."""
+
+    def __init__(self) -> None:
+        self._ns: defaultdict[int, int] = defaultdict(int)
+
+    def ns(self, kind: int) -> int:
+        """Nanoseconds to be added to what is predicted."""
+        return self._ns[kind]
+
+    def learn(self, errors_ns: Mapping[int, Sequence[int]], cycle_ns: int) -> None:
+        """Follow the quantile: H. Robbins, S. Monro, A stochastic approximation method, 1951.
+
+        Args:
+            errors_ns: by kind, how much later requests of one batch were answered than predicted without the reserve.
+            cycle_ns: what a batch takes.
+        """
+        for kind, wrong_ns in errors_ns.items():
+            reserve_ns = self._ns[kind]
+            beyond = sum([error_ns > reserve_ns for error_ns in wrong_ns]) / len(wrong_ns)
+            self._ns[kind] = max(reserve_ns + int(cycle_ns / _STEP * (beyond - _LATE_SHARE)), 0)
+
+    def doubt(self, kind: int, cycle_ns: int) -> None:
+        """A request was refused for the reserve's sake: nobody will know whether that was needed, and it must not stay so."""
+        self._ns[kind] = max(self._ns[kind] - int(cycle_ns / _STEP * _LATE_SHARE / 4), 0)
+
+
+class Arrivals:
+    """Rows that have come of late, by kind; no lock: of two at the same time one is lost, which does not matter."""
+
+    def __init__(self) -> None:
+        self._came: dict[int, tuple[float, int]] = {}  # rows, those of longer ago counting less, and when the last came
+
+    def came(self, kind: int, rows: int, now_ns: int) -> None:
+        """Rows were queued."""
+        before, last_ns = self._came.get(kind, (0.0, now_ns))
+        self._came[kind] = _decayed(before, now_ns - last_ns) + rows, now_ns
+
+    def below(self, kind: int, now_ns: int) -> float:
+        """Of kinds more urgent than this one, in about the last `LATELY_NS`."""
+        rows = 0.0
+        for each, (came, last_ns) in list(self._came.items()):
+            if each < kind:
+                rows += _decayed(came, now_ns - last_ns)
+        return rows
+
+
+def _decayed(rows: float, age_ns: int) -> float:
+    return rows * (1 - age_ns / LATELY_NS) if age_ns < LATELY_NS else 0.0
+
+
+# Clients that are not named in the configuration.
+MOST_CLIENTS = 4096
+
+
+class Quotas:
+    """Admits or refuses by client; any thread may call.
+
+    A client that has been quiet until its bucket was full is forgotten without loss. If there is no such client, and no room, all
+    that come anew share one bucket: whoever makes up names by the thousand gets no more for it than one client does.
+
+    Ownership: `_lock` guards the buckets.
+
+    Args:
+        limits: what clients may ask for.
+        most: buckets that are kept of clients without a quota of their own.
+    """
+
+    def __init__(self, limits: RateLimits, most: int = MOST_CLIENTS) -> None:
+        self._limits = limits
+        self._most = most
+        self._lock = threading.Lock()
+        self._named: dict[str, int] = {}
+        self._others: OrderedDict[str, int] = OrderedDict()  # the one that was quiet for longest first
+        self._crowd_ns = 0
+
+    def charge(self, client: str, now_ns: int) -> None:
+        """A client asks for something; counted whether it is served or not.
+
+        Args:
+            client: who asks; "" for all who give no name, who are one client.
+            now_ns: monotonic.
+
+        Raises:
+            QuotaExceeded: more than it may. Not counted.
+        """
+        quota = self._limits.clients.get(client)
+        if quota is not None:
+            with self._lock:
+                full_ns = self._named.get(client, 0)
+                wait_ns, self._named[client] = _charged(quota, full_ns, now_ns)
+        elif self._limits.default is not None:
+            quota = self._limits.default
+            with self._lock:
+                wait_ns = self._charge_other(client, quota, now_ns)
+        else:
+            return
+        if wait_ns:
+            message = f"{_title(client)} asks for more than {quota.rate_hz:g} requests a second ({quota.burst} at once)"
+            raise QuotaExceeded(message, wait_ns / NS_PER_S, client)
+
+    def _charge_other(self, client: str, quota: Quota, now_ns: int) -> int:
+        others = self._others
+        full_ns = others.get(client)
+        if full_ns is None:
+            full_ns = 0
+            if len(others) >= self._most:
+                oldest, oldest_ns = next(iter(others.items()))
+                if oldest_ns > now_ns:  # it would come back with a full bucket that it has not waited for
+                    wait_ns, self._crowd_ns = _charged(quota, self._crowd_ns, now_ns)
+                    return wait_ns
+                del others[oldest]
+        wait_ns, others[client] = _charged(quota, full_ns, now_ns)
+        others.move_to_end(client)
+        return wait_ns
+
+
+def _charged(quota: Quota, full_ns: int, now_ns: int) -> tuple[int, int]:
+    """How long to wait for a token (0: here it is), and when the bucket is full from here on."""
+    token_ns = NS_PER_S / quota.rate_hz
+    begins_ns = max(full_ns, now_ns)
+    wait_ns = begins_ns - now_ns - int((quota.burst - 1) * token_ns)
+    return (wait_ns, full_ns) if wait_ns > 0 else (0, begins_ns + max(int(token_ns), 1))
+
+
+def _title(client: str) -> str:
+    return f"client '{client}'" if client else "the clients without a name together"

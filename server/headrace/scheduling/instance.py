@@ -1,16 +1,32 @@
-"""One instance of a model: a thread that opens an execution, warms it up and serves with it until there is no more to do."""
+"""One instance of a model: a thread that opens an execution, warms it up and serves with it until there is no more to do.
+
+The instances of one model version and the model that they run: they begin, are parked, come back and end together.
+
+One that dies is started anew after a pause, unless its device has failed for good (`ExecutionLost`).
+
+    start -> serving -> park -> parked -> unpark -> serving -> close
+                 |                                     ^
+                 +-------------- close ----------------+--> closed
+
+While a version is parked its model is closed and nothing pulls from the queue; what is queued waits for `unpark`.
+
+Instances that died come back: each after a pause of its own, which grows while they keep dying, and by a timer.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from headrace.backends.base import Execution
-from headrace.core.errors import ModelFailed
-from headrace.scheduling.outlook import UnderWay
+from headrace.backends.base import Execution, ExecutionLost, Isolated, LoadedModel, Standing, isolated_in
+from headrace.core.clock import NS_PER_S, Clock
+from headrace.core.completion import settle_all
+from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unavailable
+from headrace.scheduling.admission import UnderWay
+from headrace.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("headrace.instance")
 
@@ -140,3 +156,396 @@ class Instance:
         warm_up, self._warm_up = self._warm_up, None  # its arrays may be large
         if warm_up is not None:
             warm_up(execution)
+
+
+model_logger = logging.getLogger("headrace.model")
+
+MakeNamedRunner = Callable[[str, Execution, OnDeath], Runner]
+
+
+class Crew:
+    """Starts, parks and ends the instances of one version.
+
+    Ownership: `_moving` is held by whoever starts, parks or ends the instances, for as long as that takes; `_instances`,
+    `_model`, `_warm_up` and `_closed` are written under it. `_lock` guards `alive`, `_living`, `_began_ns`, `_opening`,
+    `_early` and `_ending`, for moments; it may be taken under `_moving`, never the other way round, and the scheduler's under
+    it. `parked`, `alive` and `isolated` are read without a lock.
+
+    Args:
+        name: of the version, for threads and messages, e.g. "resnet50/1".
+        size: how many instances there are.
+        model: what runs; owned by the crew, closed with it.
+        scheduler: what they pull from.
+        make_runner: how an instance of this name takes batches to its execution.
+        on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
+        on_back: called from a timer's thread with the number of instances that live, once one that had died serves again.
+        clock: monotonic nanoseconds.
+
+    Attributes:
+        alive: instances that live.
+        restarts: instances that died and were started anew.
+        parked: the model is closed until `unpark`.
+        isolated: the model, if it runs in a process of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        make_runner: MakeNamedRunner,
+        on_dead: Callable[[int], None],
+        on_back: Callable[[int], None],
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._size = size
+        self._model: LoadedModel | None = model
+        self.isolated: Isolated | None = isolated_in(model)
+        self._scheduler = scheduler
+        self._make_runner = make_runner
+        self._on_dead = on_dead
+        self._on_back = on_back
+        self._clock = clock
+        self._restarts = Restarts(self._restart)
+        self._warm_up: WarmUp | None = None
+        self._moving = threading.Lock()
+        self._lock = threading.Lock()
+        self._instances: list[Instance] = []
+        self._living: set[int] = set()
+        self._began_ns: dict[int, int] = {}
+        self._opening = True  # who starts them sees to those that die meanwhile
+        self._early: dict[int, BaseException] = {}  # those, and what of
+        self._ending = False
+        self._closed = False
+        self.alive = size
+        self.parked = False
+        self.restarts = 0
+
+    def start(self, warm_up: WarmUp | None) -> None:
+        """Start the instances and wait until each is open and warm.
+
+        Raises:
+            ConfigError: an instance failed; the others have ended and the model is closed.
+        """
+        with self._moving:
+            self._start(warm_up)
+
+    def park(self, timeout_s: float) -> bool:
+        """End the instances behind what they run and close the model; a no-op if it is parked already.
+
+        Returns:
+            False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
+        """
+        if not self._moving.acquire(timeout=timeout_s):
+            return False
+        try:
+            if self._closed or self.parked or not self.alive:
+                return self.parked
+            # Before anything ends: who queues a request from here on sees that nobody may come to pull it.
+            self.parked = True
+            self._scheduler.pause()
+            ended = self._join(self._instances, timeout_s)
+            if not ended or not self.alive:
+                self.parked = False
+                self._scheduler.resume()
+                self._replace_ended()
+                return False
+            self._let_go()
+            return True
+        finally:
+            self._moving.release()
+
+    def unpark(self, model: LoadedModel, warm_up: WarmUp | None) -> bool:
+        """Start the instances anew.
+
+        Args:
+            model: what runs from here on; owned by the crew.
+            warm_up: as in `start`.
+
+        Returns:
+            False if there was no need: the version is closed or not parked; the model is closed then.
+
+        Raises:
+            ConfigError: an instance failed; the version is parked as before, and the model is closed.
+        """
+        with self._moving:
+            if self._closed or not self.parked:
+                model.close()
+                return False
+            self._model, self.isolated = model, isolated_in(model)
+            self._scheduler.resume()
+            self._start(warm_up)
+            self.parked = False
+        return True
+
+    def under_way(self) -> list[UnderWay]:
+        """What each instance runs that lives."""
+        return [work for instance in list(self._instances) if (work := instance.under_way) is not None]
+
+    @property
+    def standing(self) -> Standing | None:
+        """How the process fares in which the model runs; None if it has none of its own, or is parked."""
+        isolated = self.isolated
+        return None if isolated is None else isolated.standing
+
+    def admit(self) -> None:
+        """Refuse requests while there is no process for them, and none soon.
+
+        Raises:
+            Unavailable: so it is.
+        """
+        standing = self.standing
+        if standing is not None and standing.refusal:
+            raise Unavailable(standing.refusal)
+
+    def hush(self) -> None:
+        """Tell nobody of deaths any more: the version is being closed."""
+        with self._lock:
+            self._ending = True
+        self._restarts.stop()
+
+    def close(self, timeout_s: float | None, error: HeadraceError) -> bool:
+        """Wait for the instances to end, the scheduler being closed, and close the model.
+
+        Args:
+            timeout_s: how long it may take; None: as long as it does.
+            error: for what is not answered by then.
+
+        Returns:
+            False if something still ran after `timeout_s`; its callers have got the error, and its memory is not freed.
+        """
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        if not self._moving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            self._abandon(error)
+            return False
+        try:
+            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            if not self._join(self._instances, left_s):
+                self._abandon(error)
+                return False
+            if not self._closed:
+                self._closed = True
+                self.parked = False
+                self._let_go()
+        finally:
+            self._moving.release()
+        self.give_up(error)  # what waits in the queue of a version that is parked
+        return True
+
+    def give_up(self, error: HeadraceError) -> None:
+        """Take nothing more, and answer what waits with an error."""
+        settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
+
+    def dead(self) -> Unavailable:
+        """What callers are told when no instance is left."""
+        return Unavailable(
+            f"all instances of model '{self._name.rpartition('/')[0]}' have died; the server's log says why"
+        )
+
+    # With `_moving` held
+
+    def _start(self, warm_up: WarmUp | None) -> None:
+        instances = [self._instance(index) for index in range(self._size)]
+        with self._lock:
+            self.alive, self._opening, self._early = self._size, True, {}
+            self._living = set(range(self._size))
+            self._began_ns = dict.fromkeys(self._living, self._clock())
+        self._instances, self._warm_up = instances, warm_up
+        self._scheduler.set_instances(self._size)
+        for instance in instances:
+            instance.start(warm_up)
+        failures = [error for instance in instances if (error := instance.opened.exception()) is not None]
+        if failures:
+            self._scheduler.pause()
+            self._join(instances, None)
+            self._let_go()
+            raise self._stillborn(failures[0]) from failures[0]
+        with self._lock:
+            self._opening, left, news = False, self.alive, not self._ending
+        if left < self._size:
+            self._lost(left, news)
+        for index, cause in self._early.items():
+            self._start_later(index, cause)
+
+    def _let_go(self) -> None:
+        """All instances have ended: give the model back."""
+        with self._lock:
+            self.alive = 0
+            self._living = set()
+        self._instances = []  # they point back here: without the circle the memory is free at once
+        self._warm_up = None
+        model, self._model, self.isolated = self._model, None, None
+        if model is not None:
+            model.close()
+
+    def _replace_ended(self) -> None:
+        """Start those anew that have ended for a parking that came to nothing."""
+        for index, instance in enumerate(self._instances):
+            if instance.ended_well:
+                self._instances[index] = again = self._instance(index)
+                again.start(None)
+
+    def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
+        deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
+        ended = True
+        for instance in instances:
+            left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+            ended = instance.join(left_s) and ended
+        return ended
+
+    # From any thread
+
+    def _instance(self, index: int) -> Instance:
+        model, name = self._model, f"{self._name}#{index}"
+        assert model is not None, "instances are made while there is a model"
+        return Instance(
+            name=name,
+            open_execution=lambda: model.execution(index),
+            make_runner=lambda execution, on_death: self._make_runner(name, execution, on_death),
+            on_exit=lambda cause: self._instance_ended(index, cause),
+        )
+
+    def _instance_ended(self, index: int, cause: BaseException | None) -> None:
+        if cause is None:
+            return
+        with self._lock:
+            if index not in self._living:
+                return  # it was to come back and did not: who started it sees to that
+            self._living.discard(index)
+            self.alive -= 1
+            left, news, opening = self.alive, not self._ending, self._opening
+            if opening:
+                self._early[index] = cause
+            lived_s = (self._clock() - self._began_ns[index]) / NS_PER_S
+        self._scheduler.set_instances(left)
+        if not opening:
+            self._lost(left, news)
+            self._start_later(index, cause, lived_s)
+
+    def _start_later(self, index: int, cause: BaseException | None, lived_s: float = 0.0) -> None:
+        name = f"{self._name}#{index}"
+        if isinstance(cause, ExecutionLost):
+            model_logger.error("instance %s is not started again: what it ran on has failed for good", name)
+            return
+        pause_s = self._restarts.later(name, index, lived_s)
+        if pause_s is not None:
+            model_logger.warning("instance %s is started again in %g s", name, pause_s)
+
+    def _restart(self, index: int) -> None:
+        """On a timer's thread: start an instance that has died anew."""
+        try:
+            with self._moving:
+                self._start_again(index)
+        except Exception as error:  # threads have an end; this one's work is done later
+            model_logger.error("instance %s#%d could not be started again", self._name, index, exc_info=error)
+            self._start_later(index, None)
+
+    def _start_again(self, index: int) -> None:
+        with self._lock:
+            # Parked, closed, or started by somebody else meanwhile?
+            if self._ending or self.parked or index in self._living or not self._instances:
+                return
+        if not self._instances[index].join(0):
+            self._start_later(index, None)  # what died still holds what the next one needs
+            return
+        self._instances[index] = again = self._instance(index)
+        with self._lock:
+            if self._ending:
+                return
+            self._scheduler.reopen()  # under the lock: nothing may be opened behind who closes
+        again.start(self._warm_up)
+        error = again.opened.exception()
+        with self._lock:
+            back = error is None and not again.dead
+            if back:
+                self._living.add(index)
+                self._began_ns[index] = self._clock()
+                self.alive += 1
+                self.restarts += 1
+            living, news = self.alive, not self._ending
+        if back:
+            self._scheduler.set_instances(living)
+            if news:
+                self._on_back(living)
+            return
+        if not living:
+            self.give_up(self.dead())
+        self._start_later(index, error)
+
+    def _lost(self, left: int, news: bool) -> None:
+        try:
+            if news:
+                self._on_dead(left)
+        finally:
+            if left == 0:
+                self.give_up(self.dead())
+
+    def _abandon(self, error: HeadraceError) -> None:
+        self.give_up(error)
+        for instance in self._instances:
+            instance.give_up(error)
+
+    def _stillborn(self, cause: BaseException) -> ConfigError:
+        if isinstance(cause, ConfigError):
+            return cause
+        if isinstance(cause, HeadraceError):
+            return ConfigError([Finding(self._name, None, f"an instance could not be started: {cause}")])
+        # A backend's own words may hold paths: they are for the log alone.
+        model_logger.error("an instance of %s could not be started", self._name, exc_info=cause)
+        cure = "the server's log has the cause"
+        message = f"an instance could not be started ({type(cause).__name__})"
+        return ConfigError([Finding(self._name, None, message, cure)])
+
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Restarts:
+    """The timers of the instances that are to be started anew.
+
+    Ownership: `_lock` guards everything, and nothing is called under it.
+
+    Args:
+        restart: called on a timer's thread with the instance's number, and must not raise.
+    """
+
+    def __init__(self, restart: Callable[[int], None]) -> None:
+        self._restart = restart
+        self._lock = threading.Lock()
+        self._pauses_s: dict[int, float] = {}
+        self._timers: dict[int, threading.Timer] = {}
+        self._stopped = False
+
+    def later(self, name: str, index: int, lived_s: float) -> float | None:
+        """Start a timer for an instance that has died; each pause is twice the one before, up to `LONGEST_PAUSE_S`.
+
+        Args:
+            name: of the instance, for its timer's thread.
+            index: its number.
+            lived_s: how long it served; longer than the longest pause, and the pauses begin anew.
+
+        Returns:
+            The pause in seconds; None once `stop` was called.
+        """
+        with self._lock:
+            if self._stopped:
+                return None
+            before_s = 0.0 if lived_s > LONGEST_PAUSE_S else self._pauses_s.get(index, 0.0)
+            pause_s = self._pauses_s[index] = min(2 * before_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+            timer = self._timers[index] = threading.Timer(pause_s, self._restart, (index,))
+            timer.name = f"restart of {name}"
+            timer.daemon = True
+            timer.start()
+            return pause_s
+
+    def stop(self) -> None:
+        """Start no instance any more; one that is being started now is the owner's to see to."""
+        with self._lock:
+            self._stopped = True
+            timers = list(self._timers.values())
+            self._timers.clear()
+        for timer in timers:
+            timer.cancel()

@@ -5,8 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.selection import QueueLimits
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """How requests may be merged.
+
+    Attributes:
+        max_rows: rows in one batch, at least 1.
+        preferred_rows: sizes worth closing a batch for, ascending.
+        max_delay_ns: how long the oldest request may be kept waiting for company while an instance is idle.
+        merge: False runs every request alone.
+        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+    """
+
+    max_rows: int = 1
+    preferred_rows: tuple[int, ...] = ()
+    max_delay_ns: int = 0
+    merge: bool = True
+    objective_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What may wait at most.
+
+    Attributes:
+        max_count: requests.
+        max_size_bytes: memory that waiting requests hold.
+        level_counts: requests of a priority level, by levels from 0, for those that have a bound of their own.
+    """
+
+    max_count: int = 4096
+    max_size_bytes: int = 1 << 30
+    level_counts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,36 +2,301 @@
 
 Everything that decides is the server's code: `ModelHandle.infer` (levels, deadlines, limits, splitting), `Scheduler` and its
 queue, `decide`, `Pace`, `Completion`. What is simulated is time, the devices, and when an instance's thread looks at the queue.
+
+Virtual time, and an event loop that lives in it: what is due is called in order, and nothing is waited for.
+
+What stands for an instance and its device: the steps of `headrace.scheduling.pipeline` as events in virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from array import array
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from headrace.backends.base import Execution
+from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import BatchTimes
-from headrace.core.tensor import ModelSpec
+from headrace.core.tensor import Array, ModelSpec
 from headrace.observability.recorder import Recorder
+from headrace.scheduling.admission import UnderWay
 from headrace.scheduling.batching import WaitUntil
+from headrace.scheduling.executor import Answers
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.pace import Pace
+from headrace.scheduling.pipeline import Pace
 from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.selection import Batch
-from headrace.simulation.instances import Device, Times, VirtualInstance
-from headrace.simulation.profiles import Profile, Variation
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Batch, Scheduler
+from headrace.simulation.batch_times import Profile, Variation
 from headrace.simulation.traces import Trace
-from headrace.simulation.virtual_time import VirtualLoop
+
+
+class Timer:
+    """Stands for `asyncio.TimerHandle`."""
+
+    __slots__ = ("_arguments", "_callback")
+
+    def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        self._callback: Callable[..., object] | None = callback
+        self._arguments = arguments
+
+    def cancel(self) -> None:
+        """Call it off."""
+        self._callback = None
+        self._arguments = ()
+
+    def fire(self) -> None:
+        """Its time has come."""
+        if self._callback is not None:
+            self._callback(*self._arguments)
+
+
+class VirtualLoop:
+    """The event loop of a simulation: as much of asyncio's as the data plane uses, and the clock.
+
+    Nothing waits, and no other thread calls. What is due at the same time is called in the order in which it was asked for.
+
+    Attributes:
+        now_ns: virtual nanoseconds since the simulation began.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self._ready: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._due: list[tuple[int, int, Callable[[], object]]] = []
+        self._order = itertools.count()
+
+    def clock(self) -> int:
+        """`headrace.core.clock.Clock`."""
+        return self.now_ns
+
+    def time(self) -> float:
+        """Seconds since the simulation began."""
+        return self.now_ns / NS_PER_S
+
+    def at(self, time_ns: int, callback: Callable[[], object]) -> None:
+        """Call back at a time that has not passed."""
+        heapq.heappush(self._due, (time_ns, next(self._order), callback))
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer:
+        """Call back after so many seconds."""
+        timer = Timer(callback, args)
+        self.at(self.now_ns + round(delay * NS_PER_S), timer.fire)
+        return timer
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        """Call back before anything else happens."""
+        self._ready.append((callback, args))
+
+    call_soon_threadsafe = call_soon
+
+    def advance(self, until_ns: int) -> None:
+        """Call all that is due up to and including `until_ns`, which is the time from then on."""
+        due, ready = self._due, self._ready
+        self.settle()
+        while due and due[0][0] <= until_ns:
+            self.now_ns, _, callback = heapq.heappop(due)
+            callback()
+            if ready:
+                self.settle()
+        self.now_ns = until_ns
+
+    def finish(self) -> None:
+        """Call all that is due, and what that leads to, until there is nothing more."""
+        while self._ready or self._due:
+            self.settle()
+            if self._due:
+                self.advance(self._due[0][0])
+
+    def settle(self) -> None:
+        """Call what `call_soon` has been given."""
+        ready = self._ready
+        while ready:
+            callback, arguments = ready.popleft()
+            callback(*arguments)
+
+
+_NO_OUTPUTS: dict[str, Array] = {}
+
+
+@dataclass(slots=True)
+class Device:
+    """Copies in, computes and copies out: one batch at a time each, in the order of launch.
+
+    Attributes:
+        copied_in_ns, computed_ns, copied_out_ns: when each will be free.
+        busy_ns: how long it has computed.
+    """
+
+    copied_in_ns: int = 0
+    computed_ns: int = 0
+    copied_out_ns: int = 0
+    busy_ns: int = 0
+
+    def run(self, now_ns: int, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> int:
+        """Take a batch that is launched now; when it will be done."""
+        self.copied_in_ns = max(now_ns, self.copied_in_ns) + copy_in_ns
+        self.computed_ns = max(self.copied_in_ns, self.computed_ns) + compute_ns
+        self.copied_out_ns = max(self.computed_ns, self.copied_out_ns) + copy_out_ns
+        self.busy_ns += compute_ns
+        return self.copied_out_ns
+
+
+class Times:
+    """A profile as tables of whole nanoseconds by rows, with what varies.
+
+    Args:
+        profile: what batches take.
+        max_rows: rows in the largest batch.
+        variation: of the compute time.
+    """
+
+    def __init__(self, profile: Profile, max_rows: int, variation: Variation) -> None:
+        self.fill = profile.fill.table(max_rows)
+        self.copy_in = profile.copy_in.table(max_rows)
+        self.compute = profile.compute.table(max_rows)
+        self.copy_out = profile.copy_out.table(max_rows)
+        self.varied = variation.apply
+
+    def on_device_ns(self, rows: int) -> int:
+        """What a batch that is alone keeps a device busy, on average."""
+        return self.copy_in[rows] + self.compute[rows] + self.copy_out[rows]
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A batch on its way."""
+
+    entries: list[Entry]
+    batch: Batch
+    rows: int
+    assembled_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class VirtualInstance:
+    """An instance that takes time and no processor.
+
+    As in a `Pipeline`: the thread pulls while fewer than `depth` flights are open, held back by `pace`; it fills and launches one
+    after the other; flights land in the order of launch. With a depth of 1 it is a `SerialRunner`.
+
+    Attributes:
+        loop: virtual time.
+        device: where it computes; instances may share one.
+        times: what batches take.
+        answers: settles what has landed.
+        pull: has the instances look at the queue.
+        waiting_rows: rows in the queue.
+        depth: flights that may be open.
+        pace: when to pull while flights are open; None: at once.
+        asks: the thread is in `Scheduler.next_batch`: a batch would be taken.
+        open: flights that are launched, or about to be.
+    """
+
+    loop: VirtualLoop
+    device: Device
+    times: Times
+    answers: Answers
+    pull: Callable[[], None]
+    waiting_rows: Callable[[], int]
+    depth: int = 1
+    pace: Pace | None = None
+    asks: bool = True
+    open: int = 0
+    _filling: _Run | None = None
+    _flying: deque[_Run] = field(default_factory=deque)
+    _holds: int = 0  # counts waits of the thread, so that an alarm knows whether its own is over
+    _last_ns: int = 0
+
+    @property
+    def begins_ns(self) -> int:
+        """When a batch that is taken now would begin to be computed, 0 if at once."""
+        return self.pace.free_ns if self.pace is not None and self.open else 0
+
+    def fly(self, batch: Batch) -> None:
+        """The thread has pulled a batch: fill, and launch."""
+        rows = 0
+        for entry in batch.entries:
+            rows += entry.rows
+        run = _Run(batch.entries, batch, rows)
+        self.answers.begin(self)
+        self.open += 1
+        fill_ns = self.times.fill[rows]
+        if fill_ns:
+            self.asks, self._filling = False, run
+            self.loop.at(self.loop.now_ns + fill_ns, self._filled)
+        else:
+            self._launch(run)
+
+    def under_way(self) -> UnderWay:
+        """What it has pulled and not answered."""
+        runs = [*self._flying, self._filling] if self._filling else self._flying
+        return UnderWay(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
+
+    def _filled(self) -> None:
+        run, self._filling = self._filling, None
+        assert run is not None, "it is filled once"
+        self._launch(run)
+        if self.asks:
+            self.pull()
+
+    def _launch(self, run: _Run) -> None:
+        times, rows = self.times, run.rows
+        run.assembled_ns = now_ns = self.loop.now_ns
+        compute_ns = times.varied(times.compute[rows])
+        done_ns = self.device.run(now_ns, times.copy_in[rows], compute_ns, times.copy_out[rows])
+        if self.pace is not None:
+            self.pace.launched(rows, run.batch.taken_ns, now_ns)
+        self._flying.append(run)
+        self.loop.at(done_ns, self._land)
+        self._look()
+
+    def _land(self) -> None:
+        run = self._flying.popleft()
+        now_ns, batch = self.loop.now_ns, run.batch
+        times = BatchTimes(batch.taken_ns, run.assembled_ns, now_ns, now_ns)
+        busy_ns = now_ns - max(batch.taken_ns, self._last_ns)
+        self._last_ns = now_ns
+        self.answers.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
+        self.open -= 1
+        if not self.open:
+            self.answers.at_work.discard(self)
+        if self.pace is not None:
+            self.pace.landed(now_ns)
+        if not self.asks and self._filling is None:
+            self._look()
+            if self.asks:
+                self.pull()
+
+    def _look(self) -> None:
+        """The thread decides whether to ask for the next batch: now, later, or once a flight has landed."""
+        self._holds += 1
+        self.asks = False
+        if self.open >= self.depth:
+            return
+        if self.pace is not None and self.open:
+            pull_ns = self.pace.pull_ns(self.waiting_rows())
+            if pull_ns > self.loop.now_ns:
+                holds = self._holds
+                self.loop.at(pull_ns, lambda: self._held_long_enough(holds))
+                return
+        self.asks = True
+
+    def _held_long_enough(self, holds: int) -> None:
+        if holds == self._holds:
+            self.asks = True
+            self.pull()
+
 
 ANSWERED = "answered"
 

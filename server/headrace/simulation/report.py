@@ -1,7 +1,13 @@
-"""A replay in figures: for each model, and for all of them together."""
+"""A replay in figures: for each model, and for all of them together.
+
+Reports as tables for people.
+
+Replays as panels of curves: the share of requests answered within a time, and good answers over the trace.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
+from headrace.core.svg_plot import Curve, Panel
 from headrace.simulation.replay import ANSWERED, Replay
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
@@ -164,3 +174,120 @@ def _batches(replay: Replay, models: Sequence[int], warm_up_ns: int) -> tuple[np
 
 def _rounded(value: float) -> float | None:
     return None if value != value else round(value, 3)
+
+
+# Models, or clients, that a table lists: those that ask, or are asked, most.
+_MOST_MODELS = 10
+
+# A name, its figures, and how busy the devices were where that is known.
+_Line = tuple[str, Figures, float | None]
+
+
+def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> None:
+    """One setting: its models and clients, a line each. Several: a line each.
+
+    Args:
+        reports: by the text that tells the setting.
+        console: where to print.
+    """
+    if len(reports) == 1:
+        told = reports[0][1]
+        listed = sorted(told.models, key=lambda each: -each.requests)[:_MOST_MODELS] if len(told.models) > 1 else []
+        lines: list[_Line] = [(figures.name, figures, None) for figures in listed]
+        lines += [*_clients(told), (told.total.name, told.total, told.busy)]
+        if len(told.models) > len(listed) > 0:
+            console.print(f"the {len(listed)} models of {len(told.models)} that were asked most, and all")
+    else:
+        lines = []
+        for label, told in reports:
+            lines += [(label, told.total, told.busy), *_clients(told)]
+    first = "setting" if len(reports) > 1 else "model"
+    console.print(_latency_table(first, lines))
+    console.print(_batch_table(first, lines))
+
+
+def _clients(told: Report) -> list[_Line]:
+    asked_most = sorted(told.clients, key=lambda each: -each.requests)[:_MOST_MODELS]
+    return [(f"  client {figures.name}", figures, None) for figures in asked_most]
+
+
+def _latency_table(first: str, lines: Sequence[_Line]) -> Table:
+    heads = ("requests/s", "goodput/s", *[f"p{percentile:g} ms" for percentile in PERCENTILES])
+    table = _empty_table(first, heads)
+    for name, figures, _ in lines:
+        table.add_row(
+            name,
+            f"{figures.throughput_hz:,.0f}",
+            "-" if figures.goodput_hz is None else f"{figures.goodput_hz:,.0f}",
+            *[f"{time_us / 1000:,.2f}" for time_us in figures.percentiles_us],
+        )
+    return table
+
+
+def _batch_table(first: str, lines: Sequence[_Line]) -> Table:
+    table = _empty_table(first, ("batch", "busy"))
+    table.add_column("closed because")
+    table.add_column("errors")
+    for name, figures, busy in lines:
+        table.add_row(
+            name,
+            f"{figures.mean_rows:.1f}" if figures.batches else "-",
+            "" if busy is None else f"{busy:.0%}",
+            _shares(figures.reasons, sum(figures.reasons.values())),
+            _shares(figures.errors, figures.requests) or "none",
+        )
+    return table
+
+
+def _empty_table(first: str, heads: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _shares(counts: dict[str, int], of: int) -> str:
+    return ", ".join(f"{name} {count / of:.1%}" for name, count in sorted(counts.items(), key=lambda each: -each[1]))
+
+
+_BINS = 60
+EMPTY = "nothing was answered"
+
+
+def panels(
+    done: Sequence[tuple[str, Replay]], slos_ms: Sequence[Sequence[float | None]], overhead_ns: int = 0
+) -> list[Panel]:
+    """What a picture of some settings shows: latencies, and good answers over time.
+
+    Args:
+        done: the same trace, replayed by each setting.
+        slos_ms: of each setting, by model; without any every answer is good.
+        overhead_ns: added to every latency.
+    """
+    within: list[Curve] = []
+    good: list[Curve] = []
+    trace = done[0][1].trace
+    edges_s = np.linspace(0, trace.duration_ns / NS_PER_S, _BINS + 1)
+    wide_s = float(edges_s[1])
+    for (name, replay), slo_ms in zip(done, slos_ms, strict=True):
+        latency_ms = (np.array(replay.latency_ns) + overhead_ns) / NS_PER_MS
+        answered = np.array([outcome == ANSWERED for outcome in replay.outcomes], dtype=bool)
+        served = np.sort(latency_ms[answered])
+        places = np.unique(np.linspace(0, len(served) - 1, 200).astype(int)) if len(served) else np.empty(0, int)
+        within.append(
+            Curve(name, served[places].tolist(), (100 * (places + 1) / max(len(trace), 1)).tolist(), step=True)
+        )
+        limits = np.array([math.inf if slo is None else slo for slo in slo_ms])[trace.models]
+        done_s = trace.times_ns / NS_PER_S + latency_ms / 1000
+        counts, _ = np.histogram(done_s[answered & (latency_ms <= limits)], edges_s)
+        good.append(Curve(name, edges_s.tolist(), [*(counts / wide_s).tolist(), float(counts[-1] / wide_s)], step=True))
+    offered, _ = np.histogram(trace.times_ns / NS_PER_S, edges_s)
+    good.append(
+        Curve("offered", edges_s.tolist(), [*(offered / wide_s).tolist(), float(offered[-1] / wide_s)], step=True)
+    )
+    marks = sorted({slo for each in slos_ms for slo in each if slo is not None})
+    return [
+        Panel("answered within", within, "ms", "% of the requests", log_x=True, marks=marks[:5], empty=EMPTY),
+        Panel("answered in time", good, "s", "a second", empty=EMPTY),
+    ]

@@ -19,9 +19,8 @@ from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper
 

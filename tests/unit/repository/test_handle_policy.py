@@ -7,8 +7,7 @@ from typing import Any
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.repository.loader import handle_policy
-from headrace.scheduling.policy import HandlePolicy, LevelPolicy, Quota, RateLimits, Sharing
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
 
 
 def policy(**fields: Any) -> HandlePolicy:

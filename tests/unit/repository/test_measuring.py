@@ -18,7 +18,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
 from headrace.repository.measuring import Measuring, backend_buckets, sizes
 from headrace.repository.profile_store import Kept
-from headrace.scheduling.profile import Profile
+from headrace.scheduling.latency_table import Profile
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
 

@@ -14,7 +14,7 @@ from headrace.config.config_reader import read_model_folder
 from headrace.core.model_config import ModelConfig
 from headrace.repository import profile_store
 from headrace.repository.profile_store import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
-from headrace.scheduling.profile import Profile
+from headrace.scheduling.latency_table import Profile
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,9 +13,8 @@ from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC, FakeModel

@@ -11,8 +11,9 @@ from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
 from headrace.core.resident import as_input
 from headrace.core.tensor import Array
-from headrace.scheduling.batch import Staging, cut
-from headrace.scheduling.filling import Filler
+from headrace.scheduling.entries import cut
+from headrace.scheduling.executor import Staging
+from headrace.scheduling.pipeline import Filler
 from headrace.scheduling.queue import Entry
 
 from tests.support.residents import HostOwner, read, resident

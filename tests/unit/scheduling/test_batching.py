@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from headrace.scheduling.batching import BatchPolicy, CloseReason, Idle, Plan, Skip, Take, WaitUntil, decide
-from headrace.scheduling.order import FAR_NS
-from headrace.scheduling.plan import Planner, draw
-from headrace.scheduling.profile import Profile
+from headrace.scheduling.batching import CloseReason, Idle, Plan, Planner, Skip, Take, WaitUntil, decide, draw
+from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.policy import BatchPolicy
+from headrace.scheduling.queue import FAR_NS
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -17,10 +17,9 @@ from headrace.core.errors import BadRequest, DeadlineExceeded, HeadraceError, Mo
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import _SHORT_BYTES
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.fakes import SPEC, FakeModel, ask

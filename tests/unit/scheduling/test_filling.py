@@ -18,8 +18,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
 from headrace.core.resident import ResidentRows
 from headrace.core.tensor import FP32, Array, TensorSpec
-from headrace.scheduling import filling
-from headrace.scheduling.filling import Filler, _shares
+from headrace.scheduling import pipeline as filling
+from headrace.scheduling.pipeline import Filler, _shares
 from headrace.scheduling.queue import Entry
 from hypothesis import given, settings
 from hypothesis import strategies as st

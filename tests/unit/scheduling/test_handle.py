@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, DeadlineExceeded, ModelFailed, Overloaded, QueueTimeout, Unavailable
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import BatchPolicy, QueueLimits
 
 from tests.support.fakes import DEATH, POISON, FakeModel, ask, handle
 

@@ -18,9 +18,8 @@ from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.request import InferResponse
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support import fragile_backend as fragile
 from tests.support.fakes import SPEC, ask

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
-from headrace.scheduling.order import FAR_NS, HORIZON_NS, Order, Shares
 from headrace.scheduling.policy import Sharing
-from headrace.scheduling.queue import Entry, Queue
+from headrace.scheduling.queue import FAR_NS, HORIZON_NS, Entry, Order, Queue, Shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

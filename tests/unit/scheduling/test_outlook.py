@@ -10,10 +10,10 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import WouldMiss
 from headrace.core.request import InferRequest
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.outlook import Outlook, UnderWay, _nth_start
-from headrace.scheduling.plan import Planner
-from headrace.scheduling.profile import Profile
+from headrace.scheduling.admission import Outlook, UnderWay, _nth_start
+from headrace.scheduling.batching import Planner
+from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from hypothesis import given
 from hypothesis import strategies as st

@@ -17,11 +17,9 @@ from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
 from headrace.pipelines.execution import PictureExecution
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.executor import OutputCheck, OutputMismatch, ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.output_check import OutputCheck, OutputMismatch
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.reshape import ReshapingExecution
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import SPEC, FakeModel, ask

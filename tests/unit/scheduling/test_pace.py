@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.clock import NS_PER_US
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.pace import Pace
+from headrace.scheduling.pipeline import Pace
+from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
 from tests.support.pipeline_bench import Bench, Caller

@@ -13,9 +13,8 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, DeadlineExceeded, ModelFailed, Unavailable
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import FakePipeline
 from tests.support.fakes import DEATH, SPEC, FakeModel, ask

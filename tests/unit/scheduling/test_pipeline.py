@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import InferResponse
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.pipeline_bench import Bench, Caller

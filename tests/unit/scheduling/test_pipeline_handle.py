@@ -16,10 +16,9 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
 from headrace.observability.recorder import Recorder
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.reshape import ReshapingExecution
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
 from tests.support.fakes import SPEC, ask

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from headrace.core.errors import Cancelled, ModelFailed, Unavailable
 from headrace.core.request import InferResponse
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling.policy import BatchPolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

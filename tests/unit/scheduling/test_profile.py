@@ -7,7 +7,7 @@ import statistics
 import threading
 
 import pytest
-from headrace.scheduling.profile import RUN, WINDOW, Profile
+from headrace.scheduling.latency_table import RUN, WINDOW, Profile
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from headrace.scheduling.order import FAR_NS, Order
-from headrace.scheduling.queue import Entry, Queue
+from headrace.scheduling.queue import FAR_NS, Entry, Order, Queue
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,10 +13,8 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import DeadlineExceeded, Overloaded, QueueTimeout, QuotaExceeded, WouldMiss
 from headrace.core.request import InferRequest
-from headrace.scheduling.batching import BatchPolicy
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import LevelPolicy, Quota, RateLimits
-from headrace.scheduling.selection import QueueLimits
+from headrace.scheduling.policy import BatchPolicy, LevelPolicy, QueueLimits, Quota, RateLimits
 
 from tests.support.fakes import FakeModel, ask, handle
 

@@ -16,8 +16,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
 from headrace.core.resident import PINNED, ResidentRows, as_input
 from headrace.core.tensor import Array
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.reshape import ReshapingExecution
+from headrace.scheduling.executor import ReshapingExecution
+from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import RAISES, FakePipeline
 from tests.support.fakes import FakeModel, ask

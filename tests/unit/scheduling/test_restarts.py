@@ -14,11 +14,10 @@ from headrace.backends.base import Execution, ExecutionLost
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.observability.recorder import Recorder
-from headrace.scheduling import restarts
-from headrace.scheduling.batching import BatchPolicy
+from headrace.scheduling import instance as restarts
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.policy import HandlePolicy
-from headrace.scheduling.restarts import LONGEST_PAUSE_S, Restarts
+from headrace.scheduling.instance import LONGEST_PAUSE_S, Restarts
+from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, FakePipeline
 from tests.support.fakes import DEATH, SPEC, FakeModel, ask

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from headrace.scheduling import runs
-from headrace.scheduling.queue import Entry
-from headrace.scheduling.runs import Runs
+from headrace.scheduling import queue as runs
+from headrace.scheduling.queue import Entry, Runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

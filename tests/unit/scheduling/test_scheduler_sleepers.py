@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.scheduler import Scheduler
-from headrace.scheduling.selection import Batch
+from headrace.scheduling.policy import BatchPolicy
+from headrace.scheduling.scheduler import Batch, Scheduler
 
 from tests.support.slots import entry
 

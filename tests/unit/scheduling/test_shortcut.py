@@ -11,9 +11,8 @@ import pytest
 from headrace.backends.base import ExecutionLost
 from headrace.core.errors import Cancelled, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse
-from headrace.scheduling.batching import BatchPolicy
-from headrace.scheduling.pace import Pace
-from headrace.scheduling.pipeline import _SHORT_BYTES
+from headrace.scheduling.pipeline import _SHORT_BYTES, Pace
+from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline

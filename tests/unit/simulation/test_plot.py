@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from headrace.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
-from headrace.simulation.plot import panels
 from headrace.simulation.replay import ANSWERED, Batches, Replay
+from headrace.simulation.report import panels
 from headrace.simulation.traces import Trace
 from hypothesis import given
 from hypothesis import strategies as st

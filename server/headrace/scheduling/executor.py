@@ -1,0 +1,496 @@
+"""What becomes of a batch: every member's answer or error, and the count of it.
+
+Compares the shapes of a model's outputs with their declaration, once a batch and before any caller gets rows of it.
+
+Rows together, rows apart: the inputs of a batch in one array each, and every caller's rows of the outputs.
+
+One batch at a time: pull, stack, run, split, settle.
+
+Between the shape callers see and the shape the model has (`reshape` of the configuration).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+
+from headrace.backends.base import Execution, ExecutionLost, Flight, PipelinedExecution, is_pipelined, is_prompt
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.completion import Completion, Outcome
+from headrace.core.errors import HeadraceError, ModelFailed
+from headrace.core.request import BatchTimes, InferResponse
+from headrace.core.resident import is_resident
+from headrace.core.tensor import Array, ModelSpec
+from headrace.observability.recorder import Recorder
+from headrace.scheduling.admission import Outlook, UnderWay
+from headrace.scheduling.batching import CloseReason
+from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.queue import Entry
+from headrace.scheduling.scheduler import Batch, Scheduler
+
+_UNTIL_RELOADED = "Its requests run alone until it is loaded again"
+
+
+class OutputMismatch(ModelFailed):
+    """The model returned outputs that are not those of the rows it was given: no caller's rows can be cut out of them."""
+
+
+class OutputCheck:
+    """Checks the outputs of one version of a model; used by all its instances at once.
+
+    A check compares a few whole numbers for each output of a batch. Its cost does not depend on the rows.
+
+    Args:
+        spec: of the model, with the declared outputs.
+
+    Attributes:
+        names: of the declared outputs, in the order of the configuration; callers get these and no others.
+    """
+
+    __slots__ = ("_batched", "_declared", "_name", "names")
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._name = spec.name
+        self._batched = spec.max_batch_size > 0
+        self._declared = tuple(
+            (tensor.name, tensor.shape, tensor.shape[1:], -1 not in tensor.shape[1:])
+            for tensor in spec.outputs.values()
+        )
+        self.names = tuple(spec.outputs)
+
+    def check(self, outputs: Mapping[str, Array], rows: int) -> None:
+        """Compare the shapes of all declared outputs with what was sent.
+
+        Args:
+            outputs: by name, as the execution returned them.
+            rows: sent to the model, of all requests of the batch together; not used for a model without a batch dimension.
+
+        Raises:
+            OutputMismatch: an output is missing, has another number of rows, or differs from its declared dimensions.
+        """
+        batched = self._batched
+        for name, declared, row_dims, fixed in self._declared:
+            array = outputs.get(name)
+            if array is None:
+                raise OutputMismatch(
+                    f"model '{self._name}' returned no output '{name}', which its configuration declares. The model is at "
+                    "fault, not the request: remove the output from the configuration, or export the model again"
+                )
+            shape = array.shape
+            if batched:
+                # As for nearly every batch: the rows sent, and fixed dimensions behind them.
+                if shape and shape[0] == rows and (shape[1:] == row_dims or (not fixed and _fits(shape[1:], row_dims))):
+                    continue
+                raise self._mismatch(name, shape, (rows, *row_dims), rows)
+            if shape != declared and not _fits(shape, declared):
+                raise self._mismatch(name, shape, declared, 0)
+
+    def _mismatch(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...], rows: int) -> OutputMismatch:
+        came = f"model '{self._name}' returned output '{name}' with the shape {list(shape)}"
+        if not rows:
+            return OutputMismatch(
+                f"{came}, its configuration declares {list(expected)} (-1: any size). The model is at fault, not the request: "
+                "write the dims that the model returns, or export it again"
+            )
+        if shape and shape[0] == rows:
+            return OutputMismatch(
+                f"{came} for {rows} rows, its configuration declares {list(expected)} (-1: any size). The model is at fault, "
+                f"not the request. {_UNTIL_RELOADED}: write the dims that the model returns, or export it again"
+            )
+        return OutputMismatch(
+            f"{came} for {rows} rows, expected {list(expected)}: the first dimension of '{name}' is not the batch dimension. The "
+            f"model is at fault, not the request. {_UNTIL_RELOADED}: write max_batch_size: 0 in its configuration"
+        )
+
+
+def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:
+    if len(shape) != len(declared):
+        return False
+    # The lengths are equal. A loop takes half of the time of `all` with a generator.
+    for size, expected in zip(shape, declared):  # noqa: B905, SIM110
+        if size != expected and expected != -1:
+            return False
+    return True
+
+
+logger = logging.getLogger("headrace.instance")
+
+Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
+
+
+class Answers:
+    """Settles the members of batches and counts what was done; from any thread.
+
+    Args:
+        recorder: counts.
+        deliver: settles answers; gives the number that still had a taker, if it knows.
+        report: told how long an instance was busy with a batch, nanoseconds.
+        check: of the model's outputs.
+        profile: learns how long batches compute; a new one if absent.
+        outlook: learns what became of its predictions; None: there are none.
+        on_mismatch: called when the model returned outputs that are not those of the rows sent, before any answer.
+
+    Attributes:
+        profile: as above.
+        at_work: the runners that have a batch under way; each takes itself out.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        deliver: Deliver,
+        report: Callable[[int], None],
+        check: OutputCheck,
+        profile: Profile | None = None,
+        outlook: Outlook | None = None,
+        on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None,
+    ) -> None:
+        self._recorder = recorder
+        self._deliver = deliver
+        self._report = report
+        self._check = check
+        self._on_mismatch = on_mismatch
+        self._outlook = outlook
+        self.profile = profile or Profile()
+        self.at_work: set[object] = set()
+
+    def begin(self, runner: object) -> None:
+        """A runner has taken a batch."""
+        self.at_work.add(runner)
+        if self._outlook is not None:
+            self._outlook.changed = True
+
+    def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
+        """Check the outputs of a batch and cut them into every entry's rows; see `headrace.scheduling.executor.split`.
+
+        Raises:
+            OutputMismatch: they are not the outputs of the rows sent.
+        """
+        return split(outputs, entries, self._check)
+
+    def settle(
+        self,
+        entries: list[Entry],
+        reason: CloseReason,
+        times: BatchTimes,
+        results: list[dict[str, Array]],
+        busy_ns: int,
+        instances: int = 1,
+    ) -> None:
+        """A batch was run: give every member its rows.
+
+        Args:
+            entries: the members.
+            reason: why the batch was closed.
+            times: its stations.
+            results: outputs by name for each member.
+            busy_ns: how long the instance was kept by it.
+            instances: at work when it was begun, its own included.
+        """
+        batch_rows = rows = sum([entry.rows for entry in entries])
+        closed = reason.value
+        pairs: list[tuple[Completion, Outcome]] = [
+            (entry.completion, InferResponse(outputs, times, batch_rows, closed))
+            for entry, outputs in zip(entries, results, strict=True)
+        ]
+        taken = self._deliver(pairs)
+        answered = entries
+        if taken != len(answered):  # some callers left while the batch ran: theirs is no success
+            answered = [
+                entry
+                for entry, (completion, outcome) in zip(answered, pairs, strict=True)
+                if completion.outcome is outcome or completion.outcome is None
+            ]
+            rows = sum([entry.rows for entry in answered])
+        leading = [entry for entry in answered if entry.leads]
+        self._recorder.batch(
+            rows,
+            batch_rows,
+            closed,
+            times,
+            [times.taken_ns - entry.enqueued_ns for entry in leading],
+            [times.split_ns - entry.received_ns for entry in leading],
+            busy_ns,
+            entries[0].shape_key,
+        )
+        self._report(busy_ns)
+        # Behind another batch in the air it computed no longer than it kept the instance from the next.
+        compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
+        self.profile.observe(batch_rows, compute_ns, instances)
+        outlook = self._outlook
+        if outlook is not None:
+            outlook.changed = True
+            if outlook.promises:
+                outlook.ran(batch_rows, self.profile.estimate_ns(batch_rows, instances), busy_ns)
+                outlook.learn(leading, times.split_ns)
+
+    def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
+        """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.
+
+        Returns:
+            The members that should be run again, each on its own.
+        """
+        self._recorder.failed_batch(reason.value)
+        if self._outlook is not None:
+            self._outlook.changed = True
+        if isinstance(error, OutputMismatch):
+            self._on_mismatch(error)
+        if len(entries) > 1:
+            logger.debug("a batch of %d failed as a whole: running its members singly", len(entries))
+            return [entry for entry in entries if not entry.completion.done]
+        if isinstance(error, HeadraceError):
+            failure: HeadraceError = error
+        else:
+            reference = uuid.uuid4().hex[:12]
+            logger.error("request failed in the model (reference %s)", reference, exc_info=error)
+            failure = ModelFailed(
+                f"the model failed on this request; the server's log has the cause ({reference})", reference
+            )
+        self.give_up(entries, failure)
+        return []
+
+    def give_up(self, entries: Iterable[Entry], error: Exception) -> None:
+        """Answer all of `entries` with an error."""
+        self._deliver([(entry.completion, error) for entry in entries])
+
+
+# Staging buffers for this many different row shapes are kept; a model with wilder inputs allocates.
+_MAX_BUFFERS = 16
+
+
+class Staging:
+    """Buffers in which an instance assembles its batches, allocated once and reused for ever.
+
+    Ownership: one instance, one batch at a time. An array that `stack` returns is valid until the next call.
+
+    Args:
+        max_rows: rows in the largest batch.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._buffers: dict[tuple[str, tuple[int, ...]], Array] = {}
+
+    def stack(self, entries: list[Entry]) -> dict[str, Array]:
+        """Inputs of all entries, one below the other.
+
+        A single entry's arrays are handed on without a copy if they are aligned (those cut out of a request's body behind a
+        header of any length may not be, and kernels may rely on it). Rows that are resident elsewhere are copied.
+        """
+        first = entries[0].inputs
+        if len(entries) == 1:
+            return {name: _aligned(array) for name, array in first.items()}
+        rows = sum(entry.rows for entry in entries)
+        stacked: dict[str, Array] = {}
+        for name, array in first.items():
+            parts = [entry.inputs[name] for entry in entries]
+            buffer = self._buffer(name, array, rows)
+            stacked[name] = np.concatenate(parts) if buffer is None else np.concatenate(parts, out=buffer)
+        return stacked
+
+    def _buffer(self, name: str, like: Array, rows: int) -> Array | None:
+        if like.dtype.hasobject or rows > self._max_rows:
+            return None
+        key = (name, like.shape[1:])
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            if len(self._buffers) >= _MAX_BUFFERS:
+                return None
+            buffer = self._buffers[key] = np.empty((self._max_rows, *like.shape[1:]), like.dtype)
+        return buffer[:rows]
+
+
+def _aligned(array: Array) -> Array:
+    if is_resident(array):
+        return np.asarray(array)
+    return array if array.flags.aligned and array.flags.c_contiguous else array.copy()
+
+
+def split(outputs: dict[str, Array], entries: list[Entry], check: OutputCheck) -> list[dict[str, Array]]:
+    """Cut the outputs of a batch into every entry's rows, as views.
+
+    Args:
+        outputs: by name, as the execution returned them.
+        entries: the members of the batch, in the order of their rows.
+        check: of the model; a batch of one entry is checked, too.
+
+    Raises:
+        OutputMismatch: an output does not have one row per row of the input, or differs from its declaration.
+    """
+    if len(entries) == 1:
+        check.check(outputs, entries[0].rows)
+        return [outputs]
+    check.check(outputs, sum([entry.rows for entry in entries]))
+    results: list[dict[str, Array]] = []
+    start = 0
+    # An output that the configuration leaves out may have no batch dimension.
+    named = [(name, outputs[name]) for name in check.names]
+    for entry in entries:
+        stop = start + entry.rows
+        results.append({name: array[start:stop] for name, array in named})
+        start = stop
+    return results
+
+
+class SerialRunner:
+    """Runs an execution that takes one batch after the other; see `headrace.scheduling.instance.Runner`.
+
+    Args:
+        execution: what runs; used from the thread that calls `serve` (or `execute`).
+        scheduler: where batches come from.
+        max_rows: rows in the largest batch.
+        answers: settles what came of them.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        execution: Execution,
+        scheduler: Scheduler,
+        max_rows: int,
+        answers: Answers,
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self._execution = execution
+        self._scheduler = scheduler
+        self._staging = Staging(max_rows)
+        self._answers = answers
+        self._clock = clock
+        self._held: list[Entry] = []
+        self._taken_ns = 0
+
+    def serve(self) -> None:
+        """Run batches until the scheduler is closed and empty."""
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        answers = self._answers
+        while (batch := self._scheduler.next_batch(sleeper)) is not None:
+            batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
+            if batch.entries:
+                self._held, self._taken_ns = batch.entries, batch.taken_ns
+                answers.begin(self)
+                try:
+                    self.execute(batch)
+                finally:
+                    answers.at_work.discard(self)
+                self._held = []
+            del batch  # its arrays may be large, and the next may be long in coming
+
+    def give_up(self, error: Exception) -> None:
+        """From any thread: answer what is being run with an error."""
+        self._answers.give_up(self._held, error)
+
+    def under_way(self) -> UnderWay:
+        """From any thread: what is being run."""
+        held = self._held
+        return UnderWay(0, [(self._taken_ns, sum([entry.rows for entry in held]))] if held else ())
+
+    def execute(self, batch: Batch) -> None:
+        """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
+        instances = len(self._answers.at_work) or 1
+        try:
+            times, results = self._run(batch.entries, batch.taken_ns)
+        except ExecutionLost:
+            raise
+        except Exception as error:  # whatever else a backend raises belongs to this batch alone
+            for entry in self._answers.failed(batch.entries, batch.reason, error):
+                if not entry.completion.done:
+                    self.execute(Batch([entry], batch.reason, self._clock()))
+            return
+        busy_ns = times.split_ns - times.taken_ns
+        self._answers.at_work.discard(self)  # first: who has the answer may ask again before this thread goes on
+        self._answers.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
+
+    def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
+        inputs = self._staging.stack(entries)
+        assembled_ns = self._clock()
+        outputs = self._execution.run(inputs)
+        computed_ns = self._clock()
+        results = self._answers.split(outputs, entries)
+        return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
+
+
+class ReshapingExecution:
+    """An execution behind `reshape`, pipelined if that one is; see `headrace.backends.base`.
+
+    Args:
+        inner: the model's own execution.
+        inputs: by input name, the model's shape without the batch dimension, at most one size -1.
+        outputs: by output name, the shape callers see, likewise.
+        batched: True if there is a batch dimension in front.
+
+    Attributes:
+        depth: the inner one's; 1 if it is not pipelined.
+    """
+
+    def __init__(
+        self, inner: Execution, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], batched: bool
+    ) -> None:
+        self._inner = inner
+        self._inputs = inputs
+        self._outputs = outputs
+        self._batched = batched
+        self.depth = inner.depth if is_pipelined(inner) else 1
+        self.prompt = is_prompt(inner)
+
+    def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
+        """All outputs in the callers' shape."""
+        return self._seen(self._inner.run(self._wanted(inputs)))
+
+    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+        """A flight whose inputs are the inner one's memory in the callers' shape."""
+        inner = self._pipelined().begin(self._wanted(like), rows)
+        inputs = {
+            name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
+            for name, array in inner.inputs.items()
+        }
+        # Rows that are resident have the same bytes in either shape.
+        return Flight(inputs, rows, inner, inner.device, inner.residents)
+
+    def launch(self, flight: Flight) -> None:
+        """Launch the inner flight."""
+        self._pipelined().launch(_inner(flight))
+
+    def finish(self, flight: Flight) -> dict[str, Array]:
+        """All outputs in the callers' shape."""
+        return self._seen(self._pipelined().finish(_inner(flight)))
+
+    def discard(self, flight: Flight) -> None:
+        """Discard the inner flight."""
+        self._pipelined().discard(_inner(flight))
+
+    def close(self) -> None:
+        """Close the inner one."""
+        self._inner.close()
+
+    def _pipelined(self) -> PipelinedExecution:
+        if not is_pipelined(self._inner):
+            raise TypeError("the execution behind this one takes one batch at a time")
+        return self._inner
+
+    def _wanted(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
+
+    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        try:
+            return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
+        except (IndexError, ValueError) as error:
+            shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in outputs.items())
+            raise OutputMismatch(
+                f"the model returned outputs that do not have the shapes of its configuration's reshape: {shapes}. The model is "
+                "at fault, not the request: write the reshape and dims that the model returns, or max_batch_size: 0"
+            ) from error
+
+    def _reshaped(self, array: Array, shape: tuple[int, ...] | None) -> Array:
+        if shape is None:
+            return array
+        return array.reshape((array.shape[0], *shape) if self._batched else shape)
+
+
+def _inner(flight: Flight) -> Flight:
+    assert isinstance(flight.handle, Flight), "a flight of ours carries the inner one"
+    return flight.handle
