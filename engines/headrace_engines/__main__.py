@@ -1,6 +1,6 @@
-"""`python -m headrace_engines`: the builders' command line, which `headrace` hands on.
+"""`python -m headrace_engines`: the builder's command line, which `headrace` executes.
 
-Each command is a module with `add_arguments(parser)` and `run(options, console) -> exit status`, imported when it is asked for.
+Each command is a module with `add_arguments(parser)` and `run(options, console) -> exit status`, imported when it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well an artefact answers, against the FP32 model on the same samples, and whether that is good enough.
+"""Accuracy of an artefact against the FP32 model on the same samples, and the limits that it must hold.
 
     top-1 agreement     share of the largest outputs that are the same ones, in the output that has a label file, else in the
         first floating-point one with classes along its last axis: [N, classes], or [N, positions, classes] of sequences, where
@@ -37,7 +37,7 @@ _QUANTIZED_CURE = (
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How an artefact compares with the FP32 model.
+    """Measured difference between an artefact and the FP32 model.
 
     Attributes:
         samples: that were compared.
@@ -69,12 +69,12 @@ class Accuracy:
         return self.reference_accuracy - self.accuracy
 
     def to_json(self) -> dict[str, Any]:
-        """As an object of JSON."""
+        """Return a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Back from `to_json`; what is not known is left out.
+        """Read the result of `to_json`; unknown keys are ignored.
 
         Raises:
             BuildError: something is missing.
@@ -95,7 +95,7 @@ def measure(
         engine: the artefact.
         samples: held out from calibration.
         rows: of one batch, at most.
-        report: told after every batch.
+        report: called after every batch.
         output: the one that classifies, "" to look for it.
 
     Raises:
@@ -112,7 +112,7 @@ def measure(
 
 
 def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) -> list[str]:
-    """What an artefact misses, a sentence each, measured and demanded; the last one says what to do.
+    """Return the limits that an artefact misses, a sentence each with measured and required value; the last has the remedy.
 
     Args:
         accuracy: measured.
@@ -133,7 +133,7 @@ def judge(accuracy: Accuracy, bar: AccuracyLimits, *, quantized: bool = True) ->
         missed[-1] += f": {_QUANTIZED_CURE if quantized else _CURE}"
     if drop is None and bar.max_drop is not None:
         cure = "give samples with labels in optimization.accuracy.data, or leave max_drop out"
-        missed.append(f"the accuracy that was lost cannot be told without labels, max_drop demands it: {cure}")
+        missed.append(f"the lost accuracy cannot be measured without labels, max_drop demands it: {cure}")
     return missed
 
 
@@ -212,7 +212,7 @@ class _Comparison:
             self.reference_right += int(np.count_nonzero(expected_classes == labels))
 
     def accuracy(self, data: str) -> Accuracy:
-        """What came of it."""
+        """Return the result."""
         cosine = min((sums.cosines / sums.count for sums in self.outputs.values()), default=1.0)
         agreement = self.same / self.compared if self.compared else None
         labelled = bool(self.labelled) and not self.problem
@@ -242,7 +242,7 @@ def _with_classes(rows: Mapping[str, Array]) -> str:
 
 
 def _cosines(a: Array, b: Array) -> Array:
-    """Of every row of [rows, values]; 1 where both are zero, 0 where one is."""
+    """Return the cosine of every row of [rows, values]; 1 where both are zero, 0 where one is."""
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     products = np.einsum("ij,ij->i", a, b)
     same: Array = np.array(~a.any(axis=1) & ~b.any(axis=1), np.float64)

@@ -1,4 +1,4 @@
-"""From a model's configuration to an artefact in the store: lowered, built, compared, timed; or found there.
+"""Builds an artefact from a model's configuration: lowered, built, compared, timed, stored; or returns the stored one.
 
 project -> spec -> data -> key -> in the store? -> Built
                               \\-> simplify -> lower -> target.build -> compare with FP32 -> time -> store -> Built
@@ -93,7 +93,7 @@ def build_engine(
         spec: what; "best" is for `build_best_engine`.
         target: for what.
         store: where it goes.
-        report: told how far the work is.
+        report: called with the progress.
         rebuild: build it even if it is there.
 
     Raises:
@@ -153,18 +153,18 @@ def find_fp32_engine(project: Project, spec: BuildSpec, target: Target, store: S
 
 
 def _key(project: Project, spec: BuildSpec, data: BuildData, machine: Machine, store: Store) -> str:
-    """Of an artefact in the store."""
+    """Return the key of an artefact in the store."""
     parts = {"onnx": project.digest(), "spec": spec.digest(), "data": data.digest, "machine": asdict(machine)}
     return store.key(parts)
 
 
 def _rows_per_s(built: BuildResult) -> float:
-    """At the largest batch size."""
+    """Return rows a second at the largest batch size."""
     return max(built.timings, key=lambda timing: timing.rows).rows_per_s
 
 
 class _Build:
-    """One build that really takes place."""
+    """One build, after no stored artefact matched."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Build:
         return asdict(self._per_row(timing))
 
     def _per_row(self, timing: Timing) -> Timing:
-        """Without a batch dimension an engine takes the first one for it."""
+        """Correct the timing of a model without a batch dimension, whose first dimension the engine counts as rows."""
         batched = bool(self._project.config.max_batch_size)
         return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
 
@@ -316,7 +316,7 @@ class _PaddedEngine:
 
 
 def _resized(array: Array, rows: int) -> Array:
-    """So many rows of a batch, repeated from its start."""
+    """Return a batch of `rows` rows, repeated from its start."""
     return np.resize(array, (rows, *array.shape[1:]))
 
 
@@ -339,13 +339,13 @@ def sample_batch(data: BuildData, rows: int, project: Project) -> dict[str, Arra
 def make_stamp(
     built: BuildResult, entry: StoreEntry, project: Project, requested: str, overridden: bool, forced: bool
 ) -> Stamp:
-    """What `build.json` says of an artefact that is published.
+    """Return the stamp of a published artefact for `build.json`.
 
     Args:
         built: the artefact.
         entry: in the store.
         project: with the configuration as it is in the folder.
-        requested: the precision asked for, maybe "best".
+        requested: the requested precision, maybe "best".
         overridden: on the command line, not in the configuration.
         forced: it is published although it misses its bar.
     """

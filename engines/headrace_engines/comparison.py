@@ -28,7 +28,7 @@ FORMAT = 1
 ROUNDS = 5
 
 
-# Which precisions are compared when nobody says; what the machine refuses is left out.
+# Precisions that are compared by default; those that the machine refuses are left out.
 DEFAULT_PRECISIONS = ("fp32", "fp16", "int8", "fp8")
 
 
@@ -41,11 +41,11 @@ class ComparisonRow:
 
     Attributes:
         precision: its word, as `BuildSpec.at` takes it.
-        reason: why there is nothing to tell, "" if there is.
+        reason: why it was not measured, "" if it was.
         built: the artefact, None where there is a reason.
         memory_bytes: that the engine holds, None where it could not be measured.
         timings: by batch size.
-        remark: what one should know of it on this machine.
+        remark: a property of it on this machine that users should see.
     """
 
     precision: str
@@ -88,7 +88,7 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found.
+    """Result of a comparison.
 
     Attributes:
         model: its name.
@@ -97,7 +97,7 @@ class Comparison:
         data: what the accuracy was measured on, for people.
         sizes: the batch sizes, ascending.
         seconds: that each precision was timed at each batch size.
-        rows: by precision, in the order asked for.
+        rows: by precision, in the requested order.
     """
 
     model: str
@@ -155,7 +155,7 @@ def compare(
         precisions: in order.
         sizes: batch sizes, ascending; each is one that the profiles take.
         seconds: to time each precision at each batch size.
-        reports: by precision; told how far its building is, "timing" for the rest.
+        reports: by precision, called with the progress of its build; "timing" for the rest.
         maker: builds one.
 
     Raises:
@@ -264,7 +264,7 @@ def _interleaved(
     rounds: dict[str, list[Timing]] = {precision: [] for precision in engines}
     order = list(engines)
     for turn in range(ROUNDS):
-        # Whoever comes first finds the caches of whoever was last: everybody is first once.
+        # The first engine of a round runs with the caches of the last one: each engine is first once.
         first = turn % max(len(order), 1)
         for index, precision in enumerate(order[first:] + order[:first]):
             if precision in failed:
@@ -297,12 +297,12 @@ def _memory(engine: Engine, remark: str) -> tuple[int | None, str]:
 
 
 def _without_nonfinite(document: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no word for what is not finite."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in document.items()}
 
 
 def default_sizes(project: Project, spec: BuildSpec) -> list[int]:
-    """From the fewest to the most rows of the first profile by factors of four, of two where they are few; both ends included."""
+    """Return batch sizes from the smallest to the largest of the first profile, in factors of four, or of two if few."""
     if not project.config.max_batch_size:
         return [1]
     smallest, _, largest = next(iter(spec.profiles[0].shapes.values()))

@@ -1,4 +1,4 @@
-"""What a builder raises: its text says what is wrong, where, and what to do."""
+"""Errors of the builder; each message states the fault, its location and the remedy."""
 
 from __future__ import annotations
 

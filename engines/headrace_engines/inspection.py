@@ -56,16 +56,16 @@ class EngineInspection:
 
     @property
     def title(self) -> str:
-        """What was opened, for people, e.g. "model.0123456789ab.onnx, int8, 8 rows"."""
+        """File, precision and rows, e.g. "model.0123456789ab.onnx, int8, 8 rows"."""
         return f"{self.artefact}, {self.precision or 'as it is'}, {self.rows} row{'s' * (self.rows != 1)}"
 
     @property
     def total_us(self) -> float:
-        """Of all layers, as the profiler saw them: it takes time itself, most of all in graphs of tiny layers."""
+        """Time of all layers under the profiler, which takes time itself, most of all in graphs of tiny layers."""
         return sum(layer.time_us for layer in self.layers)
 
     def shares(self) -> dict[str, float]:
-        """By precision its share of the time, the largest first."""
+        """Return the share of the time of each precision, the largest first."""
         shares: dict[str, float] = {}
         for layer in self.layers:
             shares[layer.precision] = shares.get(layer.precision, 0.0) + layer.share
@@ -102,7 +102,7 @@ _TIMING_S = 0.5
 
 
 def inspection_targets(name: str) -> list[Target]:
-    """Where an engine is looked for, in order; "auto" on a GPU machine means its CPU as well.
+    """Return the targets whose engines are searched, in order; "auto" on a GPU machine includes its CPU.
 
     Raises:
         BuildError: the target is not to be had.
@@ -171,7 +171,7 @@ def _inputs(project: Project, target: Target, rows: int | None) -> dict[str, Arr
     config = project.config
     try:
         profile: ShapeRange | None = read_spec(config).profiles[0]
-    except BuildError:  # free dimensions of which nobody tells anything: they become 1
+    except BuildError:  # free dimensions without a profile: they become 1
         profile = None
     tuned = {name: shape for name, (_, shape, _) in profile.shapes.items()} if profile else {}
     if not config.max_batch_size:

@@ -78,7 +78,7 @@ class OnnxGraph:
         return list(self._consumers.get(tensor, {}).values())
 
     def is_constant(self, tensor: str) -> bool:
-        """True for an initializer."""
+        """Return whether a tensor is an initializer."""
         return tensor in self._constants
 
     def constant(self, tensor: str) -> Array | None:
@@ -167,7 +167,7 @@ class OnnxGraph:
         self._consumers.setdefault(tensor, {})[id(node)] = node
 
     def remove(self, node: onnx.NodeProto) -> None:
-        """Take a node out; who reads its outputs must have been rewired."""
+        """Remove a node; the readers of its outputs must have been rewired."""
         for name in self._reads(node):
             self._consumers.get(name, {}).pop(id(node), None)
         for name in node.output:
@@ -360,7 +360,7 @@ class OnnxRunner:
         self.outputs = [node.name for node in self._session.get_outputs()]
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs, and the inner tensors asked for, by name.
+        """Return all outputs, and the requested inner tensors, by name.
 
         Raises:
             BuildError: the model refuses the inputs, or fails on them.

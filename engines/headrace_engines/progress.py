@@ -1,4 +1,4 @@
-"""How long work tells how far it is."""
+"""Progress reports of long work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Report = Callable[[float, str], None]
 
 
 def silent(_done: float, _note: str) -> None:
-    """A report that nobody reads."""
+    """Ignore progress."""
 
 
 def part(report: Report, start: float, end: float) -> Report:
@@ -19,10 +19,10 @@ def part(report: Report, start: float, end: float) -> Report:
 
 
 def with_progress_lines(report: Report) -> Report:
-    """The same, and a line "progress SHARE PHASE" on standard output for each whole percent or phase."""
+    """Return a report that also prints a line "progress SHARE PHASE" for each whole percent or phase."""
     last = ""
 
-    def tell(done: float, note: str) -> None:
+    def print_line(done: float, note: str) -> None:
         nonlocal last
         line = f"progress {min(max(done, 0.0), 1.0):.2f} {note}"
         if line != last:
@@ -31,4 +31,4 @@ def with_progress_lines(report: Report) -> Report:
             sys.stdout.flush()
         report(done, note)
 
-    return tell
+    return print_line

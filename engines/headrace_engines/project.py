@@ -1,4 +1,4 @@
-"""What a build starts from: a version of a model, the specification of the artefact, and the samples."""
+"""Inputs of a build: a version of a model, the specification of the artefact, and the samples."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Project:
-    """What a build starts from.
-
+    """A version of a model: its folder, its configuration, its ONNX file.
     Attributes:
         folder: the model's, configuration complete.
         version: number of the version.
@@ -62,11 +61,11 @@ class Project:
 
     @property
     def version_folder(self) -> Path:
-        """Where artefacts are published."""
+        """Folder in which artefacts are published."""
         return self.folder.path / str(self.version)
 
     def digest(self) -> str:
-        """Of the ONNX file and its data; read once as long as the file stays as it is."""
+        """SHA-256 of the ONNX file and its data; read again only after the file has changed."""
         state = self.source.stat()
         state_key = (str(self.source), state.st_ino, state.st_size, state.st_mtime_ns)
         if state_key not in _DIGESTS:
@@ -142,12 +141,12 @@ CALIBRATOR = "int8-tensorrt"
 
 @dataclass(frozen=True, slots=True)
 class AccuracyLimits:
-    """What an artefact must reach against the FP32 model.
+    """Accuracy that an artefact must reach against the FP32 model.
 
     Attributes:
         min_top1_agreement: share of samples with the same largest output.
         min_cosine: of the outputs, the mean over samples.
-        max_drop: of the true accuracy, 0..1; None where none is asked for.
+        max_drop: of the true accuracy, 0..1; None where none is required.
     """
 
     min_top1_agreement: float
@@ -157,7 +156,7 @@ class AccuracyLimits:
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
-    """One artefact that is wanted.
+    """Specification of one artefact.
 
     Attributes:
         precision: one of `PRECISIONS`.
@@ -175,7 +174,7 @@ class BuildSpec:
 
     @property
     def quantized(self) -> bool:
-        """True where ranges are needed."""
+        """True if calibrated ranges are needed."""
         return self.precision in (*CALIBRATED, "best")
 
     @property
@@ -183,7 +182,7 @@ class BuildSpec:
         """The accuracy to reach, with the defaults of the precision.
 
         Without samples random inputs are compared. Among their outputs the largest is often a near tie, which rounding decides:
-        then the cosine alone is demanded, unless the configuration asks for an agreement.
+        then the cosine alone is required, unless the configuration sets an agreement.
         """
         config = self.accuracy
         lossy = self.precision in CALIBRATED
@@ -194,7 +193,7 @@ class BuildSpec:
         return AccuracyLimits(agreement, cosine, config.max_drop)
 
     def at(self, precision: str) -> BuildSpec:
-        """The same in another precision.
+        """Return the same specification in another precision.
 
         Args:
             precision: one of `PRECISIONS`, or `CALIBRATOR`: INT8 by TensorRT 10's own calibrator.
@@ -218,7 +217,7 @@ class BuildSpec:
 
 
 def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
-    """What a configuration asks for.
+    """Read the specification of a build from a configuration.
 
     Args:
         config: complete.
@@ -242,7 +241,7 @@ def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
 
 
 def _check_accelerator(config: ModelConfig) -> int | None:
-    """Hold Triton's accelerator to what it can ask for; the scratch memory in bytes that it allows, None: no bound."""
+    """Check the parameters of Triton's accelerator; return its scratch memory in bytes, None: no bound."""
     accelerator = tensorrt_accelerator(config.optimization)
     if accelerator is None:
         return None
@@ -288,18 +287,18 @@ def _shape_range(config: ModelConfig, profile: EngineProfile) -> ShapeRange:
 HELD_OUT_SHARE = 0.25
 
 
-# Nobody knows what answers to noise mean; it shows a broken artefact, not a slightly worse one.
+# Random inputs have no meaningful outputs; they show a broken artefact, not a slightly worse one.
 RANDOM_SAMPLES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BuildData:
-    """What a build is measured on.
+    """Samples that a build calibrates with and is measured on.
 
     Attributes:
         calibration: for ranges; None where the configuration names none.
         held_out: for the comparison; never seen by the calibration.
-        output: the one that classifies, "" where the configuration does not tell.
+        output: the one that classifies, "" where the configuration names none.
     """
 
     calibration: Samples | None
@@ -308,7 +307,7 @@ class BuildData:
 
     @property
     def digest(self) -> str:
-        """Of all of it."""
+        """Digest of all samples and of the output's name."""
         return f"{self.calibration.digest if self.calibration else ''}/{self.held_out.digest}/{self.output}"
 
 
@@ -341,7 +340,7 @@ def open_data(project: Project, spec: BuildSpec) -> BuildData:
 
 
 def _tuned_shapes(project: Project, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
-    """By input the shape of one row that the first profile is tuned for."""
+    """Return, by input, the shape of one row that the first profile is tuned for."""
     first = 1 if project.config.max_batch_size else 0
     return {name: tuned[first:] for name, (_, tuned, _) in spec.profiles[0].shapes.items()}
 

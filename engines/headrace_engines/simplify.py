@@ -1,4 +1,4 @@
-"""From a model as it was exported to one that every later pass understands: constants folded, batch norms in the convolutions.
+"""Simplifies an exported model for the later passes: constants folded, batch norms in the convolutions.
 
 The work is ONNX Runtime's (its "basic" graph optimisations, which write ONNX's own operators); what it leaves is done here:
 one operator set for all models, sums of two as additions, affine steps merged, a name for every node.
@@ -32,7 +32,7 @@ _LARGE_BYTES = 1 << 30
 
 
 def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same function in fewer and better known operators.
+    """Return a model that computes the same in fewer and more common operators.
 
     Constants are folded, batch norms, scales and shifts are fused into convolutions, identities and dropouts are gone, every
     node has a name of its own (its old one where it had one), the operator set is 17 or later. Inputs, outputs and their
@@ -67,7 +67,7 @@ def simplify(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def raise_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """The model in ONNX's operator set `version`, or as it is if its own is as late.
+    """Convert a model to ONNX's operator set `version`; unchanged if its own is that one or a later one.
 
     Raises:
         BuildError: an operator has no counterpart.
@@ -119,7 +119,7 @@ def _name_nodes(model: onnx.ModelProto) -> None:
 
 
 def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
-    """What ONNX Runtime's basic optimisations make of it."""
+    """Apply ONNX Runtime's basic optimisations."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
@@ -157,14 +157,14 @@ def _optimized(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _where(model: onnx.ModelProto, reason: str) -> str:
-    """ " at node 'x' (Foo)" for the node that a message of ONNX Runtime is about, "" if it cannot be told."""
+    """ " at node 'x' (Foo)" for the node that a message of ONNX Runtime names, "" if it names none."""
 
-    def told(word: str) -> bool:
+    def mentioned(word: str) -> bool:
         return bool(word) and re.search(rf"(?<![\w/.]){re.escape(word)}(?![\w/])", reason) is not None
 
     nodes = list(model.graph.node)
-    by_name = (node for node in nodes if told(node.name))
-    by_operator = (node for node in nodes if told(node.op_type))
+    by_name = (node for node in nodes if mentioned(node.name))
+    by_operator = (node for node in nodes if mentioned(node.op_type))
     culprit = next(by_name, None) or next(by_operator, None)
     if culprit is None:
         return ""

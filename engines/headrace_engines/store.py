@@ -58,11 +58,11 @@ CURE = "name another place with --cache"
 
 
 def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CURE) -> BuildError:
-    """What to raise for an OSError.
+    """Return the error to raise for an OSError of a write.
 
     Args:
         error: that came of writing.
-        path: what was written, where the error itself does not tell.
+        path: the written file, where the error itself names none.
         needed_bytes: that have to be free there, 0 where it is not known.
         cure: what else could be done.
     """
@@ -81,7 +81,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
 def full_disk_explained(folder: Path) -> Iterator[None]:
     """Turn whatever is raised in this block into a BuildError if it comes of the folder's file system.
 
-    Libraries tell of a full disk in words of their own, or write short files; that the disk is full then is what counts.
+    Libraries report a full disk in different messages, or write short files; so the free space is measured.
 
     Raises:
         BuildError: the disk is full, or something in the folder cannot be written.
@@ -99,7 +99,7 @@ def full_disk_explained(folder: Path) -> Iterator[None]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on a folder's disk for this user; plenty where nobody can tell."""
+    """Return the free bytes on a folder's disk for this user; 2**62 where they cannot be read."""
     for existing in (folder, *folder.parents):
         try:
             return shutil.disk_usage(existing).free
@@ -134,7 +134,7 @@ _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_ENTRY_BYTES = 4 << 20
 
 
-# Not to be changed by anybody: a published artefact may be the same file.
+# Read-only: a published artefact may be the same file.
 _ARTEFACT_MODE = 0o444
 
 
@@ -195,12 +195,12 @@ class Store:
         return self._folder("tables")
 
     def timing_cache(self, machine: Machine) -> Path:
-        """Where kernels measured on a machine are remembered; the file may not be there yet."""
+        """Return the file of kernels measured on a machine; it may not exist yet."""
         parts = (machine.target, machine.version, machine.device, machine.capability, str(machine.driver))
         return self._folder("timing") / (re.sub(r"[^A-Za-z0-9.]+", "-", "_".join(parts)) + ".cache")
 
     def keys(self) -> list[str]:
-        """Of everything that has a place in the store, sound or not; sorted."""
+        """Return the keys of all entries, valid or not; sorted."""
         try:
             return sorted(name for name in os.listdir(self.root) if _KEY.fullmatch(name))
         except OSError:
@@ -226,7 +226,7 @@ class Store:
         return entry
 
     def read(self, key: str) -> StoreEntry:
-        """What is noted of an entry; the artefact itself is not looked at.
+        """Read the record of an entry, not the artefact itself.
 
         Raises:
             BuildError: nothing is there, or it cannot be read.
@@ -254,11 +254,11 @@ class Store:
 
     @contextmanager
     def building(self, key: str, waits: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Be the only builder of a key; who had to wait finds the entry now. May be nested in one thread.
+        """Hold the lock of a key while it is built; after a wait the entry may exist. May be nested in one thread.
 
         Args:
             key: of what is built.
-            waits: told, in words, if another builder is at it.
+            waits: called with a text if another builder holds the lock.
 
         Raises:
             BuildError: the store cannot be written or locked.
@@ -283,7 +283,7 @@ class Store:
             finally:
                 with self._lock:
                     del self._builders[key]
-                with suppress(OSError):  # still held: who waits for it finds that it has gone, and makes a new one
+                with suppress(OSError):  # still held: a waiting builder sees that the file is gone, and makes a new one
                     path.unlink()
 
     @contextmanager
@@ -291,7 +291,7 @@ class Store:
         """An empty folder on the store's file system, gone afterwards; those of dead builders are swept first.
 
         Raises:
-            BuildError: the store cannot be written, or the disk got full meanwhile, whoever noticed.
+            BuildError: the store cannot be written, or the disk became full within the block.
         """
         parent = self._folder("scratch")
         self.sweep()
@@ -350,11 +350,11 @@ class Store:
         return self.read(key)
 
     def remove(self, key: str, dry_run: bool = False) -> int | None:
-        """Remove an entry, sound or not, unless somebody builds it.
+        """Remove an entry, valid or not, unless it is being built.
 
         Args:
             key: of the entry.
-            dry_run: only tell.
+            dry_run: return the bytes without removing.
 
         Returns:
             Bytes that this gives back, those of files that a repository publishes too left out; None if it is being built.
@@ -377,9 +377,9 @@ class Store:
             raise disk_error(error, folder) from error
 
     def sweep(self) -> None:
-        """Remove what builders have left that were killed."""
+        """Remove the scratch folders of killed builders."""
         for lock in sorted((self.root / "scratch").glob("*.lock")):
-            # Who lives holds the lock; what cannot be removed, the next one may remove.
+            # A running builder holds the lock; what cannot be removed is left to the next sweep.
             with suppress(OSError), locked(lock, block=False):
                 shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
                 lock.unlink()
@@ -433,12 +433,12 @@ DEFAULT_STATE = Path("~/.cache/headrace/state")
 _CURE = "build into a copy of the repository; the engine stays in the store, building again takes seconds"
 
 
-# Another file system, or one without hard links, or a file of somebody else's.
+# Another file system, or one without hard links, or a file of another user.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
-    """Where a version's engine is published: beside its model, or in the state folder if the model's folder cannot be written.
+    """Return the folder to publish a version's engine in: beside its model, or in the state folder if that cannot be written.
 
     The server looks into both.
 
@@ -493,7 +493,7 @@ def publish(artefact: Path, version_folder: Path, stamp: Stamp) -> None:
         gone = version_folder if artefact.exists() else "the store"
         raise BuildError(f"the engine cannot be published, {gone} has changed meanwhile: build again") from error
     except OSError as error:
-        # The file's passing name, which the error has, tells nobody anything.
+        # The error names a temporary file, which means nothing to users.
         raise disk_error(OSError(error.errno, error.strerror), version_folder, stamp.size_bytes, _CURE) from error
 
 

@@ -1,7 +1,7 @@
 """`headrace build`: engines for this machine, compared with FP32 and published beside the model.
 
-Before a build the command asks the server's own choice (`headrace.config.serving_plan`) which file a server on this machine would
-serve. A stamp in a scratch folder stands for the engine that is not built yet.
+Before a build the command calls the server's own choice (`headrace.config.serving_plan`) for the file that a server here
+would serve. A stamp in a scratch folder stands for the engine that is not built yet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BuildOutcome:
-    """What came of one model.
+    """Result for one model.
 
     Attributes:
         name: the model's.
@@ -92,7 +92,7 @@ class BuildOutcome:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Build what was asked for; 1 if something could not be built or was refused.
+    """Build the requested models; 1 if one could not be built or was refused.
 
     Raises:
         BuildError: nothing could be begun: no such model, no such target.
@@ -153,7 +153,7 @@ class _Targets:
         """The target of models that leave the choice to the machine.
 
         Raises:
-            BuildError: TensorRT is asked for and not to be had.
+            BuildError: TensorRT is requested and not available.
         """
         if self._default is None:
             self._default = choose_target(self._name)
@@ -170,15 +170,15 @@ class _Targets:
 def build_model(
     project: Project, options: argparse.Namespace, targets: _Targets, store: Store, report: Report
 ) -> BuildOutcome:
-    """Build and publish one model; what goes wrong is told in the outcome."""
+    """Build and publish one model; the outcome holds an error."""
     started_s = time.monotonic()
     built = None
     try:
         spec = read_spec(project.config, options.precision or "")
         target, advice = targets.of(project)
-        outlook = forecast(project, target, targets.gpu, _state_folder(project, options.state_dir))
-        if outlook.refusal:
-            raise BuildError(f"its engine would not be served: {outlook.refusal}")
+        expected = forecast(project, target, targets.gpu, _state_folder(project, options.state_dir))
+        if expected.refusal:
+            raise BuildError(f"its engine would not be served: {expected.refusal}")
         built = _make(project, spec, target, store, report, options.rebuild)
         if built.refusal and not options.force:
             error = "; ".join(built.refusal) + "; --force publishes it with a mark"
@@ -188,8 +188,8 @@ def build_model(
         fp32 = _fp32_rows_per_s(project, built, target, store)
         outcome = BuildOutcome(project.name, built, True, forced, "", time.monotonic() - started_s)
         outcome = replace(outcome, repository=str(project.folder.path.parent), fp32_rows_per_s=fp32, place=folder)
-        outcome = replace(outcome, not_served=outlook.not_served, advice=advice)
-        return _compared(outcome, outlook, built)
+        outcome = replace(outcome, not_served=expected.not_served, advice=advice)
+        return _compared(outcome, expected, built)
     except HeadraceError as error:
         reason = str(error)
     except MemoryError:
@@ -199,14 +199,14 @@ def build_model(
     return BuildOutcome(project.name, built, False, False, reason, time.monotonic() - started_s)
 
 
-def _compared(outcome: BuildOutcome, outlook: Forecast, built: BuildResult) -> BuildOutcome:
+def _compared(outcome: BuildOutcome, expected: Forecast, built: BuildResult) -> BuildOutcome:
     """The outcome with what serves now and how fast that is."""
-    if outlook.now is None:
+    if expected.now is None:
         return replace(outcome, now="nothing")
-    if outlook.now.stamp is not None and outlook.now.stamp.key == built.key:
+    if expected.now.stamp is not None and expected.now.stamp.key == built.key:
         return outcome
     return replace(
-        outcome, now=current_serving_text(outlook.now), now_rows_per_s=current_rows_per_s(outlook.now, built)
+        outcome, now=current_serving_text(expected.now), now_rows_per_s=current_rows_per_s(expected.now, built)
     )
 
 
@@ -232,7 +232,7 @@ def _publish(
 
 
 def _state_folder(project: Project, state: Path) -> Path:
-    """Where a server looks for engines of a version besides its own folder."""
+    """Return the folder in which a server searches engines of a version besides the version's own."""
     return engine_folder(state.expanduser(), project.folder.path, project.version)
 
 
@@ -278,7 +278,7 @@ _STAND_IN_KEY = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What serves a version now, and what a build for a target changes.
+    """The file that serves a version now, and the change by a build for a target.
 
     Attributes:
         now: What a server loads now; None if it serves nothing.
@@ -324,7 +324,7 @@ def gpu_config_change(project: Project) -> str:
 
 
 def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | None) -> Forecast:
-    """Ask the server's choice for a version as it is, and with an engine of a target beside it.
+    """Return the server's choice for a version as it is, and with an engine of a target beside it.
 
     Args:
         project: The version.
@@ -353,14 +353,14 @@ def forecast(project: Project, target: Target, gpu: GpuRuntime, engines: Path | 
 
 
 def serving_text(built: BuildResult) -> str:
-    """What serves once an engine is taken, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
+    """Describe the runtime that serves a built engine, e.g. "TensorRT FP16 on the GPU (NVIDIA H200)"."""
     target, device = built.machine.target, built.machine.device
     device_text = f"{_DEVICES[target]} ({device})" if target == "tensorrt" else _DEVICES[target]
     return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {device_text}"
 
 
 def current_serving_text(plan: Plan) -> str:
-    """What serves now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
+    """Describe the file and runtime that serve now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
     what = plan.file.name if plan.stamp is None else f"the {plan.stamp.precision.upper()} engine"
     return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
 
@@ -478,7 +478,7 @@ def _print_served(console: Console, outcomes: Sequence[BuildOutcome]) -> None:
 
 
 def _served_lines(outcome: BuildOutcome) -> list[str]:
-    """What serves after the build, and what stands against it."""
+    """Describe what serves after the build, and what prevents it."""
     assert outcome.built is not None
     lines = [] if outcome.not_served else [f"serves from now on: {serving_text(outcome.built)}"]
     if outcome.advice:
@@ -490,7 +490,7 @@ def _served_lines(outcome: BuildOutcome) -> list[str]:
 
 
 def speed_text(outcome: BuildOutcome) -> str:
-    """How many times faster an engine is than what serves now and than FP32; "" where neither was measured."""
+    """Describe the speed-up over what serves now and over FP32; "" where neither was measured."""
     built = outcome.built
     assert built is not None
     parts = []

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Compare; 0 if FP32, or the first precision where it was not asked for, could be measured.
+    """Compare; 0 if FP32, or the first precision where FP32 was not requested, could be measured.
 
     Raises:
         BuildError: nothing could be begun, or the files cannot be written.

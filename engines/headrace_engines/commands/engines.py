@@ -120,7 +120,7 @@ def orphans(folder: Path, stamps: Sequence[Stamp]) -> list[Path]:
 
 
 class _Machines:
-    """What artefacts can be for here; TensorRT, which takes seconds to ask, is asked when something is for it."""
+    """The machine descriptions of this host; TensorRT's, which takes seconds, is read when an artefact is built for it."""
 
     def __init__(self) -> None:
         self._known: dict[str, Machine | None] = {"onnxruntime": onnxruntime_machine()}
@@ -256,7 +256,7 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
             "--keep-days", type=_days, default=30.0, metavar="N", help="keep what was used in the last N days (30)"
         )
         parser.add_argument("--all", action="store_true", help="remove everything; what is published stays there")
-        parser.add_argument("--dry-run", action="store_true", help="only tell what would be removed")
+        parser.add_argument("--dry-run", action="store_true", help="only print what would be removed")
     parser.set_defaults(store_action=action)
 
 

@@ -108,7 +108,7 @@ def show(console: Console, inspection: EngineInspection, top: int | None) -> Non
         )
         table.add_row(str(number), *_cells(layer), *bar)
     console.print(table)
-    shares = ", ".join(f"{name or 'not told'} {share:.1%}" for name, share in inspection.shares().items())
+    shares = ", ".join(f"{name or 'unknown'} {share:.1%}" for name, share in inspection.shares().items())
     timing = inspection.timing
     console.print(
         f"{len(inspection.layers)} layers, {milliseconds(inspection.total_us)} under the profiler: {shares}.\n"

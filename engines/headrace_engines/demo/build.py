@@ -1,4 +1,4 @@
-"""Writing demo models into a model repository: what is up to date stays, what is written appears whole or not at all.
+"""Writes demo models into a model repository: up-to-date models stay, new ones appear complete or not at all.
 
 <output>/<name>/config.pbtxt | config.yaml, labels.txt     written if missing, never overwritten
 <output>/<name>/calibration[.npz], accuracy[.npz]          samples, likewise
@@ -38,17 +38,17 @@ Progress = Callable[[str, float, str], None]
 
 
 class DemoState(Enum):
-    """How a model stands against its recipe."""
+    """State of a model relative to its recipe."""
 
     MISSING = "no model there"
     OUTDATED = "built from another recipe or other weights"
     UP_TO_DATE = "built from this recipe"
-    FOREIGN = "a model without our stamp: somebody's own"
+    FOREIGN = "a model without a stamp of this builder"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """What came of one model.
+    """Result for one demo model.
 
     Attributes:
         name: the model's name.
@@ -85,12 +85,12 @@ def choose_models(names: Sequence[str], fetched: WeightsFile | None) -> list[Dem
     models = [model for model in CATALOGUE.values() if not names or model.name in names]
     if fetched and not any(model.fetched_recipe for model in models):
         takers = ", ".join(model.name for model in CATALOGUE.values() if model.fetched_recipe)
-        raise BuildError(f"published weights were asked for, and only {takers} takes them: name it with --only")
+        raise BuildError(f"published weights were requested, and only {takers} takes them: name it with --only")
     return models
 
 
 def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> DemoState:
-    """How the model in `output` stands against its recipe (and against `fetched`, if it is one that takes weights)."""
+    """Return the state of the model in `output` relative to its recipe (and to `fetched`, if it takes weights)."""
     folder = output / model.name / VERSION
     if not (folder / MODEL_FILE).is_file():
         return DemoState.MISSING
@@ -102,7 +102,7 @@ def demo_state(model: DemoModel, output: Path, fetched: WeightsFile | None) -> D
     if model.fetched_recipe and fetched:
         if stamp.get("weights") != f"sha256:{fetched.sha256}":
             return DemoState.OUTDATED
-    # Who fetched weights wants to keep them, also when `make serve` builds what is missing.
+    # Fetched weights are kept, also when `make serve` builds the missing models.
     elif model.fetched_recipe and str(stamp.get("weights", "")).startswith("sha256:"):
         return DemoState.UP_TO_DATE
     return DemoState.UP_TO_DATE if model.is_recipe(stamp.get("recipe")) else DemoState.OUTDATED
@@ -149,11 +149,11 @@ def build_model(
         model: which one.
         output: the model repository; created if missing.
         fetched: published weights, for a model that takes them.
-        force: build it even if it is up to date or somebody's own.
-        progress: told how far the work is.
+        force: build it even if it is up to date or has no stamp of this builder.
+        progress: called with the progress.
 
     Returns:
-        What came of it; a failure is told there and not raised.
+        The outcome; it holds a failure, which is not raised.
     """
     started_s = time.monotonic()
     state = demo_state(model, output, fetched)
@@ -188,7 +188,7 @@ def _run_recipe(model: DemoModel, fetched: WeightsFile | None, report: Report) -
 
 def _write_missing_files(model: DemoModel, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # Somebody who wrote the other kind of config means that one.
+    # A configuration of the other kind, written by the user, takes precedence.
     has_config = any((folder / name).exists() for name in ("config.pbtxt", "config.yaml", "config.yml"))
     for name in model.files:
         if (folder / name).exists() or (has_config and name.startswith("config.")):
@@ -251,7 +251,7 @@ def _write_version(model: DemoModel, folder: Path, artefact: Artefact, seconds: 
     written = {**artefact.extra_files, MODEL_FILE: content, STAMP_FILE: (json.dumps(stamp, indent=2) + "\n").encode()}
     temporary = Path(tempfile.mkdtemp(prefix=f".{VERSION}.", dir=folder))
     try:
-        temporary.chmod(0o755)  # mkdtemp's folder is the owner's alone; a server may run as somebody else
+        temporary.chmod(0o755)  # mkdtemp's folder is readable by its owner alone; a server may run as another user
         for name, data in written.items():
             (temporary / name).write_bytes(data)
         if (folder / VERSION).exists():

@@ -66,7 +66,7 @@ class DemoModel:
         return digest.hexdigest()
 
     def is_recipe(self, digest: object) -> bool:
-        """Whether a model with this digest in its stamp is the one that the recipe makes."""
+        """Return whether a model with this digest in its stamp is the one that the recipe makes."""
         return digest == self.recipe_digest() or digest in self.equal_recipes
 
     def file_text(self, name: str) -> str:

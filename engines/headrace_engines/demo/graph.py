@@ -1,4 +1,4 @@
-"""Building an ONNX graph node by node, with batch norm folded into the convolutions."""
+"""Builds an ONNX graph node by node, with batch norm folded into the convolutions."""
 
 from __future__ import annotations
 

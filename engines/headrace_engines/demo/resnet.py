@@ -148,7 +148,7 @@ def build_seeded(report: Report) -> Artefact:
 
 
 def build_fetched(report: Report, weights: WeightsFile) -> Artefact:
-    """The same with published weights: a state dict with torchvision's names, or an ONNX file that takes its place.
+    """Build the model with published weights: a state dict with torchvision's names, or an ONNX file in its place.
 
     Raises:
         BuildError: if the file cannot be had, has another checksum, or does not hold this architecture.

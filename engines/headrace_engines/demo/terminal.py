@@ -1,4 +1,4 @@
-"""What `models build` shows: a bar for each model while it works, a table when it is done."""
+"""Output of `models build`: a progress bar for each model, then a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_engines.demo.build import DemoOutcome, DemoState
 
 
 class DemoDisplay:
-    """Bars over all models and over each one; silent where nobody watches (no terminal).
+    """One progress bar over all models and one for each; draws nothing without a terminal.
 
     Args:
         console: where to draw.

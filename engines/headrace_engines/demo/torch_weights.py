@@ -1,4 +1,4 @@
-"""Reading the tensors of a PyTorch checkpoint with NumPy alone, and without trusting the file.
+"""Reads the tensors of a PyTorch checkpoint with NumPy alone, and without trusting the file.
 
 A checkpoint is a pickle, and a pickle can call anything. The unpickler here knows a handful of names, each mapped to a
 stand-in of ours, and refuses every other one, so a hostile file can raise an error and do no more.

@@ -1,4 +1,4 @@
-"""Writing an FP32 model in FP16 or BF16, strongly typed: every tensor says what it is, no runtime has to choose.
+"""Writes an FP32 model in FP16 or BF16, strongly typed: every tensor has its type in the graph, no runtime has to choose.
 
 What is cast and what is not:
 
@@ -206,7 +206,7 @@ def _regions(graph: OnnxGraph, tensors: set[str]) -> set[str]:
 
 
 def _without_islands(graph: OnnxGraph, chosen: dict[str, _CastNode]) -> dict[str, _CastNode]:
-    """Without nodes that only move values from FP32 to FP32; those that read a table of weights save memory, and stay cast."""
+    """Leave out nodes that only move values from FP32 to FP32; those that read a table of weights save memory, and stay cast."""
     seen: set[str] = set()
     islands: set[str] = set()
     for start in chosen:
@@ -246,7 +246,7 @@ class _Writer:
         self._graph = graph
         self._numbers = numbers
         self._chosen = chosen
-        # Who reads these by a name that cannot be changed: the model's caller, and subgraphs.
+        # Read under a name that cannot be changed: by the model's caller, and by subgraphs.
         self._fixed = set(graph.outputs) | {name for node in graph.nodes for name in captured(node)}
         # Tensors whose maker was cast; FP32 tensors and their 16-bit twins, and the other way round.
         self._made: set[str] = set()
@@ -344,7 +344,7 @@ def _check(written: onnx.ModelProto, source: onnx.ModelProto, precision: str) ->
     except Exception as error:  # C++'s errors share no other base
         try:
             onnx.checker.check_model(source, full_check=True)
-        except Exception:  # then the checker cannot tell: it says the same of models that run well
+        except Exception:  # then the checker's result means nothing: it refuses models that run well
             return
         first = str(error).strip().partition("\n")[0]
         cure = "build it in fp32, or keep the nodes around it in FP32"

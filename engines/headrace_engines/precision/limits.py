@@ -60,11 +60,11 @@ MOVEMENT = frozenset(
 BOUNDING = frozenset({"Clip", "Min", "Max"})
 
 
-# Operators whose output type an attribute tells, which is then rewritten.
+# Operators whose output type is an attribute, which is then rewritten.
 TYPE_ATTRIBUTE = {"Cast": "to", "ConstantOfShape": "value"}
 
 
-# Inputs that tell an operator what to do rather than being computed with: they stay as they are.
+# Inputs that are parameters of an operator rather than operands: they stay as they are.
 _PARAMETERS = {"Resize": "roi", "Dropout": "ratio", "OneHot": "depth"}
 
 
@@ -132,7 +132,7 @@ def at_opset(model: onnx.ModelProto, version: int) -> onnx.ModelProto:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What of a node changes when it is cast.
+    """The inputs and outputs of a node that change when it is cast.
 
     Attributes:
         inputs: indexes of the FP32 inputs that become 16-bit.
@@ -146,10 +146,10 @@ class Signature:
 
 
 def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Signature | None:
-    """How a node would be cast, by the type constraints of its operator's schema; None where it must stay as it is.
+    """Return the inputs and outputs that a cast of a node changes, by its operator's schema; None where it must stay as it is.
 
     That is: an operator without a schema (another vendor's), one with subgraphs, one that does not allow the type at the model's
-    opset, one that reads what nobody knows the type of, and one without FP32 tensors.
+    opset, one that reads a tensor of unknown type, and one without FP32 tensors.
 
     Args:
         graph: of the model.
@@ -169,7 +169,7 @@ def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Sign
     reads = {
         i: formal.type_str for i, formal in inputs.items() if formal.name != parameter and formal.type_str in allowed
     }
-    # A type that no input shares is told by an attribute: one that we can rewrite, or one like LayerNormalization's stash_type.
+    # A type that no input shares is set by an attribute: one that can be rewritten, or one like LayerNormalization's stash_type.
     by_attribute = node.op_type in TYPE_ATTRIBUTE
     makes = {i: formal.type_str for i, formal in outputs.items() if formal.type_str in reads.values() or by_attribute}
     if not all(allowed.get(variable, False) for variable in (*reads.values(), *makes.values())):
@@ -190,7 +190,7 @@ def schema_of(graph: OnnxGraph, node: onnx.NodeProto) -> defs.OpSchema | None:
 
 
 def _fp32(graph: OnnxGraph, names: Any, formals: Any) -> dict[int, defs.OpSchema.FormalParameter]:
-    """By index, what the schema says of the tensors that are FP32."""
+    """Return the schema's parameters of the FP32 tensors, by index."""
     return {
         i: formals[min(i, len(formals) - 1)]
         for i, name in enumerate(names)
@@ -217,7 +217,7 @@ def upstream_nodes(
     return list(nodes.values())
 
 
-# So many samples are measured; a few show the order of magnitude, which is all that is asked for.
+# So many samples are measured; a few show the order of magnitude, which is enough here.
 SAMPLES = 16
 
 
@@ -286,7 +286,7 @@ def must_stay_fp32(model: onnx.ModelProto, samples: Samples | None, precision: s
         model: FP32, without Q/DQ, its nodes named (as after `simplify`).
         samples: the first 16 are run; None: only rules and weights count.
         precision: "fp16" or "bf16".
-        report: told after every sample.
+        report: called after every sample.
 
     Raises:
         BuildError: a node has no name, or ONNX Runtime cannot run the model.
@@ -370,7 +370,7 @@ def _squares(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
 
 
 def _divisions_by_root(graph: OnnxGraph, mean: onnx.NodeProto) -> tuple[list[onnx.NodeProto], set[str]]:
-    """From a mean of squares on: the nodes that divide by its root, and the names of all up to them; nothing without a root."""
+    """Return the nodes that divide by the root of a mean of squares, and the names of the nodes up to them."""
     divided: list[onnx.NodeProto] = []
     names: set[str] = set()
     for node in graph.consumers(mean.output[0]):
@@ -421,7 +421,7 @@ def _is_matrix(values: Array | None) -> bool:
 
 @dataclass(slots=True)
 class _Extent:
-    """What the format would do to a tensor, over all that was measured."""
+    """Range and rounding error of a tensor in a format, over all samples."""
 
     highest: float = 0.0
     lowest: float = 0.0
@@ -490,7 +490,7 @@ def _divides_by_zero(node: onnx.NodeProto, index: int, extent: _Extent) -> bool:
 
 
 def _only_into_softmax(graph: OnnxGraph, tensor: str) -> bool:
-    """Whether everything that is made of a tensor ends in a Softmax."""
+    """Return whether every path from a tensor ends in a Softmax."""
     if tensor in graph.outputs:
         return False
     readers = graph.consumers(tensor)

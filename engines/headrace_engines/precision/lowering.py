@@ -52,7 +52,7 @@ Array = npt.NDArray[Any]
 ROWS = 8
 
 
-# The search asks the same question many times; these many samples answer it well enough.
+# The search measures the accuracy many times; this many samples are enough for it.
 SEARCH_SAMPLES = 64
 
 
@@ -61,7 +61,7 @@ class LoweredModel:
     """A model ready for its target.
 
     Attributes:
-        model: in the precision asked for.
+        model: in the requested precision.
         kept: nodes that stayed in floating point (int8, fp8) or FP32 (fp16, bf16).
         calibrate: rows for TensorRT's own calibrator, which then makes the model INT8; None else.
         without: the same for a target that has no kernel for some nodes in 8 bits: they stay in floating point too; where they
@@ -91,7 +91,7 @@ def lower_model(
         target: "onnxruntime" or "tensorrt".
         data: samples.
         tables: folder for calibration tables.
-        report: told how far the work is.
+        report: called with the progress.
         no_fp8_convolutions: why FP8 is for products alone, "" if it is not (`Target.refuses_fp8_convolutions`).
 
     Raises:
@@ -181,7 +181,7 @@ class _Quantizer:
         return self._lowered(quantized, keep, half=True)
 
     def _lowered(self, quantized: onnx.ModelProto, keep: set[str], half: bool) -> LoweredModel:
-        """What is built from a quantised model; `half`: what stays in floating point may be FP16 (FP8: all that is not FP8)."""
+        """Return the model to build from a quantised one; `half`: layers in floating point may be FP16."""
         model = self._in_half(quantized, keep) if half else quantized
 
         def without(nodes: Collection[str]) -> LoweredModel | None:
@@ -214,7 +214,7 @@ class _Quantizer:
         )
 
     def _missed(self, quantized: onnx.ModelProto, report: Report) -> list[str]:
-        """What a model misses of the bar that more layers in floating point may help with."""
+        """Return the missed accuracy limits that more layers in floating point may repair."""
         held_out = self._data.held_out.head(SEARCH_SAMPLES)
         reference, runner = OnnxRunner(self._model), OnnxRunner(quantized)
         accuracy = measure(reference, runner, held_out, ROWS, report, output=self._data.output)
@@ -223,7 +223,7 @@ class _Quantizer:
 
     def _search(self, keep: set[str], report: Report) -> set[str]:
         candidates = [name for name in self._nodes if name not in keep]
-        # An engine that computes less than half of its layers in INT8 is none that anybody would ask for.
+        # An engine with less than half of its layers in INT8 has no advantage over FP16.
         max_layers = len(self._nodes) // 2 - len(keep.intersection(self._nodes))
         ranking = rank_layers(
             self._model,
@@ -253,7 +253,7 @@ class _Quantizer:
             return keep
 
     def _in_half(self, quantized: onnx.ModelProto, keep: set[str]) -> onnx.ModelProto:
-        """What stays in floating point does so in FP16 where that is faster: on TensorRT."""
+        """Cast the layers that stay in floating point to FP16 where that is faster: on TensorRT."""
         fp8 = self._spec.precision == "fp8"
         if self._target != "tensorrt" or not (keep or fp8):
             return quantized
@@ -305,7 +305,7 @@ def rank_layers(
         target: "tensorrt" or "onnxruntime".
         precision: "int8" or "fp8".
         samples: the first 16 are run.
-        report: told after every layer.
+        report: called after every layer.
         nodes: names of the layers to look at; all that would be quantised if None.
 
     Returns:

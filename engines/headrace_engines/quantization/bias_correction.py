@@ -1,4 +1,4 @@
-"""Giving back to each channel the mean that rounding the weights took from it.
+"""Bias correction: restores the mean of each channel that rounding the weights has shifted.
 
 A rounded weight differs from its own by a fixed error. Where what it multiplies has a mean, as after a ReLU, the error shifts the
 mean of the layer's outputs, and the shifts add up from layer to layer; depthwise convolutions, whose sums are short, suffer
@@ -40,7 +40,7 @@ def correct_biases(
         quantized: its quantised form, whose weights are looked at.
         nodes: names of the layers that are quantised.
         samples: to measure means on; the first `SAMPLES` are used.
-        report: told how far the work is.
+        report: called with the progress.
     """
     graph, rounded = OnnxGraph(copy_model(model)), OnnxGraph(copy_model(quantized))
     counterparts = {node.name: node for node in rounded.nodes}
@@ -63,7 +63,7 @@ def correct_biases(
 def _means(
     model: onnx.ModelProto, graph: OnnxGraph, tensors: list[str], samples: Samples, report: Report
 ) -> dict[str, Doubles]:
-    """By tensor the mean of each channel, for tensors that have channels."""
+    """Return the mean of each channel, by tensor, for tensors that have channels."""
     runner = OnnxRunner(model, [name for name in tensors if graph.producer(name) is not None])
     sums: dict[str, Doubles] = {}
     count = 0
@@ -83,7 +83,7 @@ def _means(
 
 
 def _stored_weight(graph: OnnxGraph, tensor: str) -> Doubles | None:
-    """What a layer computes with: a constant behind a DequantizeLinear, in 8 bits or, before it is quantised, in FP32."""
+    """Return the weights of a layer: a constant behind a DequantizeLinear, in 8 bits or, before it is quantised, in FP32."""
     node = graph.producer(tensor)
     if node is None or node.op_type != "DequantizeLinear":
         return None
@@ -104,7 +104,7 @@ def _stored_weight(graph: OnnxGraph, tensor: str) -> Doubles | None:
 
 
 def _shift(graph: OnnxGraph, node: onnx.NodeProto, error: Doubles, mean: Doubles) -> Doubles | None:
-    """What an error of the weights adds to the mean of each output channel; None if the sizes do not fit."""
+    """Return the shift of each output channel's mean by an error of the weights; None if the sizes do not fit."""
     if node.op_type == "Gemm":
         error = error if graph.attribute(node, "transB", 0) else error.T
         matrix: Doubles | None = (

@@ -198,14 +198,14 @@ def _by_entropy(counts: Floats, edges: Floats) -> float:
     below = np.concatenate([[0.0], np.cumsum(counts)])
     at = np.interp(np.linspace(0.0, limit, _ENTROPY_BINS + 1), edges, below)
     inside = np.diff(at)
-    # What is smaller than one step becomes 0 or that step: how it is spread tells nothing, and would outweigh all else.
+    # What is smaller than one step becomes 0 or that step: its distribution carries no information, and would outweigh all else.
     inside[: _ENTROPY_BINS // _ENTROPY_LEVELS] = 0.0
     bins = _least_divergence(inside, float(below[-1] - at[-1]))
     return limit * bins / _ENTROPY_BINS
 
 
 def _least_divergence(counts: Floats, beyond: float) -> int:
-    """How many of the bins to keep, so that INT8 tells least from the original; the most of equally good ones.
+    """Return the number of bins to keep, so that INT8 diverges least from the original; the largest of equally good ones.
 
     Args:
         counts: [2048] values in bins of equal width, from 0.
@@ -260,7 +260,7 @@ def calibrate(
         calibration: its method ("tensorrt" counts as "entropy", which is what TensorRT's calibrator does) and percentile.
         cache: the folder where tables are kept, made if missing; None keeps none. A table serves again for the same model,
             samples, method and tensors; one that cannot be read is made anew.
-        report: told how far it is.
+        report: called with the progress.
 
     Returns:
         (low, high) with low <= 0 <= high; (0, 0) for a tensor that held nothing but zeros.
@@ -298,7 +298,7 @@ def _fill(model: onnx.ModelProto, histograms: dict[str, TensorHistogram], sample
     for name, histogram in histograms.items():
         if name in constants:
             histogram.add(numpy_helper.to_array(constants[name]))
-    # Fusions leave the tensors asked for as they are, and save the others.
+    # Fusions leave the requested tensors as they are, and save the others.
     runner = OnnxRunner(model, inner)
     rows, done = 1, 0
     if samples.batched:

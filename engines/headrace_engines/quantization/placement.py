@@ -115,18 +115,18 @@ def weighted_layers(graph: OnnxGraph, keep: Collection[str] = ()) -> dict[str, W
 
 
 def is_activation(graph: OnnxGraph, tensor: str) -> bool:
-    """True for a tensor of FP32 that is computed at run time, or whose type is not known."""
+    """Return whether a tensor is FP32, or of unknown type, and computed at run time."""
     unknown_or_fp32 = graph.element_type(tensor) in (TensorProto.UNDEFINED, TensorProto.FLOAT)
     return bool(tensor) and not graph.is_constant(tensor) and unknown_or_fp32
 
 
 def joins_activations(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
-    """True for a step of different tensors that are all computed at run time."""
+    """Return whether the inputs of a node are different tensors that are all computed at run time."""
     return all(is_activation(graph, name) for name in node.input) and len(set(node.input)) == len(node.input) > 1
 
 
 def moves_values(graph: OnnxGraph, node: onnx.NodeProto) -> bool:
-    """True if a node's outputs have values of its input 0 and no others: moved, chosen or repeated."""
+    """Return whether a node's outputs have values of its input 0 and no others: moved, selected or repeated."""
     # Resize by interpolation makes new values; without `mode` it takes the nearest.
     return node.op_type in SAME_VALUES and graph.attribute(node, "mode", b"") not in (b"linear", b"cubic")
 
@@ -197,7 +197,7 @@ def concatenated(graph: OnnxGraph, wanted_tensors: Collection[str]) -> dict[str,
 
 
 def overlapping(graph: OnnxGraph, tensors: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Which of some tensors have values in common, where a concatenation made one of the two.
+    """Find the tensors that have values in common, where a concatenation made one of the two.
 
     Args:
         graph: in topological order.
@@ -237,7 +237,7 @@ PRODUCTS = ("Gemm", "MatMul")
 
 
 # TensorRT has FP8 convolutions for no larger filters, no fewer channels and no groups; others fall back to slow kernels. Which
-# versions have any, the target tells.
+# versions have any is a property of the target.
 _MAX_FILTER_ELEMENTS = 32
 
 
@@ -245,7 +245,7 @@ _MIN_CHANNELS = 16
 
 
 def fp8_layers(graph: OnnxGraph, layers: dict[str, WeightedLayer]) -> dict[str, WeightedLayer]:
-    """Those that TensorRT has fast FP8 kernels for: products, and convolutions of many channels with small filters."""
+    """Return the layers with fast FP8 kernels in TensorRT: products, and convolutions of many channels with small filters."""
     nodes = {node.name: node for node in graph.nodes}
     return {name: one for name, one in layers.items() if _fits(graph, nodes[name], one)}
 
@@ -279,8 +279,7 @@ _ONNXRUNTIME_STEPS = _ONNXRUNTIME_MOVES | CLAMPS | POOLS | JOINS | {"LeakyRelu",
 
 @dataclass(frozen=True, slots=True)
 class QdqPlacement:
-    """What is quantised.
-
+    """The layers and tensors that are quantised.
     Attributes:
         weighted: convolutions and products that run in 8 bits, by name of the node.
         edges: (name of a node, place of its input): reads its input through a Q/DQ pair.
@@ -386,7 +385,7 @@ class _TensorRT:
         return one is not None and one.operator in ("Conv", "ConvTranspose")
 
     def _is_gate(self, node: onnx.NodeProto) -> bool:
-        """True for one value a channel times a feature map, as in squeeze-and-excitation."""
+        """Return whether a node multiplies a feature map by one value for each channel, as in squeeze-and-excitation."""
         if not joins_activations(self._graph, node):
             return False
         shapes = [self._graph.shape(name) or () for name in node.input]
@@ -394,7 +393,7 @@ class _TensorRT:
         return len(shapes[0]) == len(shapes[1]) and flat[0] != flat[1]
 
     def _is_float(self, tensor: str) -> bool:
-        """True for what a convolution or product that stays in floating point makes."""
+        """Return whether a tensor is made by a convolution or product that stays in floating point."""
         maker = self._graph.producer(tensor)
         while maker is not None and maker.op_type in SAME_VALUES | CLAMPS:
             maker = self._graph.producer(maker.input[0])
@@ -434,7 +433,7 @@ class _OnnxRuntime:
             ready = joins_activations(self._graph, node) and all(name in stored for name in node.input)
             return ready and node.name not in keep
         if node.op_type in _ONNXRUNTIME_MOVES:
-            plain = len(node.output) == 1 or node.op_type == "Split"  # a MaxPool that tells places needs floats
+            plain = len(node.output) == 1 or node.op_type == "Split"  # a MaxPool that returns indices needs floats
             return plain and moves_values(self._graph, node) and node.input[0] in stored
         return node.input[0] in stored and (node.op_type in CLAMPS or node.name not in keep)
 
@@ -444,7 +443,7 @@ class _OnnxRuntime:
         return str(reader.output[0]) if reader is not None and reader.op_type in CLAMPS else tensor
 
     def _all_want(self, tensor: str) -> bool:
-        """True if quantised operators are all that reads a tensor, moved about or not."""
+        """Return whether quantised operators alone read a tensor, moved or not."""
         readers = self._graph.consumers(tensor)
         if not readers or tensor in self._graph.outputs:
             return False
@@ -460,7 +459,7 @@ class _OnnxRuntime:
 
 
 def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLayer) -> bool:
-    """True if ONNX Runtime's CPU kernels can do it: no transposed convolution, a Gemm only as `simplify` leaves it."""
+    """Return whether ONNX Runtime has a CPU kernel for it: no transposed convolution, a Gemm only as `simplify` leaves it."""
     if one.operator == "Conv":
         return len(node.input) < 3 or not node.input[2] or graph.is_constant(node.input[2])
     if one.operator == "Gemm":
@@ -474,7 +473,7 @@ def _has_integer_kernel(graph: OnnxGraph, node: onnx.NodeProto, one: WeightedLay
 
 
 def _depths(graph: OnnxGraph) -> dict[str, int]:
-    """By tensor how many convolutions lie, at the most, between it and the inputs."""
+    """Return, by tensor, the largest number of convolutions between it and the inputs."""
     depth: dict[str, int] = {}
     for node in graph.nodes:
         count = int(node.op_type in ("Conv", "ConvTranspose"))

@@ -57,7 +57,7 @@ def encode_fp8(values: Array, scale: np.float32) -> TensorProto:
 
 
 def fp8_numbers(values: Array, scale: np.float32) -> Array:
-    """The same as an array of FP8 numbers."""
+    """Return FP32 values divided by the scale as an array of FP8 numbers, rounded and saturated."""
     numbers: Array = np.clip(values.astype(np.float32) / scale, -FP8_LARGEST, FP8_LARGEST).astype(
         ml_dtypes.float8_e4m3fn
     )
@@ -131,7 +131,7 @@ def quantize(
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How a tensor is quantised: FP32 scales, [] or [channels], and a zero point of the 8-bit type, of the same shape."""
+    """Scales of a tensor, FP32 [] or [channels], and a zero point of the 8-bit type, of the same shape."""
 
     scale: Floats
     zero_point: Array | TensorProto
@@ -145,7 +145,7 @@ class _Scheme(Protocol):
     quantizes_bias: bool
 
     def activation(self, low: float, high: float, clamped: bool) -> _Scale:
-        """For values in low..high, 0 included; `clamped`: they must not come back larger than `high`."""
+        """Return the scale for values in low..high, 0 included; `clamped`: they must not become larger than `high`."""
 
     def larger(self, scale: Floats) -> Floats:
         """A scale that is a little larger."""
@@ -231,7 +231,7 @@ def _float32(values: npt.ArrayLike) -> Floats:
 
 
 def _symmetric(values: Floats, axis: int | None, min_scale: Floats | None, largest: int) -> tuple[Array, _Scale]:
-    """Whole numbers -largest..largest and their scales; channels of zeros only have the scale of the others."""
+    """Return whole numbers -largest..largest and their scales; channels of zeros only have the scale of the others."""
     others = tuple(i for i in range(values.ndim) if i != axis) if axis is not None else None
     size = np.abs(values).max(axis=others, initial=0)
     whole = float(size.max(initial=0)) or 1.0
@@ -338,7 +338,7 @@ class _Writer:
     def _dequantized(
         self, name: str, quantized: Array | TensorProto, scale: _Scale, axis: int | None, element_type: int
     ) -> str:
-        """What comes out of the DequantizeLinear behind constants; those in FP32 get a QuantizeLinear in front of it."""
+        """Return the output of the DequantizeLinear behind constants; constants in FP32 get a QuantizeLinear in front of it."""
         graph = self._graph
         shape = graph.shape(name)
         scales = [

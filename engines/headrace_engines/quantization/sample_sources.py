@@ -57,7 +57,7 @@ def open_samples(source: str, folder: Path, config: ModelConfig, limit: int) -> 
     Args:
         source: a folder of pictures, an .npz, or "file.py:function"; relative to `folder`, and below it.
         folder: the model's.
-        config: complete; tells the inputs and how a picture becomes one.
+        config: complete; has the inputs and the preprocessing of pictures.
         limit: how many samples are taken at most. Of pictures and arrays a fixed random choice, in a fixed random order,
             because files and data sets are often sorted by class; of a reader those that it yields first.
 
@@ -121,7 +121,7 @@ def open_pictures(
         folder: the model's, which has the label file.
         layouts: of the inputs.
         config: complete, with `preprocess`.
-        limit: how many pictures are taken at most; which, is told by a hash of their names, and so is their order.
+        limit: how many pictures are read at most; a hash of their names decides which ones, and their order.
 
     Raises:
         BuildError: the model takes no pictures, there are none, one cannot be read, or labels name no class.
@@ -133,7 +133,7 @@ def open_pictures(
     names = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())[:limit]
     labels = _labels(names, path, folder, config, where)
     reader = _Pictures(path, folder, names, layout, recipe, where)
-    # What one picture becomes tells a change of the code that prepares it.
+    # The prepared first picture is part of the digest: it changes with the code that prepares it.
     recipe_bytes = repr((recipe, layout.datatype.name, layout.model_dims)).encode() + content_digest(reader.read(0))
     digests = [
         hashlib.sha256(recipe_bytes + _content(path / name, folder, f"{where}{name}")).digest() for name in names
@@ -183,7 +183,7 @@ def _recipe(layouts: Mapping[str, InputLayout], config: ModelConfig, where: str)
     if config.preprocess is None:
         cure = "add a `preprocess` section (`headrace.preprocess.*` parameters in a config.pbtxt), or give an .npz"
         raise BuildError(
-            f"{where} is a folder, and the configuration does not tell how a picture becomes an input: {cure}"
+            f"{where} is a folder, and the configuration does not say how a picture becomes an input: {cure}"
         )
     recipe = ImageRecipe.from_mapping(config.preprocess.model_dump())
     name = recipe.input or next(iter(layouts))
@@ -233,7 +233,7 @@ def _content(file: Path, folder: Path, where: str) -> bytes:
 
 
 def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, where: str) -> Array | None:
-    """The classes of the pictures; None where neither folders nor a file tell them."""
+    """Return the classes of the pictures; None where neither folders nor a file state them."""
     if (path / LABEL_FILE).is_file():
         by_file = _label_file(path / LABEL_FILE, where)
         missing = [name for name in names if name not in by_file]
@@ -252,14 +252,14 @@ def _labels(names: list[str], path: Path, folder: Path, config: ModelConfig, whe
             cure = "name every class by its number or its line in the label file"
             culprit = f"'{strange[0]}'" if strange[0] else "a picture outside of them"
             raise BuildError(
-                f"{where}: the pictures' classes are told by folders or {LABEL_FILE}, {culprit} is no class: {cure}"
+                f"{where}: the pictures' classes are those of folders or {LABEL_FILE}, {culprit} is no class: {cure}"
             )
         return check_labels(np.array([class_numbers[name] for name in classes], np.int64), config, where)
     return None
 
 
 def _numbers(folder: Path, config: ModelConfig) -> Callable[[str], int | None]:
-    """Tells the number of a class by its number as text or by its name, None for what is no class."""
+    """Return a function from a class's name, or its number as text, to its number; None for other text."""
     file, count = class_names(config)
     names: tuple[str, ...] = ()
     if file:
@@ -307,7 +307,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class _Header(NamedTuple):
-    """What stands before the values of an array."""
+    """Header of an array in the file."""
 
     shape: tuple[int, ...]
     column_major: bool
@@ -371,7 +371,7 @@ class _ArrayFile:
         )
 
     def _assigned(self) -> dict[str, str]:
-        """By input the name of its array."""
+        """Return the name of the array of each input."""
         arrays = {tensor: tensor for tensor in self._layouts if tensor in self._headers}
         missing = [name for name, layout in self._layouts.items() if name not in arrays and not layout.optional]
         others = [name for name in self._headers if name not in LABELS and name not in arrays]
@@ -443,7 +443,7 @@ class _ArrayFile:
 
 
 def _read(stream: IO[bytes], size_bytes: int, keep: bool = True) -> bytes:
-    """So many bytes, or none of them where they are only passed over."""
+    """Read and return `size_bytes` bytes, or skip them and return none."""
     content = bytearray()
     while size_bytes:
         piece = stream.read(min(size_bytes, _SKIP_BYTES))
@@ -467,10 +467,10 @@ def open_reader(
             is the number of the class.
         layouts: of the inputs.
         config: complete.
-        limit: after so many samples no more are asked for.
+        limit: the function is left after this many samples.
 
     Raises:
-        BuildError: the code fails (told with file and line), or what it yields does not fit.
+        BuildError: the code fails (with file and line), or its samples do not fit.
     """
     where = f"{path.name}:{function}"
     store = _SampleFile()
@@ -533,7 +533,7 @@ class _SampleFile:
 
 
 def _call(path: Path, function: str) -> Iterator[Any]:
-    """What the function yields; errors of its code are told with file and line."""
+    """Iterate over the items of the function; errors of its code are raised with file and line."""
     name = f"headrace_samples_{path.stem}"
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -566,7 +566,7 @@ def _call(path: Path, function: str) -> Iterator[Any]:
 def _guarded(path: Path, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except (Exception, SystemExit) as error:  # somebody's code: whatever it raises, it is at fault
+    except (Exception, SystemExit) as error:  # the model owner's code: any error is its own
         _raise_reader_error(path, error)
 
 

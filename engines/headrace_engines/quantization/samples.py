@@ -24,7 +24,7 @@ class InputLayout:
     Attributes:
         name: of the tensor.
         datatype: of its elements.
-        dims: the shape people know, without the batch dimension; -1 where free.
+        dims: the shape in the configuration, without the batch dimension; -1 where free.
         model_dims: the model's own shape of the same elements, without the batch dimension.
         batched: True if the model has a batch dimension in front.
         optional: True if it may be left out.
@@ -39,7 +39,7 @@ class InputLayout:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """How NumPy holds it."""
+        """NumPy type of its elements."""
         return np.dtype(self.datatype.dtype)
 
     @property
@@ -48,18 +48,18 @@ class InputLayout:
         return tuple(max(size, 1) for size in self.model_dims)
 
     def sized(self, shape: Sequence[int] | None) -> InputLayout:
-        """With the free dimensions told, if they are."""
+        """Return the layout with its free dimensions set to `shape`, if there is one."""
         return self if shape is None else replace(self, model_dims=tuple(shape))
 
     def keeps_row(self, rank: int) -> bool:
-        """True if an array of this rank has its samples along the model's own first dimension.
+        """Return whether an array of this rank has its samples along the model's own first dimension.
 
         That is so for a model without a batch dimension whose first size is 1 or free: each row is a sample, as [1, ...].
         """
         return not self.batched and rank == len(self.dims) and self.dims[:1] in ((1,), (-1,))
 
     def count(self, dtype: np.dtype[Any], shape: Sequence[int], where: str) -> int:
-        """How many samples an array holds, after its type and shape were held against the input.
+        """Check the type and shape of an array against the input and return its number of samples.
 
         Raises:
             BuildError: they do not fit.
@@ -74,7 +74,7 @@ class InputLayout:
         """One sample in the type and the shape of the model.
 
         Args:
-            array: as people have it, without a dimension of samples.
+            array: in the shape of the configuration, without a dimension of samples.
             where: what a message says of its origin.
 
         Raises:
@@ -97,7 +97,7 @@ class InputLayout:
             samples_in_front: the first dimension is that of the samples.
 
         Raises:
-            BuildError: they do not fit; tells what is expected and found, and the usual mistake where it looks like one.
+            BuildError: they do not fit; states the expected and the actual shape, and a usual mistake where it looks like one.
         """
         sample_shape = tuple(shape[1:]) if samples_in_front else tuple(shape)
         if len(sample_shape) != len(self.dims) or any(
@@ -111,7 +111,7 @@ class InputLayout:
             raise BuildError(f"{where}: input '{self.name}' takes {self.datatype.name}, found {dtype}: {cure}")
 
     def _takes(self, dtype: np.dtype[Any]) -> bool:
-        """True if such data may become the input: the same type, floats among each other, whole numbers likewise."""
+        """Return whether data of this type can become the input: the same type, floats to floats, integers to integers."""
         if self.dtype == object:
             return dtype.kind in "OSU"
         if self.datatype is BF16:
@@ -128,7 +128,7 @@ class InputLayout:
             limits = np.iinfo(self.dtype)
             if array.min() < limits.min or array.max() > limits.max:
                 raise BuildError(f"{where}: '{self.name}' has values that {self.datatype.name} cannot hold")
-        with np.errstate(over="ignore"):  # what overflows becomes infinity, which is told
+        with np.errstate(over="ignore"):  # what overflows becomes infinity, which is reported
             return np.asarray(array, self.dtype)
 
     def _cure(self, whole: tuple[int, ...], sample_shape: tuple[int, ...]) -> str:
@@ -222,14 +222,14 @@ _PIXELS = 255.0
 
 
 class Samples:
-    """Inputs for a model, in an order that does not change, read when they are wanted.
+    """Inputs of a model in a fixed order, read on use.
 
     Args:
         read: gives the sample of a number: by input name an array in the model's own shape, without the batch dimension.
         digests: of every sample's content, by number.
-        name: what people know the data by, e.g. "calibration/".
+        name: of the data, for messages, e.g. "calibration/".
         noun: what the samples are called when they are counted, e.g. "pictures"; "" leaves the count out.
-        labels: INT64, the class of every sample by number; None where nobody knows.
+        labels: INT64, the class of every sample by number; None without labels.
         batched: False for a model without a batch dimension: a batch is then one sample, in exactly the shape the model takes.
         numbers: which samples these are, all of them if None.
     """
@@ -269,7 +269,7 @@ class Samples:
 
     @property
     def labels(self) -> Array | None:
-        """INT64 [len], the class of every sample; None where nobody knows."""
+        """INT64 [len], the class of every sample; None without labels."""
         return None if self._labels is None else np.asarray(self._labels[list(self._numbers)], np.int64)
 
     @property
@@ -285,7 +285,7 @@ class Samples:
 
     @property
     def origin(self) -> str:
-        """For people: what it is and how much, e.g. "calibration/ (96 pictures)"."""
+        """Name and number of the samples, for messages, e.g. "calibration/ (96 pictures)"."""
         noun = self._noun[:-1] if len(self) == 1 else self._noun
         return f"{self._name} ({len(self)} {noun})" if self._noun else self._name
 
@@ -331,7 +331,7 @@ class Samples:
         return self._part(self._numbers[:cut]), self._part(self._numbers[cut:])
 
     def without(self, others: Samples) -> Samples:
-        """Those that are not among others, by content."""
+        """Return the samples whose content is not among others."""
         digests = {others._digests[number] for number in others._numbers}
         return self._part([number for number in self._numbers if self._digests[number] not in digests])
 
@@ -356,7 +356,7 @@ def random_samples(config: ModelConfig, count: int, shapes: Mapping[str, Sequenc
     Args:
         config: complete.
         count: how many samples.
-        shapes: by input with free dimensions its shape without the batch dimension; a dimension told by nobody is 1.
+        shapes: by input with free dimensions its shape without the batch dimension; a dimension that is left out is 1.
     """
     layouts = {name: layout.sized((shapes or {}).get(name)) for name, layout in input_layouts(config).items()}
     picture = config.preprocess

@@ -1,1 +1,1 @@
-"""What is shown of engines: pages and plots in one file each, without scripts and without anything fetched."""
+"""Output of the builder: HTML pages, one file each without scripts or external files, and text for terminals."""

@@ -157,7 +157,7 @@ def _by_precision(inspection: EngineInspection) -> str:
         f'<span style="width:{100 * share:.2f}%;background:{colour(name)}"></span>' for name, share in shares.items()
     )
     names = "".join(
-        f'<li><span class="dot" style="background:{colour(name)}"></span>{escape(name or "not told")} {share:.1%}</li>'
+        f'<li><span class="dot" style="background:{colour(name)}"></span>{escape(name or "unknown")} {share:.1%}</li>'
         for name, share in shares.items()
     )
     return f'<div class="sum">{strip}</div><ul class="legend">{names}</ul>'
@@ -229,7 +229,7 @@ SPEED_HEADINGS = ("precision", "batch", "median", "p99", "rows/s", "against fp32
 
 
 def comparison_cells(row: ComparisonRow) -> list[str]:
-    """What one precision is, as plain text under `HEADINGS`."""
+    """Return the properties of one precision as plain text under `HEADINGS`."""
     built, accuracy = row.built, row.accuracy
     if built is None:
         return [row.precision, *[""] * (len(HEADINGS) - 2), f"not measured: {row.reason}"]
@@ -256,7 +256,7 @@ def filled_columns(lines: list[list[str]]) -> list[int]:
 
 
 def speed_cells(comparison: Comparison, row: ComparisonRow, rows: int) -> list[str]:
-    """How fast one precision is at a batch size, as plain text under `SPEED_HEADINGS`."""
+    """Return the times of one precision at a batch size as plain text under `SPEED_HEADINGS`."""
     timing, times = row.at(rows), comparison.speed_up(row, rows)
     if timing is None:
         return [row.precision, str(rows), "", "", "", ""]

@@ -43,7 +43,7 @@ def size(size_bytes: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what a terminal would obey: names in a model may hold anything."""
+    """Replace control characters, which a terminal would execute: names in a model may hold anything."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
@@ -68,7 +68,7 @@ class Heading:
 
 
 def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text]], width: int) -> Table:
-    """A table that is `width` characters wide at most, without columns in which no row tells anything.
+    """A table that is `width` characters wide at most, without columns that are empty in every row.
 
     Where it is too wide, the gaps shrink, then columns go by rank. A name in the first column stays whole up to half of the
     width.
@@ -121,7 +121,7 @@ _BAR_WIDTH = 16
 
 
 class BuildDisplay:
-    """A bar a model with the phase it is in; silent where nobody watches (no terminal).
+    """One progress bar for each model with its phase; draws nothing without a terminal.
 
     Args:
         console: where to draw.

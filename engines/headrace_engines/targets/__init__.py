@@ -12,7 +12,7 @@ def choose_target(name: str) -> Target:
     """The target of a name; "auto": TensorRT where it and a GPU are, else ONNX Runtime.
 
     Raises:
-        BuildError: TensorRT is asked for and not to be had; says what is missing.
+        BuildError: TensorRT is requested and not available; states what is missing.
     """
     from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 

@@ -1,6 +1,6 @@
 """The contract between the build pipeline and what it builds for, on one screen.
 
-Target.describe() -> Machine                     what an artefact depends on besides the model and the specification
+Target.describe() -> Machine                     the machine that an artefact depends on
 Target.refuses(precision) -> str                 why this machine cannot have it, "" if it can
 Target.refuses_fp8_convolutions() -> str         why FP8 is for products alone here, "" if it is not
 Target.build(model, order, path, report)         from an ONNX model, already lowered to its precision, to the artefact's file
@@ -35,7 +35,7 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True)
 class TargetSpec:
-    """What a target needs to know besides the model.
+    """Parameters of a target's build besides the model.
 
     Attributes:
         precision: "fp32", "fp16", "bf16", "int8" or "fp8"; the model is already written in it.
@@ -63,7 +63,7 @@ class Layer:
         kind: e.g. "Conv", "CaskConvolution".
         nodes: names of the ONNX nodes that it does, in order; empty for steps the builder added (reformats).
         precision: of what it computes with, e.g. "int8", "fp16", "fp32".
-        tactic: the kernel, where the engine tells.
+        tactic: the kernel, where the engine reports it.
         time_us: mean of one execution.
         share: of the whole, 0..1.
     """
@@ -78,7 +78,7 @@ class Layer:
 
 
 class ModelRunner(Protocol):
-    """Whatever answers."""
+    """Runs a model on batches of inputs."""
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name; inputs have their batch dimension."""
@@ -91,7 +91,7 @@ class Engine(ModelRunner, Protocol):
         """Time executions of this batch for about so long; on a GPU as a CUDA graph, inputs on the device."""
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
-        """What it consists of, in order, timed on this batch."""
+        """Return its layers in order, timed on this batch."""
 
     @property
     def memory_bytes(self) -> int:
@@ -102,19 +102,19 @@ class Engine(ModelRunner, Protocol):
 
 
 class Target(Protocol):
-    """What can build and run artefacts on this machine."""
+    """Builds and runs artefacts on this machine."""
 
     name: str
     suffix: str
 
     def describe(self) -> Machine:
-        """This machine."""
+        """Describe this machine."""
 
     def refuses(self, precision: str) -> str:
         """Why this machine cannot have artefacts of a precision, "" if it can."""
 
     def refuses_fp8_convolutions(self) -> str:
-        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; asked where FP8 is not refused."""
+        """Why convolutions stay FP16 in artefacts of FP8, "" if they are FP8 too; called where FP8 is not refused."""
 
     def build(self, model: onnx.ModelProto, order: TargetSpec, path: Path, report: Report) -> None:
         """Write the artefact.

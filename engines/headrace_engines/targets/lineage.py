@@ -1,9 +1,9 @@
-"""Which nodes of a graph became which node of the graph that an optimiser made of it.
+"""Maps the nodes of an optimised graph to the nodes of its original.
 
-Optimisers fuse, rename, move and change layouts, and tell nobody. What survives are names: of tensors, mostly, and of nodes. A
+Optimisers fuse, rename, move and change layouts without a record. Names survive: of tensors, mostly, and of nodes. A
 node whose output has a name that the original knows did all that lies between that tensor and the tensors that it reads. Where
 layouts changed, ONNX Runtime gives tensors new names, but writes the old name of the tensor ("X_nchwc") or of the node
-("X_token_7", "fused X") into the new node's: then whatever follows in the original and is done by nobody else was done there.
+("X_token_7", "fused X") into the new node's: then what follows in the original and has no other node was done there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Lineage = dict[str, tuple[str, ...]]
 
 
 def node_label(node: onnx.NodeProto) -> str:
-    """What a node is called: its name, or the first tensor that it makes."""
+    """Return the name of a node, or that of the first tensor that it produces."""
     return str(node.name or next((name for name in node.output if name), node.op_type))
 
 
@@ -51,11 +51,11 @@ def name_nodes(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def trace_nodes(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineage:
-    """By node of the optimised graph the nodes of the original that it does, in the original's order.
+    """Return the nodes of the original that each node of the optimised graph executes, in the original's order.
 
-    A node that is done several times over, such as a DequantizeLinear with two readers, is told with each. A node that only
-    computes constants (weights' DequantizeLinear too) is told with none, unless it is still there; one that was dropped on the
-    way is told with what came before it.
+    A node that is done several times over, such as a DequantizeLinear with two readers, is listed with each. A node that only
+    computes constants (weights' DequantizeLinear too) is listed with none, unless it is still there; one that was dropped on
+    the way is listed with the node before it.
 
     Args:
         optimised: its nodes have names of their own.
@@ -65,7 +65,7 @@ def trace_nodes(optimised: onnx.ModelProto, original: onnx.ModelProto) -> Lineag
 
 
 def compose_lineages(outer: Lineage, inner: Lineage) -> Lineage:
-    """From the nodes of the outer lineage to those of the inner one's original."""
+    """Map the nodes of the outer lineage to those of the inner one's original."""
     return {
         name: tuple(dict.fromkeys(end for middle in through for end in inner.get(middle, ())))
         for name, through in outer.items()
@@ -136,7 +136,7 @@ class _Trace:
             self._known.add(self._alias[name])
 
     def _follow(self, name: str, tensor: str, reads: set[str]) -> str:
-        """How far behind `tensor` a node reaches: over single readers that are done by nobody else."""
+        """Return the last tensor of a node that begins at `tensor`: over single readers that no other node executes."""
         while tensor not in self._graph.outputs:
             readers = self._graph.consumers(tensor)
             if len(readers) != 1 or readers[0].name in self._anchors or readers[0].op_type == "DequantizeLinear":
@@ -189,7 +189,7 @@ class _Trace:
 
 
 def _skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph without its weights, which may be large and tell nothing here."""
+    """The graph without its weights, which may be large and are not needed here."""
     bare = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     for field in ("node", "input", "output"):
         getattr(bare.graph, field).extend(getattr(model.graph, field))

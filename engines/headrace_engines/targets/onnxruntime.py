@@ -60,12 +60,12 @@ _NODE = re.compile(
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def session_options() -> ort.SessionOptions:
-    """As the server opens a model of one instance."""
+    """Return session options as the server sets them for a model of one instance."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = cores()
     options.inter_op_num_threads = 1
@@ -159,10 +159,10 @@ class OnnxRuntimeEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """By how much a fresh process grows that loads the file and runs the largest batch that was run here so far.
+        """Growth in bytes of a fresh process that loads the file and runs the largest batch so far.
 
         Raises:
-            BuildError: that process did not live to tell.
+            BuildError: that process failed.
         """
         shapes = self._largest or {name: tuple(_fixed(size) for size in sizes) for name, sizes in self._inputs.items()}
         request = json.dumps({"path": str(self._path), "threads": cores(), "shapes": shapes})
@@ -232,7 +232,7 @@ _FLOATING = ("bfloat16", "float16", "float", "double")
 
 @dataclass(slots=True)
 class _Kernel:
-    """One node of the optimised graph as the profile tells it; times in us."""
+    """One node of the optimised graph in the profile; times in us."""
 
     kind: str
     provider: str
@@ -301,7 +301,7 @@ def _fused(named: Path, folder: Path) -> onnx.ModelProto:
 
 
 def _kernels(events: list[dict[str, Any]], optimised: onnx.ModelProto) -> dict[str, _Kernel]:
-    """By name, in the order of the last run; the main graph's alone: the time of an If is that of its branch."""
+    """Return kernels by name, in the order of the last run; of the main graph alone: the time of an If is that of its branch."""
     names = {node.name for node in optimised.graph.node}
     kernels: dict[str, _Kernel] = {}
     for run in list(_runs(events))[_PROFILE_WARM_UP_RUNS:]:
@@ -331,7 +331,7 @@ def _runs(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _precision(args: dict[str, Any]) -> str:
-    """Of what a kernel computes with: 8-bit integers where its first input has them, else the first floating type."""
+    """Return the precision of a kernel: 8-bit integers where its first input has them, else the first floating type."""
     types = [kind for kinds in (args.get("input_type_shape"), args.get("output_type_shape")) for kind in _types(kinds)]
     if not types:
         return ""
@@ -371,7 +371,7 @@ def _middle_mean(times_us: list[float]) -> float:
 
 
 def _tactic(provider: str, node: onnx.NodeProto) -> str:
-    """Whose kernel it is and in which layout it works, e.g. "CPU NCHWc"."""
+    """Return the execution provider and the layout of a kernel, e.g. "CPU NCHWc"."""
     where = provider.removesuffix("ExecutionProvider")
     if node.domain == "com.microsoft.nchwc":
         return f"{where} NCHWc"
@@ -394,7 +394,7 @@ class OnnxRuntimeTarget:
     suffix = ".onnx"
 
     def describe(self) -> Machine:
-        """This machine."""
+        """Describe this machine."""
         return onnxruntime_machine()
 
     def refuses(self, precision: str) -> str:
@@ -445,7 +445,7 @@ class OnnxRuntimeTarget:
 
 
 def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
-    """What ONNX Runtime makes of a model without a thought of the hardware: constants folded, dead nodes gone."""
+    """Apply ONNX Runtime's optimisations that do not depend on the hardware: constants folded, dead nodes removed."""
     if model.ByteSize() > _MAX_REWRITTEN_BYTES:
         return model
     options = session_options()

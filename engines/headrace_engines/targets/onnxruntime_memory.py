@@ -1,7 +1,7 @@
-"""By how much a process grows that loads an ONNX file and runs it: run as a process of its own, as a file.
+"""Measures how much a process grows that loads an ONNX file and runs it: run as a process of its own, as a file.
 
-Only a fresh process tells: in one that has run something before, freed memory is used again and the growth is too small. What is
-told holds the weights (also a second copy where ONNX Runtime packs them for its kernels), the arena of the activations of the
+Only a fresh process shows it: in one that has run something before, freed memory is used again and the growth is too small. The
+result holds the weights (also a second copy where ONNX Runtime packs them for its kernels), the arena of the activations of the
 batch that was run, and what the libraries allocate. The standard input is {"path", "threads", "shapes": {input: [..]}}.
 """
 
@@ -44,7 +44,7 @@ def _resident_bytes() -> int:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     import resource
 
-    # The most it ever was: all that systems without /proc tell; in KiB except on macOS.
+    # The peak, which is all that systems without /proc report; in KiB except on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

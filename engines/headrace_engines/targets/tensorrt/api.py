@@ -45,7 +45,7 @@ _SHORTAGE = "memory is insufficient"
 
 
 class Log:
-    """TensorRT's messages, on their way to our log; errors are collected while somebody tells them himself.
+    """TensorRT's messages, on their way to our log; errors are collected while a caller reports them itself.
 
     Attributes:
         raised: an interrupt that struck while a message was taken; no exception can pass through TensorRT.
@@ -108,12 +108,12 @@ class TensorRtApi:
 
     @property
     def calibrates(self) -> bool:
-        """True if it can make a model INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
+        """True if TensorRT can quantise a model to INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
         return hasattr(self.trt, "IInt8EntropyCalibrator2") and hasattr(self.trt.BuilderFlag, "INT8")
 
     @property
     def fp8_convolutions(self) -> bool:
-        """True if it is given convolutions in FP8; else only products, and convolutions stay FP16."""
+        """True if convolutions are built in FP8; else only products are, and convolutions stay FP16."""
         major, minor = (int(number) for number in self.version.split(".")[:2])
         return (major, minor) >= FP8_CONVOLUTIONS
 
@@ -136,7 +136,7 @@ class TensorRtApi:
             ) from error
 
     def network(self, builder: Any, *, strongly_typed: bool) -> Any:
-        """An empty network; in TensorRT 11 every network is strongly typed and nothing is asked for."""
+        """An empty network; in TensorRT 11 every network is strongly typed without a flag."""
         if strongly_typed and self.calibrates:
             return builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         return builder.create_network(0)
@@ -182,7 +182,7 @@ class TensorRtApi:
         return context
 
     def weights_bytes(self, engine: Any) -> int | None:
-        """GPU memory for weights, None where this TensorRT does not tell."""
+        """GPU memory for weights, None where this TensorRT does not report it."""
         if not hasattr(engine, "get_engine_stat"):
             return None
         return int(engine.get_engine_stat(self.trt.EngineStat.TOTAL_WEIGHTS_SIZE))
@@ -232,21 +232,21 @@ class _Phase:
 
 
 class Interrupt:
-    """What has stopped work in TensorRT, kept until it is back in Python: an exception cannot pass through TensorRT.
+    """The exception that stops work in TensorRT, held until the call is back in Python: no exception can pass through TensorRT.
 
     Attributes:
-        raised: what stopped the work, None if nothing did.
+        raised: the exception that stopped the work, None if there is none.
     """
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
 
     def stop(self, error: BaseException) -> None:
-        """Let the work end as soon as it can; the first to say so is what it ends with."""
+        """End the work as soon as possible; the first exception is the one that is raised."""
         self.raised = self.raised or error
 
     def check(self) -> None:
-        """Raise what has stopped the work, if anything has."""
+        """Raise the exception that has stopped the work, if there is one."""
         if self.raised is not None:
             raise self.raised
 
@@ -268,14 +268,14 @@ class BuildProgress(Interrupt):
         """A phase begins, within its parent's current step."""
         with self._catching():
             self._phases[phase] = _Phase(parent or "", max(steps, 1))
-            self._tell(phase)
+            self._report_share(phase)
 
     def step(self, phase: str, number: int) -> bool:
         """Step `number`, from 0, of a phase is done. Returns False if the build is to stop."""
         with self._catching():
             if phase in self._phases:
                 self._phases[phase].done = number + 1
-                self._tell(phase)
+                self._report_share(phase)
         return self.raised is None
 
     def finish(self, phase: str) -> None:
@@ -291,7 +291,7 @@ class BuildProgress(Interrupt):
         except BaseException as error:
             self.stop(error)
 
-    def _tell(self, phase: str) -> None:
+    def _report_share(self, phase: str) -> None:
         roots = [name for name, active in self._phases.items() if active.parent not in self._phases]
         share = max((self._done(name) for name in roots), default=0.0)
         self._share = max(self._share, min(share, 1.0))
@@ -306,7 +306,7 @@ class BuildProgress(Interrupt):
 
 @contextlib.contextmanager
 def signals_deferred(stop: Interrupt) -> Iterator[None]:
-    """Meanwhile a signal's handler raises nothing: what it would have raised goes to `stop`, and is raised at the end.
+    """Defer the exceptions of signal handlers: they go to `stop` and are raised at the end of the block.
 
     Python handles a signal on entering the next function of the main thread. In a call of TensorRT, that is a callback (the
     logger's, most often), which TensorRT's bindings let no exception out of: Ctrl-C and SIGTERM would be lost.
@@ -333,7 +333,7 @@ def signals_deferred(stop: Interrupt) -> Iterator[None]:
             for number, handler in before.items():
                 signal.signal(number, handler)
     finally:
-        # Also if something else went wrong: whoever pressed Ctrl-C wants no advice on his model.
+        # Also after another error: after Ctrl-C, advice on the model is not useful.
         stop.check()
 
 
@@ -357,7 +357,7 @@ def progress_monitor(trt: Any, progress: BuildProgress) -> Any:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write a file by way of a temporary one beside it, so that nobody ever sees a part of it.
+    """Write a file through a temporary one beside it, so that a reader never sees a part of it.
 
     Raises:
         BuildError: the disk is full, or the folder cannot be written to.

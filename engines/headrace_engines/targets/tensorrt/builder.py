@@ -41,7 +41,7 @@ def check_profiles(
 
     Args:
         inputs: by name the shape, -1 where free, and the bytes of an element.
-        profiles: what is asked for.
+        profiles: from the specification.
         memory_bytes: all of the GPU's memory.
 
     Raises:
@@ -75,7 +75,7 @@ def _check_shapes(where: str, shape: tuple[int, ...], shapes: tuple[tuple[int, .
     smallest, tuned, largest = shapes
     if not len(smallest) == len(tuned) == len(largest) == len(shape):
         raise BuildError(
-            f"{where}: the model's shape {_text(shape)} has {len(shape)} dimensions, not those told: {_CURE}"
+            f"{where}: the model's shape {_text(shape)} has {len(shape)} dimensions, the profile has others: {_CURE}"
         )
     for size, a, b, c in zip(shape, smallest, tuned, largest, strict=True):
         if not 0 < a <= b <= c:
@@ -125,7 +125,7 @@ _PARSED, _CALIBRATED = 0.02, 0.3
 
 @dataclass(frozen=True, slots=True)
 class BuilderOptions:
-    """How hard the builder tries.
+    """Effort of the builder.
 
     Attributes:
         optimization_level: 0 (fast to build) to 5; None: TensorRT's default.
@@ -297,12 +297,12 @@ def _build(
 def _stoppable(report: Report, progress: BuildProgress) -> Report:
     """A report that raises what has stopped the build."""
 
-    def told(done: float, note: str) -> None:
+    def checked(done: float, note: str) -> None:
         if progress.raised is not None:
             raise progress.raised
         report(done, note)
 
-    return told
+    return checked
 
 
 def _calibration_profile(builder: Any, network: Any, batch: dict[str, Any]) -> Any:

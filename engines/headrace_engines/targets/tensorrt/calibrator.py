@@ -35,7 +35,7 @@ def even_batches(rows: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
 
 
 class CalibrationFeed:
-    """What a calibrator asks for. Needs a current device; owns a GPU buffer an input until `close`.
+    """Batches and table of a calibrator. Needs a current device; owns one GPU buffer for each input until `close`.
 
     TensorRT calls from inside of the build, where no exception can pass: what goes wrong is kept in `raised` and ends the
     calibration.

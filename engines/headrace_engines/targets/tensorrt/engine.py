@@ -48,10 +48,10 @@ _DTYPES = {
 
 
 def numpy_type(datatype: Any) -> np.dtype[Any]:
-    """How NumPy holds a `tensorrt.DataType`.
+    """Return the NumPy type of a `tensorrt.DataType`.
 
     Raises:
-        BuildError: it holds it in no way.
+        BuildError: NumPy has none.
     """
     dtype = _DTYPES.get(datatype.name)
     if dtype is None:
@@ -82,7 +82,7 @@ class EngineTensor:
 
     @property
     def address(self) -> int:
-        """Where TensorRT finds it."""
+        """Address of the memory that TensorRT reads or writes."""
         return self._pinned.address if self.on_host else self._device.address
 
     def fit(self, values: Array) -> Array:
@@ -149,10 +149,10 @@ class EngineTensor:
 
 
 class OutputMemory:
-    """Memory for an output whose shape is known only when it is computed; TensorRT asks for it while it runs.
+    """Memory for an output whose shape is known only when it is computed; TensorRT requests it while it runs.
 
     Attributes:
-        shape: what TensorRT told last, None before.
+        shape: reported by TensorRT's last execution, None before.
         raised: what went wrong, None if nothing did; no exception can pass through TensorRT.
     """
 
@@ -175,15 +175,15 @@ class OutputMemory:
             return 0
 
     def take(self) -> None:
-        """Read the shape that TensorRT has told, after the stream is there.
+        """Apply the shape that TensorRT has reported, after the stream is synchronised.
 
         Raises:
-            BuildError: it has told none.
+            BuildError: it has reported none.
         """
         if self.raised is not None:
             raise self.raised
         if self.shape is None:
-            raise BuildError(f"the engine has not told the shape of its output {self._tensor.name}")
+            raise BuildError(f"the engine has not reported the shape of its output {self._tensor.name}")
         self._tensor.expect_allocated(self.shape)
 
 
@@ -243,7 +243,7 @@ class LayerTimer:
         self._sums_ms[layer] = self._sums_ms.get(layer, 0.0) + ms
 
     def mean_us(self, executions: int) -> dict[str, float]:
-        """By layer the microseconds of one execution."""
+        """Return the microseconds of one execution, by layer."""
         return {layer: total * 1000 / executions for layer, total in self._sums_ms.items()}
 
 
@@ -276,7 +276,7 @@ def read_layers(information: str, times_us: Mapping[str, float], nodes: Collecti
         # Metadata holds control characters.
         entries = json.loads(information, strict=False)["Layers"]
     except (ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"TensorRT's engine inspector tells nothing that can be read ({error})") from error
+        raise BuildError(f"TensorRT's engine inspector returns nothing that can be read ({error})") from error
     described = [{"Name": entry} if isinstance(entry, str) else entry for entry in entries]
     total = sum(times_us.values()) or 1.0
     node_names = set(nodes) if nodes is not None else None
@@ -437,7 +437,7 @@ class TensorRtEngine:
             plan = path.read_bytes()
         except OSError as error:
             raise BuildError(f"{path} cannot be read ({error.strerror}): build the engine") from error
-        # Ours, not the contexts': TensorRT gives its own back when the last reference to a context goes, whoever has it.
+        # Ours, not the contexts': TensorRT frees its own when the last reference to a context ends, wherever that is.
         self._scratch = DeviceBuffer()
         self._runtime: Any = None
         self._engine: Any = None
@@ -494,7 +494,7 @@ class TensorRtEngine:
                     graph.close()
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
-        """What the engine consists of, in order, timed on this batch.
+        """Return the engine's layers in order, timed on this batch.
 
         Times are those of TensorRT's profiler, which runs layer after layer: their sum is a little more than one execution.
 
@@ -525,7 +525,7 @@ class TensorRtEngine:
 
     @property
     def memory_bytes(self) -> int:
-        """Weights and scratch memory on the GPU; weights are taken for the plan's size where TensorRT does not tell theirs."""
+        """Weights and scratch memory on the GPU; the plan's size stands for the weights where TensorRT does not report theirs."""
         weights = self._api.weights_bytes(self._engine)
         return self._api.scratch_bytes(self._engine) + (self._plan_bytes if weights is None else weights)
 
@@ -575,7 +575,7 @@ class TensorRtEngine:
         self._read_tensors()
 
     def _settle(self) -> None:
-        # What has failed was told by whoever needed it.
+        # The call that needed the result has raised the failure.
         with suppress(DeviceError):
             self._stream.synchronize()
 
@@ -617,7 +617,7 @@ class TensorRtEngine:
         return tuple(tuple(shape) for shape in self._engine.get_tensor_profile_shape(tensor.name, profile))
 
     def _prepare(self, context: Any, inputs: Mapping[str, Array]) -> list[OutputMemory]:
-        """Shapes, memory and addresses for this batch; returns the outputs whose shape only execution tells."""
+        """Shapes, memory and addresses for this batch; returns the outputs whose shape only the execution determines."""
         arrays = self._checked(inputs)
         self._choose_profile(context, {name: tuple(values.shape) for name, values in arrays.items()})
         for tensor in self._inputs:
@@ -628,7 +628,7 @@ class TensorRtEngine:
         try:
             unknown = context.infer_shapes()
         except RuntimeError as error:
-            raise BuildError(f"{self._name} cannot tell its outputs' shapes for this batch: {error}") from error
+            raise BuildError(f"{self._name} cannot infer its outputs' shapes for this batch: {error}") from error
         if unknown:
             raise BuildError(f"{self._name} has not been given {', '.join(unknown)}")
         allocated = []

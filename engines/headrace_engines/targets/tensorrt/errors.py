@@ -1,4 +1,4 @@
-"""TensorRT's complaints turned into sentences that name the ONNX node and say what to do."""
+"""Translates TensorRT's messages into errors that name the ONNX node and the remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ParserFault:
 
 
 def node_label(model: onnx.ModelProto, index: int, name: str = "") -> str:
-    """What people know a node by: its name, or its place in the graph."""
+    """Return the name of a node, or its index in the graph."""
     nodes = model.graph.node
     if not name and 0 <= index < len(nodes):
         name = nodes[index].name
@@ -94,7 +94,7 @@ def explain_parser(faults: Sequence[ParserFault], version: str) -> str:
 
 
 def mentioned_nodes(text: str, names: Iterable[str]) -> list[str]:
-    """Those of the names that a layer's name mentions whole, in the given order."""
+    """Return the names that a layer's name contains as whole words, in the given order."""
     return [name for name in names if name and re.search(rf"(?<![\w/])(?<!\w\.){re.escape(name)}(?![\w/]|\.\w)", text)]
 
 
@@ -151,12 +151,12 @@ def explain_open(errors: Collection[str], version: str, gpu: str) -> str:
 
 
 def _computing(model: onnx.ModelProto, names: Collection[str]) -> list[str]:
-    """Those nodes whose inputs are quantized; what follows them in a fused layer is not."""
+    """Return the nodes whose inputs are quantised; the nodes after them in a fused layer are not."""
     return [node.name for node in model.graph.node if node.name in names and node.op_type in _QUANTIZED]
 
 
 def _quantized(model: onnx.ModelProto, names: Collection[str]) -> tuple[str, ...]:
-    """Those nodes that read what a DequantizeLinear makes."""
+    """Return the nodes that read the output of a DequantizeLinear."""
     dequantized = {node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
     reading = [node for node in model.graph.node if node.op_type not in _QDQ and not dequantized.isdisjoint(node.input)]
     return tuple(node.name for node in reading if node.name in names)

@@ -26,7 +26,7 @@ _MIN_CAPABILITY = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0
 
 
 def available(device: int = 0) -> str:
-    """What is missing on this machine to build and run TensorRT's engines, "" if nothing is.
+    """Return what this machine lacks to build and run TensorRT's engines, "" if nothing.
 
     The GPU is looked for first: TensorRT ends the process when it is started without one.
     """
@@ -54,8 +54,7 @@ class TensorRtTarget:
         self._options = BuilderOptions(optimization_level=optimization_level)
 
     def describe(self) -> Machine:
-        """This machine.
-
+        """Describe this machine.
         Raises:
             BuildError: there is no GPU or no TensorRT; says what to install.
         """

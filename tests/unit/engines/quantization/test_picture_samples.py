@@ -140,7 +140,7 @@ def test_pictures_are_read_when_they_are_wanted_and_a_few_are_kept(tmp_path, mon
 
 
 @pytest.mark.parametrize(("config", "message"), [
-    (_config(None), "does not tell how a picture becomes an input: add a `preprocess` section"),
+    (_config(None), "does not say how a picture becomes an input: add a `preprocess` section"),
     (_config(dims=(8, 10, 3)), r"preprocess makes another tensor.*takes \[8, 10, 3\], found \[3, 8, 10\].*NCHW"),
     (_config(dims=(3, 9, 9)), r"takes \[3, 9, 9\], found \[3, 8, 10\]"),
     (_config(data_type="int64"), "input 'image' is INT64, pictures become"),
