@@ -41,7 +41,7 @@ class Accuracy:
 
     Attributes:
         samples: that were compared.
-        data: what they are, for people.
+        data: name and number of the samples, for messages.
         top1_agreement: 0..1, None where no output has classes.
         cosine: -1..1, mean over samples, of the worst output.
         max_abs: largest difference.

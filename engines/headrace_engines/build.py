@@ -92,7 +92,7 @@ def build_engine(
         project: what from.
         spec: what; "best" is for `build_best_engine`.
         target: for what.
-        store: where it goes.
+        store: that takes the artefact.
         report: called with the progress.
         rebuild: build it even if it is there.
 

@@ -94,7 +94,7 @@ class Comparison:
         model: its name.
         version: its number.
         machine: that everything was measured on.
-        data: what the accuracy was measured on, for people.
+        data: name and number of the samples for the accuracy.
         sizes: the batch sizes, ascending.
         seconds: that each precision was timed at each batch size.
         rows: by precision, in the requested order.
@@ -279,7 +279,7 @@ def _interleaved(
 
 def _median_timing(rounds: list[Timing], size: int, batched: bool) -> Timing:
     """The median round of each figure: one bad round does not show."""
-    # Without a batch dimension one execution is one row, whatever the first dimension says.
+    # Without a batch dimension one execution is one row; the first dimension does not count.
     per_row = 1 if batched else max(rounds[0].rows, 1)
     return Timing(
         rows=size,

@@ -51,7 +51,7 @@ class EngineInspection:
 
     @property
     def machine_text(self) -> str:
-        """The machine, for people."""
+        """The machine as text."""
         return str(self.machine)
 
     @property
@@ -114,11 +114,11 @@ def inspection_targets(name: str) -> list[Target]:
 
 
 def inspect(project: Project, targets: list[Target], rows: int | None = None) -> EngineInspection:
-    """Open what was built for this machine, else the model itself on ONNX Runtime, and look into it.
+    """Open the engine for this machine, else the model itself on ONNX Runtime, and measure its layers.
 
     Args:
         project: the version.
-        targets: where engines are looked for, in order.
+        targets: whose engines are searched, in order.
         rows: of the batch, None: what it is tuned for.
 
     Raises:

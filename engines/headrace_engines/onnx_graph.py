@@ -220,7 +220,7 @@ class OnnxGraph:
     def _infer(self) -> None:
         try:
             inferred = onnx.shape_inference.infer_shapes(_without_weights(self.model), data_prop=True)
-        except Exception:  # inference is a service: models with operators it does not know go without
+        except Exception:  # inference is optional: models with unknown operators have no inferred shapes
             return
         named = {value.name for value in self.model.graph.value_info}
         self.model.graph.value_info.extend(v for v in inferred.graph.value_info if v.name not in named)
@@ -252,7 +252,7 @@ class OnnxGraph:
 
 
 def captured(node: onnx.NodeProto) -> set[str]:
-    """Names that a node's subgraphs read or give, tensors of their own included; they know tensors outside by these names."""
+    """Return the names that a node's subgraphs read or write, their own tensors included."""
     graphs = [inner for a in node.attribute for inner in (a.g, *a.graphs) if inner.node or inner.output]
     names = {value.name for inner in graphs for value in inner.output}
     return names | {n for inner in graphs for child in inner.node for n in (*child.input, *captured(child)) if n}
@@ -350,7 +350,7 @@ class OnnxRunner:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         levels = ort.GraphOptimizationLevel
-        # The optimiser does not know the types of FP8 and refuses such models; the kernels run them.
+        # The optimiser does not support the types of FP8 and refuses such models; the kernels run them.
         plain = not optimize or any(tensor.data_type in _FP8 for tensor in model.graph.initializer)
         options.graph_optimization_level = levels.ORT_DISABLE_ALL if plain else levels.ORT_ENABLE_ALL
         try:

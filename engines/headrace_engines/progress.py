@@ -14,7 +14,7 @@ def silent(_done: float, _note: str) -> None:
 
 
 def part(report: Report, start: float, end: float) -> Report:
-    """A report on a part of the work, which goes from `start` to `end` of the whole."""
+    """Return a report for a part of the work, from `start` to `end` of the whole."""
     return lambda done, note: report(start + (end - start) * min(max(done, 0.0), 1.0), note)
 
 

@@ -32,7 +32,7 @@ from headrace_engines.targets.base import ShapeRange
 SOURCE = "model.onnx"
 
 
-# By path, inode, size and time of change. External data are not looked at twice in one process.
+# By path, inode, size and time of change. External data are read once in a process.
 _DIGESTS: dict[tuple[str, int, int, int], str] = {}
 
 

@@ -79,7 +79,7 @@ def disk_error(error: OSError, path: Path, needed_bytes: int = 0, cure: str = CU
 
 @contextmanager
 def full_disk_explained(folder: Path) -> Iterator[None]:
-    """Turn whatever is raised in this block into a BuildError if it comes of the folder's file system.
+    """Turn an error in this block into a BuildError if the folder's file system causes it.
 
     Libraries report a full disk in different messages, or write short files; so the free space is measured.
 
@@ -440,7 +440,7 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTS
 def publishing_folder(project: Project, state: Path = DEFAULT_STATE) -> Path:
     """Return the folder to publish a version's engine in: beside its model, or in the state folder if that cannot be written.
 
-    The server looks into both.
+    The server searches both.
 
     Args:
         project: the version.

@@ -294,7 +294,7 @@ class Forecast:
 
 
 def gpu_runtime() -> GpuRuntime:
-    """TensorRT of this machine, looked for when it is first needed."""
+    """TensorRT of this machine, loaded on first use."""
     from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
     def describe() -> Machine:
@@ -453,7 +453,7 @@ def show_outcomes(console: Console, errors: Console, outcomes: Sequence[BuildOut
         if outcome.error:
             verb = "was not published" if outcome.built else "was not built"
             head = f"[red]{escape(outcome.name)} {verb}:[/] " if name else ""
-            # Its name may stand in front of what went wrong, too.
+            # The error may begin with the model's name, too.
             errors.print(f"{head}{escape(outcome.error.removeprefix(name))}", highlight=False, soft_wrap=True)
         elif outcome.not_served:
             head = f"[yellow]{escape(name)}built, but not served:[/] "

@@ -27,7 +27,7 @@ from headrace_engines.project import Project, open_project
 from headrace_engines.report.terminal import Heading, narrow_table, plain, size
 from headrace_engines.store import Store, StoreEntry, disk_error
 
-# How an artefact that is published stands: it is served on this machine; on another one; nowhere, since the model or its
+# State of a published artefact: it is served on this machine; on another one; nowhere, since the model or its
 # configuration is another now; nowhere, since the file is not what was built.
 USED, FOREIGN, STALE, DAMAGED = "used", "foreign", "stale", "damaged"
 
@@ -313,7 +313,7 @@ def _store_table(store: Store, stored: Sequence[StoreRecord], width: int) -> Tab
     rows = []
     for one in stored:
         key = Text(one.key[:12])
-        publishers = Text("damaged", "red") if one.problem else Text(", ".join(one.published) or "nobody")
+        publishers = Text("damaged", "red") if one.problem else Text(", ".join(one.published) or "none")
         if one.entry is None:
             rows.append([key, *[Text()] * 5, publishers])
             continue

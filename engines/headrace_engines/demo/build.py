@@ -202,7 +202,7 @@ def _write_missing_files(model: DemoModel, folder: Path) -> None:
 
 
 def _write_missing_samples(model: DemoModel, folder: Path) -> str:
-    """Lay the samples that are not there; what was done, or why it could not be, in words.
+    """Write the missing samples; return a sentence about it, or about the failure.
 
     A model serves without them, so that what they are made from is not installed does not fail it.
     """

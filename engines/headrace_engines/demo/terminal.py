@@ -54,7 +54,7 @@ class DemoDisplay:
         self._progress.update(self._overall, completed=sum(self._done.values()))
 
     def finish(self, outcome: DemoOutcome) -> None:
-        """Count a model as done, whatever came of it."""
+        """Complete the bar of a model, built or failed."""
         self.update(outcome.name, 1.0, "failed" if outcome.error else "done" if outcome.built else "kept")
 
 

@@ -1,6 +1,6 @@
 """Reads the tensors of a PyTorch checkpoint with NumPy alone, and without trusting the file.
 
-A checkpoint is a pickle, and a pickle can call anything. The unpickler here knows a handful of names, each mapped to a
+A checkpoint is a pickle, and a pickle can call anything. The unpickler here accepts a handful of names, each mapped to a
 stand-in of ours, and refuses every other one, so a hostile file can raise an error and do no more.
 
 Two formats, both as `torch.save` writes them: since PyTorch 1.6 a zip archive with `data.pkl` and one file per storage;
@@ -66,14 +66,14 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that knows the names a state dict of FP32 and INT64 tensors needs, and refuses all others."""
+    """An unpickler that accepts the names that a state dict of FP32 and INT64 tensors needs, and refuses all others."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream)
         self._storages: dict[str, _Storage] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a known name.
+        """Return the stand-in for an accepted name.
 
         Raises:
             BuildError: for any other name.
@@ -177,7 +177,7 @@ def _materialise(name: str, view: Any, values: dict[str, Array]) -> Array:
         _malformed(f"entry {name!r} is a {type(view).__name__} and not a tensor")
     if len(view.shape) != len(view.strides) or min((*view.shape, *view.strides, view.offset), default=0) < 0:
         _malformed(f"tensor {name!r} has shape {view.shape} and strides {view.strides}")
-    # Outside the storage as_strided would read whatever lies there in memory.
+    # Outside the storage as_strided would read foreign memory.
     storage = values[view.storage.key]
     last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
     if 0 not in view.shape and last >= len(storage):

@@ -10,7 +10,7 @@ What is cast and what is not:
     reshapes between FP32 nodes stay FP32: casting there and back gains nothing
     Q and DQ                    see `Quantized`
 
-Casts stand where the two meet, one for all readers of a tensor.
+Casts are inserted between the two, one for all readers of a tensor.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _computed_from_shapes(graph: OnnxGraph) -> set[str]:
     for node in graph.nodes:
         by_value, by_shape = not values.isdisjoint(node.input), not shapes.isdisjoint(node.input)
         if any(a.HasField("g") or a.graphs for a in node.attribute):
-            by_value = True  # what a subgraph reads is not looked into
+            by_value = True  # what a subgraph reads is not analysed
         if by_value and node.op_type not in ("Shape", "Size"):
             values.update(node.output)
         elif by_value or by_shape:

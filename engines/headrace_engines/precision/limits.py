@@ -137,7 +137,7 @@ class Signature:
     Attributes:
         inputs: indexes of the FP32 inputs that become 16-bit.
         outputs: indexes of the FP32 outputs that become 16-bit.
-        follows: it has no FP32 output (comparisons, ArgMax, Shape): it takes whatever format its input has.
+        follows: it has no FP32 output (comparisons, ArgMax, Shape): it takes the format of its input.
     """
 
     inputs: tuple[int, ...]
@@ -180,7 +180,7 @@ def signature(graph: OnnxGraph, node: onnx.NodeProto, element_type: int) -> Sign
 
 
 def schema_of(graph: OnnxGraph, node: onnx.NodeProto) -> defs.OpSchema | None:
-    """The schema of a node's operator at the model's opset, None for an operator that ONNX does not know."""
+    """The schema of a node's operator at the model's opset, None for an operator that ONNX does not define."""
     domain = "" if node.domain == "ai.onnx" else node.domain
     version = next((o.version for o in graph.model.opset_import if o.domain == domain), None)
     version = graph.opset if version is None and not domain else version

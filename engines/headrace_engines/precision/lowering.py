@@ -87,7 +87,7 @@ def lower_model(
 
     Args:
         model: simplified, FP32; is not changed.
-        spec: what is wanted; not "best".
+        spec: of the artefact; its precision is not "best".
         target: "onnxruntime" or "tensorrt".
         data: samples.
         tables: folder for calibration tables.
@@ -246,7 +246,7 @@ class _Quantizer:
         try:
             return keep | fewest_layers([name for name, _ in ranking[: max(max_layers, 0)]], holds)
         except BuildError:
-            # The comparison of the artefact itself has the last word, and --force may want it all the same.
+            # The comparison of the artefact itself decides, and --force publishes it even below the limits.
             logger.warning(
                 "the accuracy does not hold with half of the %d layers left in floating point either", len(self._nodes)
             )
@@ -306,7 +306,7 @@ def rank_layers(
         precision: "int8" or "fp8".
         samples: the first 16 are run.
         report: called after every layer.
-        nodes: names of the layers to look at; all that would be quantised if None.
+        nodes: names of the layers to measure; all that would be quantised if None.
 
     Returns:
         By layer the energy of the error over the energy of the output, of the worst floating-point output.

@@ -37,7 +37,7 @@ def correct_biases(
 
     Args:
         model: FP32, simplified; is not changed.
-        quantized: its quantised form, whose weights are looked at.
+        quantized: its quantised form, whose weights are compared.
         nodes: names of the layers that are quantised.
         samples: to measure means on; the first `SAMPLES` are used.
         report: called with the progress.

@@ -73,7 +73,7 @@ _ENTROPY_REACH = 4.0
 _ENTROPY_PERCENTILE = 99.99
 
 
-# Where a few discrete values are all there is, cutting between them looks free: no more than this share is cut off.
+# With a few discrete values a cut between them costs no divergence: no more than this share is cut off.
 _ENTROPY_CLIPPED = 0.01
 
 
@@ -154,7 +154,7 @@ class TensorHistogram:
         edges[-1] = min(edges[-1], float(np.finfo(np.float32).max))
         if self._method == "percentile":
             return _by_percentile(counts, edges, self._percentile)
-        # Zeros are exact whatever the scale: they say nothing about it, and there are many behind a ReLU.
+        # Zeros are exact at any scale and do not count for it; there are many behind a ReLU.
         counts[0] = 0.0
         if self._method == "mse":
             return _by_mse(counts, edges)
@@ -169,7 +169,7 @@ def _by_percentile(counts: Floats, edges: Floats, percentile: float) -> float:
 
 
 def _by_mse(counts: Floats, edges: Floats) -> float:
-    """The threshold whose INT8 has the least squared error, every value taken for the middle of its bin."""
+    """Return the threshold with the least squared error in INT8; every value counts as the middle of its bin."""
     used = np.flatnonzero(counts)
     # What is far smaller than the largest value adds nothing to a squared error.
     used = used[edges[used + 1] >= edges[-1] * 2.0**-_MSE_OCTAVES_SEEN]
@@ -221,7 +221,7 @@ def _least_divergence(counts: Floats, beyond: float) -> int:
             break
         original = inside.copy()
         original[-1] += clipped
-        # Every level of INT8 stands for the bins in it: its count is shared out among those that hold anything.
+        # A level of INT8 covers several bins: its count is divided among those that are not empty.
         starts = np.arange(_ENTROPY_LEVELS) * bins // _ENTROPY_LEVELS
         filled = inside > 0
         shares = np.add.reduceat(inside, starts) / np.maximum(np.add.reduceat(filled.astype(np.float64), starts), 1)

@@ -369,7 +369,7 @@ class _TensorRT:
     def _addition(self, node: onnx.NodeProto) -> list[int]:
         """The shortcut of a residual addition; both operands where no convolution can be fused with it."""
         graph = self._graph
-        # A pair pays where it lets an addition join a quantised convolution, in INT8 also between two of them.
+        # A pair pays where it allows TensorRT to fuse an addition with a quantised convolution, in INT8 also between two of them.
         if not joins_activations(graph, node) or not self._joinable:
             return []
         fusible = [index for index, name in enumerate(node.input) if self._is_convolution(name)]

@@ -70,7 +70,7 @@ Floats = npt.NDArray[np.float32]
 _INT32_LARGEST = 2**31 - 1
 
 
-# Between scales that must not be the same: too little for the values, enough not to be taken for the same.
+# Ratio between scales that must differ: too small to change values, large enough to make the scales different.
 _APART = np.float32(1 + 2**-12)
 
 
@@ -382,7 +382,7 @@ def _avoid_float_gemm(graph: OnnxGraph, placement: QdqPlacement) -> None:
 def _keep_names(graph: OnnxGraph, stored: Collection[str], pairs: Mapping[str, str]) -> None:
     """Give the name of a stored tensor that is an output, or read by a subgraph, to what comes out of its pair.
 
-    What goes in gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
+    The input gets another name. Were it read too, ONNX Runtime would find no integer kernel for the layer that makes it.
     """
     fixed = dict.fromkeys([*graph.outputs, *sorted({name for node in graph.nodes for name in captured(node)})])
     renamed = {name: graph.fresh(f"{name}_float") for name in fixed if name in stored}

@@ -143,7 +143,7 @@ def open_pictures(
 
 
 class _Pictures:
-    """Prepares pictures when they are wanted, and keeps the first ones prepared."""
+    """Prepares pictures on use, and keeps the first ones in memory."""
 
     def __init__(
         self, path: Path, folder: Path, names: list[str], layout: InputLayout, recipe: ImageRecipe, where: str

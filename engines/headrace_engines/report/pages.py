@@ -75,7 +75,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for pages, and see that it takes files.
+    """Make a folder for pages and check that it can be written.
 
     Raises:
         BuildError: it does not; says why.

@@ -23,7 +23,7 @@ from headrace_engines.progress import Report
 
 
 def milliseconds(time_us: float) -> str:
-    """A time for people: "0.043 ms", "12.3 ms", "1,520 ms"."""
+    """Format a time: "0.043 ms", "12.3 ms", "1,520 ms"."""
     if not math.isfinite(time_us):
         return "-"
     time_ms = time_us / 1e3
@@ -31,7 +31,7 @@ def milliseconds(time_us: float) -> str:
 
 
 def rate(rows_per_s: float) -> str:
-    """A throughput for people: "19.4", "41,200"."""
+    """Format a throughput: "19.4", "41,200"."""
     return f"{rows_per_s:,.0f}" if rows_per_s >= 100 else f"{rows_per_s:.3g}"
 
 
@@ -70,8 +70,8 @@ class Heading:
 def narrow_table(title: str, headings: Sequence[Heading], rows: Sequence[Sequence[Text]], width: int) -> Table:
     """A table that is `width` characters wide at most, without columns that are empty in every row.
 
-    Where it is too wide, the gaps shrink, then columns go by rank. A name in the first column stays whole up to half of the
-    width.
+    Where it is too wide, the gaps shrink, then columns are left out by rank. A name in the first column stays
+    whole up to half of the width.
 
     Args:
         title: above it.

@@ -4,7 +4,7 @@ Target.describe() -> Machine                     the machine that an artefact de
 Target.refuses(precision) -> str                 why this machine cannot have it, "" if it can
 Target.refuses_fp8_convolutions() -> str         why FP8 is for products alone here, "" if it is not
 Target.build(model, order, path, report)         from an ONNX model, already lowered to its precision, to the artefact's file
-Target.open(path) -> Engine                      ready to run, to be timed and to be looked into
+Target.open(path) -> Engine                      loaded: can run, be timed and list its layers
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maps the nodes of an optimised graph to the nodes of its original.
 
 Optimisers fuse, rename, move and change layouts without a record. Names survive: of tensors, mostly, and of nodes. A
-node whose output has a name that the original knows did all that lies between that tensor and the tensors that it reads. Where
+node whose output has a name of the original executes all nodes between that tensor and the tensors that it reads. Where
 layouts changed, ONNX Runtime gives tensors new names, but writes the old name of the tensor ("X_nchwc") or of the node
 ("X_token_7", "fused X") into the new node's: then what follows in the original and has no other node was done there.
 """

@@ -460,7 +460,7 @@ def _optimised(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
 
 
 def _drop_unused_opsets(model: onnx.ModelProto) -> None:
-    """ONNX Runtime imports all the operator sets that it knows; other readers may not."""
+    """Remove unused operator sets: ONNX Runtime imports all of its own, which other readers may not have."""
     used = {
         "",
         *_domains(model.graph.node),

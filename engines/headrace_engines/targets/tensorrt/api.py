@@ -33,7 +33,7 @@ logger = logging.getLogger("headrace.tensorrt")
 
 
 # The first version that is given convolutions in FP8: with 10.2 they are reported on Hopper, with 10.3 on Ada
-# (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Seen by us with 10.6 on an H200.
+# (github.com/NVIDIA/TensorRT, issues 3987 and 4081). Measured with 10.6 on an H200.
 FP8_CONVOLUTIONS = (10, 2)
 
 

@@ -182,7 +182,7 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, order: Target
             return network
         faults = _faults(parser, model)
         if data is not None and any(fault.unsupported for fault in faults):
-            # The parser may have stopped at the first; this one goes over the whole model. Its network must outlive it: the
+            # The parser may have stopped at the first; this one checks the whole model. Its network must outlive it: the
             # bindings let a network keep its parser, not a parser its network.
             empty = api.network(builder, strongly_typed=order.calibrate is None)
             again = api.trt.OnnxParser(empty, api.logger)
@@ -272,7 +272,7 @@ def _build(
     report: Report,
     progress: BuildProgress,
 ) -> Any:
-    """The plan (IHostMemory), None if the builder gives up; what it was interrupted by is raised."""
+    """Return the plan (IHostMemory), None if the build fails; an interrupt is raised."""
     feed = None
     # Both must outlive the build: TensorRT does not hold them.
     monitor = progress_monitor(api.trt, progress)

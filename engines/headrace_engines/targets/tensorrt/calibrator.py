@@ -37,7 +37,7 @@ def even_batches(rows: Sequence[Mapping[str, Array]]) -> list[dict[str, Array]]:
 class CalibrationFeed:
     """Batches and table of a calibrator. Needs a current device; owns one GPU buffer for each input until `close`.
 
-    TensorRT calls from inside of the build, where no exception can pass: what goes wrong is kept in `raised` and ends the
+    TensorRT calls from inside of the build, where no exception can pass: an error is stored in `raised` and ends the
     calibration.
 
     Attributes:

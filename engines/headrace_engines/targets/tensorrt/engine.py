@@ -261,7 +261,7 @@ def layer_profiler(trt: Any, times: LayerTimer) -> Any:
 
 
 def read_layers(information: str, times_us: Mapping[str, float], nodes: Collection[str] | None) -> list[Layer]:
-    """Layers in the order of the engine; those that only the profiler knows come last.
+    """Layers in the order of the engine; those that only the profiler lists come last.
 
     Args:
         information: the engine inspector's JSON (`{"Layers": [...]}`; a layer is an object, or its name in plans that were built
@@ -303,7 +303,7 @@ def _layer(entry: Mapping[str, Any], times_us: Mapping[str, float], total: float
 def _nodes(entry: Mapping[str, Any], name: str, node_names: set[str] | None) -> tuple[str, ...]:
     metadata = entry.get("Metadata")
     if metadata is None:
-        # Without details a layer's name is all there is: that of its one node, or several joined by " + ".
+        # Without details there is only a layer's name: that of its one node, or several joined by " + ".
         names: Iterable[str] = name.split(" + ") if node_names is not None else ()
     else:
         names = _ONNX_LAYER.findall(str(metadata))
@@ -311,7 +311,7 @@ def _nodes(entry: Mapping[str, Any], name: str, node_names: set[str] | None) -> 
 
 
 def _precision(entry: Mapping[str, Any]) -> str:
-    """The narrowest type of arithmetic that goes in, which decides on the kernel; of what comes out where nothing goes in."""
+    """Return the narrowest arithmetic type of the inputs, which decides on the kernel; else of the outputs."""
     for side in ("Inputs", "Outputs"):
         types = [_type(tensor) for tensor in entry.get(side) or () if isinstance(tensor, Mapping)]
         numbers = [kind for kind in types if kind and _ORDER[kind] <= _ORDER["fp32"]]
@@ -555,7 +555,7 @@ class TensorRtEngine:
 
     @contextmanager
     def _running(self, doing: str) -> Iterator[Any]:
-        """`_working`, after which nothing is under way any more, whatever happens: the buffers are free for the next batch."""
+        """`_working`, after which no work is queued, also after an error: the buffers are free for the next batch."""
         with self._working(doing) as errors:
             try:
                 yield errors

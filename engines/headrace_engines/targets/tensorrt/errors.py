@@ -53,7 +53,7 @@ class ParserFault:
         node: name of the ONNX node, or "#3" for the fourth where it has none; empty where no node is to blame.
         operator: e.g. "NonMaxSuppression".
         text: what the parser says.
-        unsupported: True if TensorRT does not know the operator, or not this use of it.
+        unsupported: True if TensorRT does not support the operator, or not this use of it.
     """
 
     node: str
@@ -108,7 +108,7 @@ def build_failure(
         model: that it built.
         version: of TensorRT.
         workspace_bytes: the scratch memory it was given, None: all.
-        gpu: for people.
+        gpu: its name, for messages.
     """
     bound = "" if workspace_bytes is None else f" of {workspace_bytes >> 20} MiB"
     more_memory = f"{_SMALLER}, or close what else uses the GPU"

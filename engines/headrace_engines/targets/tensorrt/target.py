@@ -28,7 +28,7 @@ _MIN_CAPABILITY = {"fp32": (7, 5), "fp16": (7, 5), "int8": (7, 5), "bf16": (8, 0
 def available(device: int = 0) -> str:
     """Return what this machine lacks to build and run TensorRT's engines, "" if nothing.
 
-    The GPU is looked for first: TensorRT ends the process when it is started without one.
+    The GPU is checked first: TensorRT ends the process when it is started without one.
     """
     try:
         gpus.describe(device)
