@@ -15,7 +15,7 @@ def pinned(pixels: Array, on_gpu: bool) -> Array:
         on_gpu: False: `ResidentRows` all the same, over ordinary memory, which a model on the CPU copies.
     """
     if on_gpu:
-        from headrace.cuda.pinned import pinned_empty, pinned_rows
+        from headrace.cuda.memory import pinned_empty, pinned_rows
 
         kept = pinned_empty(pixels.shape, pixels.dtype)
         kept[:] = pixels

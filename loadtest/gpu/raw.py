@@ -7,7 +7,7 @@ from types import TracebackType
 import numpy as np
 from headrace.config.config_reader import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, serving_plan
-from headrace.pipelines.ranking import softmax, top_k
+from headrace.pipelines.execution import softmax, top_k
 from headrace.repository.gpus import tensorrt_machine
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Timing

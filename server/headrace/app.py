@@ -19,7 +19,7 @@ from headrace.certificates import certificate_expiry_s
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError
 from headrace.core.limits import Bodies, Door
-from headrace.cuda.nvml import Nvml
+from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.http.application import HttpApplication
 from headrace.inference.models import Services

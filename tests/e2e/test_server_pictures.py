@@ -12,8 +12,8 @@ import pytest
 import skimage
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
+from headrace.pipelines.execution import softmax
 from headrace.pipelines.image import decode, prepare, to_pixels
-from headrace.pipelines.ranking import softmax
 from headrace.pipelines.recipe import ImageRecipe
 
 from tests.support import models

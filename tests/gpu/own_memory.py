@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from headrace.cuda import nvml
+from headrace.cuda import devices
 from headrace.cuda.driver import current, load
 
 
@@ -23,7 +23,7 @@ def own_bytes(device: int = 0) -> int:
 
 def processes(device: int = 0) -> dict[int, int]:
     """By process what it has of a GPU's memory, in bytes, 0 where that is not told; empty where NVML does not tell at all."""
-    pynvml = nvml.load()
+    pynvml = devices.load_nvml()
     if pynvml is None:
         return {}
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import ConfigError
-from headrace.cuda.device import describe
+from headrace.cuda.devices import describe
 from headrace.cuda.driver import current
 from headrace.cuda.memory import DeviceBuffer
 from headrace.repository.reconciler import ControlPolicy, Reconciler

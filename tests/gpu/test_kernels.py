@@ -16,9 +16,7 @@ if __name__ == "__main__":
 
 from headrace.cuda import driver
 from headrace.cuda.graphs import Graph
-from headrace.cuda.kernels.launching import Classifier, Preprocessor
-from headrace.cuda.kernels.rows import RowGather
-from headrace.cuda.kernels.scaling import PictureScaler
+from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 from headrace.pipelines.recipe import ImageRecipe
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from headrace.cuda import device
-from headrace.cuda.nvml import Nvml
+from headrace.cuda import devices
+from headrace.cuda.devices import Nvml
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not device.count(), reason="needs an NVIDIA GPU and PyCUDA")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not devices.count(), reason="needs an NVIDIA GPU and PyCUDA")]
 
 
 def test_the_driver_tells_of_every_gpu() -> None:
     readings = Nvml().readings()
-    assert len(readings) == device.count() > 0
+    assert len(readings) == devices.count() > 0
     for reading in readings:
-        gpu = device.describe(reading.gpu)
+        gpu = devices.describe(reading.gpu)
         assert reading.up
         assert reading.name == gpu.name
         assert reading.uuid.startswith("GPU-")

@@ -65,7 +65,7 @@ class Fetch:
 
     def __init__(self) -> None:
         from headrace.cuda.driver import Stream, current
-        from headrace.cuda.kernels.rows import RowGather
+        from headrace.cuda.kernels.launching import RowGather
         from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 
         self._kernel = RowGather(0)
@@ -131,7 +131,7 @@ def cut_down_while_it_is_pinned(path: Path, left: int) -> None:
 
 def cut_down_before_it_is_pinned(path: Path, left: int) -> None:
     from headrace.cuda.driver import DeviceError
-    from headrace.cuda.pinned import PinnedMapping
+    from headrace.cuda.memory import PinnedMapping
 
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), SIZE, mmap.MAP_SHARED)

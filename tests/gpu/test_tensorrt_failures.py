@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.cuda.device import describe
+from headrace.cuda.devices import describe
 from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
 from headrace.cuda.graphs import Graph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download

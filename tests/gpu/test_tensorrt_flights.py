@@ -20,10 +20,8 @@ from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.errors import ModelFailed
 from headrace.core.resident import ResidentRows
 from headrace.cuda.driver import current, loaded
-from headrace.cuda.kernels import reference
 from headrace.cuda.kernels.stages import ClassStage, PictureStage
-from headrace.cuda.memory import DeviceBuffer
-from headrace.cuda.pinned import pinned_empty, pinned_rows
+from headrace.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
@@ -31,6 +29,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.gpu.own_memory import own_bytes, processes
 from tests.gpu.tensorrt_networks import answers, convolutions, cosine
+from tests.support import kernel_reference as reference
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import device, driver, libcuda
+from headrace.cuda import devices, driver
 from headrace.cuda.kernels import loading
 
 
@@ -325,9 +325,9 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", package)
     monkeypatch.setitem(sys.modules, "pycuda.driver", package.driver)
     monkeypatch.setattr(driver, "_contexts", {})
-    monkeypatch.setattr(device, "driver_major", lambda: 580)
-    monkeypatch.setattr(device, "is_visible", lambda: cuda.devices > 0)
+    monkeypatch.setattr(devices, "driver_major", lambda: 580)
+    monkeypatch.setattr(devices, "is_visible", lambda: cuda.devices > 0)
     # There is a compiler on some machines, but never a GPU behind this that would load what it makes.
     monkeypatch.setattr(loading, "compile_cuda", _no_compiler)
     library = _Library(cuda)
-    monkeypatch.setattr(libcuda, "library", lambda: library)
+    monkeypatch.setattr(driver, "library", lambda: library)

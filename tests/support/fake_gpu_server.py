@@ -19,7 +19,7 @@ from headrace import app
 from headrace.__main__ import main
 from headrace.backends.tensorrt import backend as tensorrt_backend
 from headrace.core.tensor import Array
-from headrace.cuda import nvml
+from headrace.cuda import devices
 
 from tests.support import fake_builder, fake_nvml
 from tests.support.fake_gpu import install_gpu
@@ -57,7 +57,7 @@ class Memory:
 
 
 class FakeGather:
-    """Stands for `headrace.cuda.kernels.rows.RowGather`."""
+    """Stands for `headrace.cuda.kernels.launching.RowGather`."""
 
     def __init__(self, cuda: LateCuda, memory: Memory) -> None:
         self._cuda = cuda
@@ -89,5 +89,5 @@ if __name__ == "__main__":
     memory = Memory()
     patch.setattr(tensorrt_backend, "RowGather", lambda device: FakeGather(cuda, memory))
     fake_nvml.install(patch, fake_nvml.FakeNvml())
-    patch.setattr(nvml, "pci_addresses", lambda: ["0000:01:00.0"])
+    patch.setattr(devices, "pci_addresses", lambda: ["0000:01:00.0"])
     sys.exit(main())

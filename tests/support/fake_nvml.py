@@ -12,21 +12,21 @@ from typing import Any
 
 import pynvml
 import pytest
-from headrace.cuda import nvml
+from headrace.cuda import devices
 
 NOT_SUPPORTED, UNKNOWN, GPU_IS_LOST = 3, 999, 15
 
 
 def install(monkeypatch: pytest.MonkeyPatch, library: FakeNvml) -> None:
     """Let pynvml load the fake until the test is over."""
-    monkeypatch.setattr(nvml, "open_library", lambda: library)
+    monkeypatch.setattr(devices, "open_library", lambda: library)
     monkeypatch.setattr(pynvml, "CDLL", lambda _name: library)
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
 
 
 class FakeNvml:
-    """The functions that `headrace.cuda.nvml` calls through pynvml.
+    """The functions that `headrace.cuda.devices` calls through pynvml.
 
     Attributes:
         lost: numbers of GPUs that do not answer any more.

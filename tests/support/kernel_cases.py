@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from headrace.cuda import driver
 from headrace.cuda.graphs import Graph
-from headrace.cuda.kernels import reference
-from headrace.cuda.kernels.launching import Classifier, Preprocessor
-from headrace.cuda.kernels.rows import RowGather
-from headrace.cuda.kernels.scaling import PictureScaler
+from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 from headrace.cuda.kernels.stages import picture_kernel
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 from headrace.pipelines.recipe import ImageRecipe
+
+from tests.support import kernel_reference as reference
 
 IMAGENET: dict[str, Any] = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
 GRAY: dict[str, Any] = {"color": "gray", "mean": (33.3,), "std": (78.5,)}

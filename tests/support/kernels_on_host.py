@@ -108,7 +108,7 @@ class HostKernels:
         self._cuda = cuda
 
     def compile_cuda(self, source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
-        """As `headrace.cuda.nvrtc.compile_cuda`; gives the path of a shared library."""
+        """As `headrace.cuda.kernels.loading.compile_cuda`; gives the path of a shared library."""
         # Half precision is the prelude's: the GPU's instructions mean nothing here.
         source = source[source.index("//", source.index("from_half")) :]
         text = [_PRELUDE, source, _LAUNCH]

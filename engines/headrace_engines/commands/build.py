@@ -23,7 +23,7 @@ from headrace.config.stamps import Stamp, artefact_name, config_digest, write_st
 from headrace.core.console import open_console, pickup_text
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS
-from headrace.cuda import device as gpus
+from headrace.cuda import devices as gpus
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from headrace.cuda import libcuda
-from headrace.cuda.driver import Stream
-from headrace.cuda.libcuda import succeeded
+from headrace.cuda import driver
+from headrace.cuda.driver import Stream, succeeded
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do in the meantime does not spoil the capture.
 _THREAD_LOCAL = 1
@@ -31,31 +30,31 @@ class Graph:
     def __init__(self, stream: Stream, enqueue: Callable[[], None]) -> None:
         self._stream = ctypes.c_void_p(stream.handle)
         self._executable = ctypes.c_void_p()
-        driver = libcuda.library()
-        succeeded(driver.cuStreamBeginCapture_v2(self._stream, _THREAD_LOCAL), "starting to capture a CUDA graph")
+        library = driver.library()
+        succeeded(library.cuStreamBeginCapture_v2(self._stream, _THREAD_LOCAL), "starting to capture a CUDA graph")
         graph = ctypes.c_void_p()
         try:
             enqueue()
         except BaseException:
             # The stream must come out of capturing, whatever has become of the graph.
-            driver.cuStreamEndCapture(self._stream, ctypes.byref(graph))
+            library.cuStreamEndCapture(self._stream, ctypes.byref(graph))
             if graph:
-                driver.cuGraphDestroy(graph)
+                library.cuGraphDestroy(graph)
             raise
-        succeeded(driver.cuStreamEndCapture(self._stream, ctypes.byref(graph)), "capturing a CUDA graph")
+        succeeded(library.cuStreamEndCapture(self._stream, ctypes.byref(graph)), "capturing a CUDA graph")
         try:
             executable = ctypes.byref(self._executable)
             flags = ctypes.c_ulonglong(0)
-            succeeded(driver.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
+            succeeded(library.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
         finally:
-            driver.cuGraphDestroy(graph)
+            library.cuGraphDestroy(graph)
         try:
             # Else the first launch would pay for it.
-            succeeded(driver.cuGraphUpload(self._executable, self._stream), "uploading a CUDA graph")
+            succeeded(library.cuGraphUpload(self._executable, self._stream), "uploading a CUDA graph")
         except BaseException:
             self.close()
             raise
-        self._launch = driver.cuGraphLaunch
+        self._launch = library.cuGraphLaunch
 
     def launch(self) -> None:
         """Queue the work once more.
@@ -71,4 +70,4 @@ class Graph:
         """Give the graph back; its work must be done."""
         executable, self._executable = self._executable, ctypes.c_void_p()
         if executable:
-            libcuda.library().cuGraphExecDestroy(executable)
+            driver.library().cuGraphExecDestroy(executable)

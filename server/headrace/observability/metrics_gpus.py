@@ -33,7 +33,7 @@ class Memory(Protocol):
 
 
 class Reading(Protocol):
-    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.nvml.Reading`.
+    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.Reading`.
 
     Attributes:
         gpu: its number among those that the server sees.
@@ -63,7 +63,7 @@ class Reading(Protocol):
 
 
 class Gpus(Protocol):
-    """See `headrace.cuda.nvml.Nvml`."""
+    """See `headrace.cuda.devices.Nvml`."""
 
     def readings(self) -> Iterable[Reading]:
         """Of every GPU; none where there is no driver. Takes some milliseconds."""

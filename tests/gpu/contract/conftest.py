@@ -104,11 +104,11 @@ def real_gpu() -> GpuUnderTest:
     """The machine's GPU."""
     if importlib.util.find_spec("pycuda") is None:
         pytest.skip("needs an NVIDIA GPU and PyCUDA")
-    from headrace.cuda import device
+    from headrace.cuda import devices
 
     from tests.gpu.own_memory import own_bytes
 
-    if not device.count():
+    if not devices.count():
         pytest.skip("needs an NVIDIA GPU")
     return GpuUnderTest(None, exported_by_a_process, own_bytes, 32 << 20)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from headrace.cuda.kernels import scaling
+from headrace.cuda.kernels import launching
 from headrace.cuda.kernels.launching import Classifier, Preprocessor
 from headrace.pipelines.recipe import ImageRecipe
 
@@ -42,7 +42,7 @@ def test_pictures_that_lie_anywhere(dtype: str, offset: int) -> None:
 
 def test_where_multiplying_is_not_exact_the_kernel_divides(monkeypatch: pytest.MonkeyPatch) -> None:
     scales: list[float] = []
-    monkeypatch.setattr(scaling, "multiplies", lambda mean, std: scales.append(std) is not None)
+    monkeypatch.setattr(launching, "multiplies", lambda mean, std: scales.append(std) is not None)
     check_pictures(RECIPES["odd"], "float32")
     assert len(scales) == 1, "one channel that does not is enough"
     check_pictures(ImageRecipe(by="server", crop=(9, 9), mean=(0.1, 0.2, 0.3), std=(3.0, 5.0, 7.0)), "float16")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import Unsupported
 from headrace.core.tensor import Array
-from headrace.cuda import device, driver, memory
+from headrace.cuda import devices, driver, memory
 
 from tests.gpu.contract.conftest import GpuUnderTest
 
@@ -22,13 +22,13 @@ def _on(gpu: GpuUnderTest) -> None:
 
 
 def test_a_gpu_is_described() -> None:
-    found = device.describe()
+    found = devices.describe()
     assert found.name
     assert re.fullmatch(r"\d+\.\d+", found.capability)
     assert found.driver > 0
     assert found.memory_bytes >= 1 << 30
     with pytest.raises(Unsupported, match="CUDA device 99 is not there: this machine has devices 0 to"):
-        device.describe(99)
+        devices.describe(99)
 
 
 def test_contexts_nest_and_are_left_after_an_error() -> None:

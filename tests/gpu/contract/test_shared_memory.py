@@ -18,9 +18,8 @@ from headrace.core.errors import BadRequest
 from headrace.core.resident import PINNED
 from headrace.core.tensor import Array
 from headrace.cuda.driver import DeviceError, Stream, current, loaded
-from headrace.cuda.kernels.rows import RowGather
-from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
-from headrace.cuda.pinned import pinned_empty, pinned_rows
+from headrace.cuda.kernels.launching import RowGather
+from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows
 from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
 
 from tests.gpu.contract.conftest import GpuUnderTest

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import device, driver, graphs
+from headrace.cuda import devices, driver, graphs
 
 from tests.support.fake_cuda import FakeCuda, install
 
@@ -21,18 +21,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_without_pycuda_everything_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pycuda", None)
     monkeypatch.setitem(sys.modules, "pycuda.driver", None)
-    assert device.count() == 0
+    assert devices.count() == 0
     with pytest.raises(Unsupported, match="install an NVIDIA driver"):
-        device.describe()
+        devices.describe()
     with pytest.raises(Unsupported, match="install an NVIDIA driver"), driver.current():
         pass
 
 
 def test_without_a_gpu_nothing_is_described(cuda: FakeCuda) -> None:
     cuda.devices = 0
-    assert device.count() == 0
+    assert devices.count() == 0
     with pytest.raises(Unsupported, match="no NVIDIA GPU"):
-        device.describe()
+        devices.describe()
 
 
 def test_a_failed_capture_leaves_the_stream_usable(cuda: FakeCuda) -> None:

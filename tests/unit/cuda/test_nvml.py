@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
-from headrace.cuda import device, nvml
-from headrace.cuda.nvml import Nvml
+from headrace.cuda import devices
+from headrace.cuda.devices import Nvml
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_gpus import GpuCollector
 
@@ -132,7 +132,7 @@ def test_without_a_driver_there_are_no_series(monkeypatch: pytest.MonkeyPatch) -
         asked.append(1)
         raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(nvml, "open_library", missing)
+    monkeypatch.setattr(devices, "open_library", missing)
     gpus = Nvml()
     assert samples(gpus) == samples(gpus) == {}
     assert asked == [1], "asked once, not at every scrape"
@@ -165,10 +165,10 @@ def test_an_nvml_that_does_not_start_is_a_warning(watched: Watch, caplog: pytest
 def test_the_drivers_version_is_that_of_nvml(watched: Watch) -> None:
     fake = FakeNvml()
     watched(fake)
-    assert nvml.driver_version() == "580.95.05"
-    assert device.driver_major.__wrapped__() == 580
+    assert devices.driver_version() == "580.95.05"
+    assert devices.driver_major.__wrapped__() == 580
     assert fake.open_count == 0
     fake.silent = {"nvmlSystemGetDriverVersion"}
-    assert (nvml.driver_version(), fake.open_count) == ("", 0)
+    assert (devices.driver_version(), fake.open_count) == ("", 0)
     fake.startup_error = fake_nvml.UNKNOWN
-    assert nvml.driver_version() == ""
+    assert devices.driver_version() == ""

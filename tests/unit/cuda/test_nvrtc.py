@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import nvrtc
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import loading
 
@@ -65,34 +64,34 @@ class FakeLibrary:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
-    monkeypatch.setattr(nvrtc, "find_library", lambda: fake)
-    monkeypatch.setattr(nvrtc, "_compiled", {})
+    monkeypatch.setattr(loading, "find_library", lambda: fake)
+    monkeypatch.setattr(loading, "_compiled", {})
     return fake
 
 
 def test_code_is_made_once_for_each_source_option_and_gpu(library: FakeLibrary) -> None:
-    code = nvrtc.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"])
+    code = loading.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"])
     assert code == b"cubin --gpu-architecture=sm_90 --std=c++17 -DX=1\0"
-    assert nvrtc.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"]) is code
+    assert loading.compile_cuda("a", "a.cu", (9, 0), ["-DX=1"]) is code
     assert len(library.compiled) == 1
     for other in (("a", "a.cu", (9, 0), ["-DX=2"]), ("b", "a.cu", (9, 0)), ("a", "a.cu", (8, 0), ["-DX=1"])):
-        nvrtc.compile_cuda(*other)  # type: ignore[arg-type]
+        loading.compile_cuda(*other)  # type: ignore[arg-type]
     assert len(library.compiled) == 4
     assert not library.programs
 
 
 def test_a_gpu_newer_than_the_compiler_gets_ptx(library: FakeLibrary) -> None:
-    assert nvrtc.compile_cuda("a", "a.cu", (9, 9)).startswith(b"ptx --gpu-architecture=compute_90")
+    assert loading.compile_cuda("a", "a.cu", (9, 9)).startswith(b"ptx --gpu-architecture=compute_90")
 
 
 def test_a_gpu_that_the_compiler_has_dropped_is_told(library: FakeLibrary) -> None:
     with pytest.raises(Unsupported, match=r"compute capability 7\.0 any more"):
-        nvrtc.compile_cuda("a", "a.cu", (7, 0))
+        loading.compile_cuda("a", "a.cu", (7, 0))
 
 
 def test_the_compilers_words_are_handed_on(library: FakeLibrary) -> None:
     with pytest.raises(DeviceError, match=r"a\.cu cannot be compiled .*: line 1: wrong$"):
-        nvrtc.compile_cuda("wrong", "a.cu", (9, 0))
+        loading.compile_cuda("wrong", "a.cu", (9, 0))
     assert not library.programs
 
 
@@ -101,15 +100,15 @@ def test_without_a_compiler_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(place)
 
     monkeypatch.setattr(ctypes, "CDLL", nothing)
-    nvrtc.find_library.cache_clear()
+    loading.find_library.cache_clear()
     with pytest.raises(Unsupported, match=r"libnvrtc\.so.* is not there: install the CUDA toolkit"):
-        nvrtc.find_library()
-    nvrtc.find_library.cache_clear()
+        loading.find_library()
+    loading.find_library.cache_clear()
 
 
 def _has_nvrtc() -> bool:
     try:
-        nvrtc.find_library()
+        loading.find_library()
     except Unsupported:
         return False
     return True
@@ -127,5 +126,5 @@ def test_the_kernels_compile() -> None:
         source = (folder / "half.cuh").read_text() + (folder / file).read_text()
         for half in (0, 1):
             for capability in ((8, 0), (9, 0)):
-                code = nvrtc.compile_cuda(source, file, capability, [f"-DHALF={half}", *options.get(file, ())])
+                code = loading.compile_cuda(source, file, capability, [f"-DHALF={half}", *options.get(file, ())])
                 assert code.startswith(b"\x7fELF")

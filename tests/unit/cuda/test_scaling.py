@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from headrace.cuda.kernels import scaling
+from headrace.cuda.kernels import launching
 from hypothesis import given
 from hypothesis import strategies as st
 
 
 @given(st.floats(-300, 300, width=32), st.floats(0.0078125, 3e5, width=32))
 def test_multiplying_is_exact_for_what_recipes_have(mean: float, std: float) -> None:
-    assert scaling.multiplies(np.float32(mean), np.float32(std))
+    assert launching.multiplies(np.float32(mean), np.float32(std))
 
 
 def test_multiplying_is_not_trusted_where_it_is_wrong() -> None:
     for std in (1e-45, 1e-40, 3e38, np.inf, np.nan):
-        assert not scaling.multiplies(np.float32(100), np.float32(std))
+        assert not launching.multiplies(np.float32(100), np.float32(std))

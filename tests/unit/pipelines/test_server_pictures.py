@@ -9,10 +9,8 @@ import pytest
 from headrace.backends.base import Flight, is_pipelined
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.pipelines.execution import PictureExecution, steps_of, with_pictures
-from headrace.pipelines.image import prepare, to_pixels
-from headrace.pipelines.pixels import PixelSteps
-from headrace.pipelines.ranking import softmax, top_k
+from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k, with_pictures
+from headrace.pipelines.image import PixelSteps, prepare, to_pixels
 from headrace.pipelines.recipe import ImageRecipe
 from headrace.pipelines.resampling import Resampling, axis, resample
 from hypothesis import given, settings

@@ -15,10 +15,9 @@ from headrace.core.errors import Unsupported
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
 from headrace.cuda.kernels import launching, loading
-from headrace.pipelines import pixels
-from headrace.pipelines.execution import Ranking
-from headrace.pipelines.pixels import PixelSteps
-from headrace.pipelines.ranking import softmax
+from headrace.pipelines import image
+from headrace.pipelines.execution import Ranking, softmax
+from headrace.pipelines.image import PixelSteps
 from headrace.pipelines.recipe import ImageRecipe
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
@@ -68,7 +67,7 @@ def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> Any:
         raise AssertionError("the CPU was to have nothing to do with it")
 
-    monkeypatch.setattr(pixels, "PixelSteps", forbidden)
+    monkeypatch.setattr(image, "PixelSteps", forbidden)
     monkeypatch.setattr(Ranking, "_made", forbidden)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process import supervisor
 from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
@@ -85,7 +85,7 @@ def test_who_asks_while_there_is_no_process_waits_for_the_next(tmp_path: Path) -
 
 
 def test_long_pauses_refuse_at_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_process, "_PAUSES_S", (600.0,))
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (600.0,))
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):
@@ -113,7 +113,7 @@ def test_a_hanging_model_takes_nobody_else_along(tmp_path: Path) -> None:
 def test_a_closed_handle_does_not_wait_for_a_process_that_is_long_in_coming(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated_process, "_PAUSES_S", (600.0,))
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (600.0,))
 
     async def scenario(handle: ModelHandle) -> None:
         with pytest.raises(ModelFailed):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from headrace.cuda.device import Gpu
+from headrace.cuda.devices import Gpu
 
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import write_onnx

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from headrace.cuda.device import describe
+from headrace.cuda.devices import describe
 from headrace.cuda.driver import DeviceError, Event, OutOfDeviceMemory, Stream, current
 from headrace.cuda.graphs import Graph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload

@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx
 from headrace.config.machine import Machine
 from headrace.core.errors import HeadraceError
-from headrace.cuda import device as gpus
+from headrace.cuda import devices as gpus
 from headrace.cuda.driver import current
 
 from headrace_engines.errors import BuildError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.backends.base import ExecutionLost, Flight, InputRefused, Standing
+from headrace.backends.process.channel import Message, Placed, end_of, lay_out, told
 from headrace.backends.process.supervisor import Generation, ModelProcess
-from headrace.backends.process.wire import Message, Placed, end_of, lay_out, told
 from headrace.core.errors import (
     BadRequest,
     ConfigError,

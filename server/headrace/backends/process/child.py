@@ -27,7 +27,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from headrace.backends.base import Backend, Execution, ExecutionLost, Flight, LoadedModel, is_pipelined
-from headrace.backends.process.wire import Channel, Message, Placed, Slot, end_of, told
+from headrace.backends.process.channel import Channel, Message, Placed, Slot, end_of, told
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 from headrace.core.ledger import Account, Kind, Ledger, NoRoom
 from headrace.core.tensor import Array

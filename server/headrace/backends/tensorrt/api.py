@@ -10,14 +10,14 @@ import functools
 import logging
 import re
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.backends.tensorrt.tuning import Choice
-from headrace.cuda import device as gpus
+from headrace.cuda import devices as gpus
 from headrace.cuda import tensorrt
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -39,6 +39,40 @@ _DTYPES = {
     "INT64": "<i8",
     "BOOL": "?",
 }
+
+
+class Timing(NamedTuple):
+    """Times of one number of rows.
+
+    Attributes:
+        replay_us: by its CUDA graph.
+        plain_us: without, by a context that had other shapes before.
+    """
+
+    replay_us: float
+    plain_us: float
+
+
+class Choice(NamedTuple):
+    """How the batches of a plan are run.
+
+    Attributes:
+        buckets: numbers of rows that have lanes and graphs of their own, ascending; none where there is no batch dimension.
+        whole: of the buckets those whose flights are one graph each; 0 for that of a model without a batch dimension.
+        lone: those whose flights are one graph each while nothing else of the instance is in the air; likewise.
+        timings: by rows what was measured; empty if nothing was.
+        exact: numbers of rows that run as they are, in no bucket.
+    """
+
+    buckets: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
+    timings: Mapping[int, Timing] = {}
+    exact: frozenset[int] = frozenset()
+    lone: frozenset[int] = frozenset()
+
+    def padded(self, rows: int) -> int:
+        """Rows that are run for a batch of `rows`, at most the last bucket."""
+        return rows if rows in self.exact else self.buckets[bisect_left(self.buckets, rows)]
 
 
 class Installed(NamedTuple):

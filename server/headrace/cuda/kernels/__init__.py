@@ -1,1 +1,4 @@
-"""Kernels of our own: pictures to tensors, rows to batches, scores to classes. Each has its reference in `reference.py`."""
+"""Kernels of our own: pictures to tensors, rows to batches, scores to classes.
+
+Their references in NumPy are in `tests/support/kernel_reference.py`.
+"""

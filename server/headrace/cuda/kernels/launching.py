@@ -7,6 +7,7 @@ Made and closed anywhere; launched with the device's context current (`headrace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,14 @@ from headrace.cuda.kernels.loading import THREADS, Kernels, is_half
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 from headrace.pipelines.recipe import ImageRecipe
 from headrace.pipelines.resampling import PRECISION_BITS, Resampling
+
+# Pictures that are neither resized nor cropped: pixels to the tensor a model takes, each byte read and written once.
+#
+# A launch allocates nothing and waits for nothing, so that it may be captured in a CUDA graph. Addresses are CUdeviceptr.
+# Rows from wherever a GPU reads them into one batch.
+#
+# A launch allocates nothing and waits for nothing, so that it may be captured in a CUDA graph.
+
 
 _ALIGNMENT_BYTES = 16
 
@@ -151,3 +160,154 @@ def _keep(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]
         finally:
             staged.free()
     return block, [block.address + start for start in starts]
+
+
+Floats = npt.NDArray[np.float32]
+
+# The kernel's pieces of one channel's results, and its arguments behind the number of pixels: `Scale`.
+_PIECE_BYTES = 16
+_SCALE = "i" * 9
+# Bits that a double has more than a float; and what they are where it lies half way between two floats.
+_MORE = np.uint64((1 << 29) - 1)
+_HALF_WAY = np.uint64(1 << 28)
+# Beyond these, results may be so small that floats have fewer bits.
+_SMALL, _LARGE = 1e-30, 1e30
+
+
+class PictureScaler:
+    """As `launching.Preprocessor`, the same bits too, for recipes that `fits` is True of; and from wherever the pictures lie.
+
+    Args:
+        device: its ordinal.
+        recipe: how.
+        dtype: of the tensor, float32 or float16.
+
+    Raises:
+        Unsupported: no GPU, or no compiler for it.
+        DeviceError: the driver refuses.
+    """
+
+    def __init__(self, device: int, recipe: ImageRecipe, dtype: npt.DTypeLike) -> None:
+        half = is_half(dtype)
+        mean, std = (np.broadcast_to(np.array(v, np.float32), recipe.channels) for v in (recipe.mean, recipe.std))
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / std
+        options = {
+            "CHANNELS": recipe.channels,
+            "PLANAR": int(recipe.layout == "nchw"),
+            "HALF": half,
+            "DIVIDES": int(not all(multiplies(m, s) for m, s in zip(mean, std, strict=True))),
+            "THREADS": THREADS,
+        }
+        types = {"scale_all": "PPi" + _SCALE, "scale_each": "PPi" + _SCALE}
+        self._kernels = Kernels(device, "copies.cu", options, types)
+        pixels = math.prod(recipe.crop)
+        self._arguments = (pixels, *_bits(mean), *_bits(std), *_bits(inverse))
+        group = _PIECE_BYTES // np.dtype(dtype).itemsize
+        self._blocks = -(-pixels // (THREADS * group))
+
+    @staticmethod
+    def fits(recipe: ImageRecipe) -> bool:
+        """True if the pixels are taken as they are, all of them."""
+        return recipe.source is None
+
+    def launch(self, stream: Stream, source: int, rows: int, destination: int) -> None:
+        """Queue the work of a batch; see `launching.Preprocessor.launch`."""
+        self._kernels.launch("scale_all", (self._blocks, rows), THREADS, stream, source, destination, *self._arguments)
+
+    def launch_each(self, stream: Stream, addresses: int, rows: int, destination: int) -> None:
+        """Queue the work of a batch whose pictures lie anywhere.
+
+        Args:
+            stream: on which.
+            addresses: address, on the GPU or of pinned memory, of uint64 (rows,): where each picture is, there likewise.
+            rows: pictures, at most 65535.
+            destination: address of the tensor, (rows, *its shape).
+
+        Raises:
+            DeviceError: the driver refuses.
+        """
+        self._kernels.launch(
+            "scale_each", (self._blocks, rows), THREADS, stream, addresses, destination, *self._arguments
+        )
+
+    def close(self) -> None:
+        """Unload it; all work must be done."""
+        self._kernels.close()
+
+
+def multiplies(mean: np.float32, std: np.float32) -> bool:
+    """True if, of all pixels, the kernel gets the bits of (pixel - mean) / std without dividing.
+
+    It multiplies by the inverse and adds what is wanting, by two fused operations (J.-M. Muller et al., "Handbook of
+    Floating-Point Arithmetic", on division by Newton's iteration). Here that is done in double precision, which is exact but for
+    the last sum; where that lies half way between two floats, rounding it again might go wrong: then the answer is False.
+    """
+    if not _SMALL < std < _LARGE:
+        return False
+    with np.errstate(all="ignore"):
+        distance = np.arange(256, dtype=np.float32) - np.float32(mean)
+        inverse = np.float32(1) / np.float32(std)
+        near = distance * inverse
+        rest = (distance.astype(np.float64) - near.astype(np.float64) * np.float64(std)).astype(np.float32)
+        mended = rest.astype(np.float64) * np.float64(inverse) + near.astype(np.float64)
+        half_way = (mended.view(np.uint64) & _MORE) == _HALF_WAY
+        exact = distance / np.float32(std)
+    return not half_way.any() and np.array_equal(mended.astype(np.float32).view(np.uint32), exact.view(np.uint32))
+
+
+def _bits(values: Floats) -> Sequence[int]:
+    """int32 with the bits of three float32, of which the last may be zeros."""
+    found = np.zeros(3, np.float32)
+    found[: len(values)] = values
+    bits: list[int] = found.view(np.int32).tolist()
+    return bits
+
+
+# Few and large blocks keep the bus busy from few of the GPU's multiprocessors, and leave room there for others: a PCIe bus of
+# 54 GB/s and some 1.5 us wants 80 KB under way, 8 blocks have 256 KB.
+_THREADS = 512
+
+
+class RowGather:
+    """Rows from anywhere in GPUs' and pinned memory into one batch, padded with copies of the last row; see `reference.gather`.
+
+    Args:
+        device: its ordinal.
+
+    Raises:
+        Unsupported, DeviceError: as for `Kernels`.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._kernels = Kernels(device, "rows.cu", {}, {"gather": "PPPii"})
+
+    def launch(
+        self,
+        stream: Stream,
+        addresses: int,
+        row_bytes: int,
+        rows: int,
+        total: int,
+        destination: int,
+        blocks: int,
+    ) -> None:
+        """Queue the work of a batch.
+
+        Args:
+            stream: on which.
+            addresses: address, on the GPU or of pinned memory, of uint64 (rows,): where each row is.
+            row_bytes: of one row, at least 1.
+            rows: at least 1.
+            total: rows of the result, at least `rows`.
+            destination: address of the result, total * row_bytes.
+            blocks: of threads, that is multiprocessors that it takes from others; 8 fill a PCIe bus.
+
+        Raises:
+            DeviceError: the driver refuses.
+        """
+        self._kernels.launch("gather", (blocks, 1), _THREADS, stream, addresses, destination, row_bytes, rows, total)
+
+    def close(self) -> None:
+        """Unload it; all work must be done."""
+        self._kernels.close()

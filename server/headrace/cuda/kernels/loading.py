@@ -2,16 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.core.errors import Unsupported
 from headrace.cuda import driver
-from headrace.cuda.driver import Stream, check, loaded
-from headrace.cuda.nvrtc import compile_cuda
+from headrace.cuda.driver import DeviceError, Stream, check, loaded
+
+# CUDA C++ compiled at run time by NVRTC, the compiler in the CUDA toolkit (NVRTC documentation, "Basic Usage").
+
+
+_NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
+# Where the toolkit and NVIDIA's wheels put it.
+_TOOLKITS = ("cuda/lib64", "cuda/targets/*/lib")
+_WHEELS = ("cuda_nvrtc/lib", "cu1*/lib")
+_CURE = "install the CUDA toolkit, or NVIDIA's wheel of it: pip install nvidia-cuda-nvrtc-cu12"
+
+_lock = threading.Lock()
+_compiled: dict[tuple[str, str], bytes] = {}
+
+
+def compile_cuda(source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
+    """Machine code for one kind of GPU, compiled once in a process.
+
+    Args:
+        source: CUDA C++; no header is at hand.
+        name: for the compiler's messages.
+        capability: compute capability of the GPU, e.g. (9, 0).
+        options: of the compiler, e.g. "-DCHANNELS=3".
+
+    Returns:
+        A cubin; PTX, which the driver translates, where the compiler is older than the GPU.
+
+    Raises:
+        Unsupported: there is no compiler, or it makes no code for this GPU.
+        DeviceError: the source cannot be compiled; with the compiler's messages.
+    """
+    library = find_library()
+    architecture = _architecture(_architectures(library), capability)
+    key = hashlib.sha256("\0".join((source, *options)).encode()).hexdigest(), architecture
+    with _lock:
+        code = _compiled.get(key)
+        if code is None:
+            arguments = [f"--gpu-architecture={architecture}", "--std=c++17", *options]
+            code = _compiled[key] = _compile(library, source, name, arguments)
+    return code
+
+
+@functools.cache
+def find_library() -> Any:
+    """NVRTC, by the names it usually has.
+
+    Raises:
+        Unsupported: it is not there.
+    """
+    for place in (*_NAMES, *map(str, _files())):
+        try:
+            library = ctypes.CDLL(place)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    raise Unsupported(f"NVRTC (libnvrtc.so), which compiles the kernels for the GPU, is not there: {_CURE}")
+
+
+def _files() -> Iterator[Path]:
+    for pattern in _TOOLKITS:
+        yield from sorted(Path("/usr/local").glob(f"{pattern}/libnvrtc.so*"))
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations if wheels else None) or ():
+        for pattern in _WHEELS:
+            yield from sorted(Path(folder).glob(f"{pattern}/libnvrtc.so*"))
+
+
+def _architectures(library: Any) -> list[int]:
+    """What the compiler makes code for, e.g. [50, 52, ..., 90]."""
+    count = ctypes.c_int()
+    _check(library, library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "asking NVRTC for its GPUs")
+    found = (ctypes.c_int * count.value)()
+    _check(library, library.nvrtcGetSupportedArchs(found), "asking NVRTC for its GPUs")
+    return sorted(found)
+
+
+def _architecture(known: Sequence[int], capability: tuple[int, int]) -> str:
+    """The GPU's own kind, for which there is machine code, or the newest before it, for which there is PTX."""
+    own = capability[0] * 10 + capability[1]
+    if own in known:
+        return f"sm_{own}"
+    older = [number for number in known if number < own]
+    if not older:
+        raise Unsupported(
+            f"NVRTC makes no code for GPUs of compute capability {capability[0]}.{capability[1]} any more: take an older one, "
+            "e.g. pip install nvidia-cuda-nvrtc-cu12==12.6.85"
+        )
+    return f"compute_{older[-1]}"
+
+
+def _compile(library: Any, source: str, name: str, arguments: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
+    made = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+    _check(library, made, f"compiling {name}")
+    try:
+        options = (ctypes.c_char_p * len(arguments))(*(argument.encode() for argument in arguments))
+        result = library.nvrtcCompileProgram(program, len(arguments), options)
+        if result:
+            told = _read(library, program, "ProgramLog").rstrip(b"\0\n").decode(errors="replace")
+            raise DeviceError(f"{name} cannot be compiled by NVRTC ({' '.join(arguments)}): {told}")
+        return _read(library, program, "CUBIN" if "=sm_" in arguments[0] else "PTX")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(library: Any, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"reading NVRTC's {what}")
+    text = ctypes.create_string_buffer(size.value)
+    _check(library, getattr(library, f"nvrtcGet{what}")(program, text), f"reading NVRTC's {what}")
+    return text.raw
+
+
+def _check(library: Any, result: int, doing: str) -> None:
+    if result:
+        told = library.nvrtcGetErrorString(result)
+        raise DeviceError(f"{doing} failed ({told.decode(errors='replace')}): {_CURE}")
+
 
 _FOLDER = Path(__file__).parent
 # Of a block, where a kernel has no reason for another number.

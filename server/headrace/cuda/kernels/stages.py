@@ -1,4 +1,4 @@
-"""Pictures and classes as stages of a model's way over a GPU; the contract is `headrace.backends.tensorrt.stages.Stage`."""
+"""Pictures and classes as stages of a model's way over a GPU; the contract is `headrace.backends.tensorrt.plan.Stage`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.cuda.driver import Stream
-from headrace.cuda.kernels.launching import Classifier, Preprocessor
-from headrace.cuda.kernels.scaling import PictureScaler
+from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor
 from headrace.pipelines.recipe import ImageRecipe
 
 Sizes = tuple[int, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.backends.base import InputRefused, is_pipelined, isolated_in
-from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.core.errors import ConfigError
 from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom
@@ -109,7 +109,7 @@ def test_flights_overlap_and_land_in_order(load: Load) -> None:
 )
 def test_a_model_that_cannot_be_loaded(load: Load, monkeypatch: pytest.MonkeyPatch, words: str, told: str) -> None:
     if words == "hang":
-        monkeypatch.setattr(isolated_process, "_LOAD_LIMIT_S", 0.5)
+        monkeypatch.setattr(supervisor, "_LOAD_LIMIT_S", 0.5)
     with pytest.raises(ConfigError) as caught:
         load(words)
     assert str(caught.value).startswith(told)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process import supervisor as isolated_process
+from headrace.backends.process import supervisor
 from headrace.backends.process.backend import IsolatedModel
 from headrace.core.errors import ModelFailed, Unavailable
 
@@ -136,7 +136,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
 def test_pauses_grow_and_then_batches_are_refused_not_kept_waiting(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(isolated_process, "_PAUSES_S", (0.0, 0.02, 600.0))
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.02, 600.0))
     model = load()
     execution = model.execution(0)
     for _ in range(3):
@@ -156,8 +156,8 @@ def test_pauses_grow_and_then_batches_are_refused_not_kept_waiting(
 
 
 def test_a_process_that_has_lived_long_counts_anew(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_process, "_PAUSES_S", (0.0, 600.0))
-    monkeypatch.setattr(isolated_process, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 600.0))
+    monkeypatch.setattr(supervisor, "_SETTLED_S", 0.0)
     execution = load().execution(0)
     for _ in range(3):
         with pytest.raises(ModelFailed):
@@ -177,7 +177,7 @@ def test_a_keeper_that_dies_takes_the_model_with_it(
     def broken(*_arguments: object) -> float:
         raise SystemError("the keeper's own fault")
 
-    monkeypatch.setattr(isolated_process.ModelProcess, "_count", broken)
+    monkeypatch.setattr(supervisor.ModelProcess, "_count", broken)
     with pytest.raises(ModelFailed):
         execution.run(x_of(fragile.EXIT))
     with pytest.raises(ExecutionLost):
@@ -186,7 +186,7 @@ def test_a_keeper_that_dies_takes_the_model_with_it(
 
 
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_process, "_CLOSE_GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "_CLOSE_GRACE_S", 0.3)
     model = load()
     (child,) = own_children()
     os.kill(child, signal.SIGSTOP)
@@ -211,7 +211,7 @@ def test_flights_left_open_do_not_stand_in_the_way_of_others(load: Load, tmp_pat
 def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated_process, "_PAUSES_S", (0.05,))
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.05,))
     model = load()
     execution = model.execution(0)
     (tmp_path / "model").write_text("refuse")

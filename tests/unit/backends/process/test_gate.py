@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process import gate as isolated_gate
-from headrace.backends.process.gate import Gate
+from headrace.backends.process import supervisor
+from headrace.backends.process.supervisor import Gate
 from headrace.core.errors import Unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,7 +75,7 @@ def test_suspects_run_alone_and_before_anybody_else() -> None:
 
 
 def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_gate, "_CAREFUL", 3)
+    monkeypatch.setattr(supervisor, "_CAREFUL", 3)
     gate = opened()
     gate.enter("a", wait=False)
     gate.shut("")
@@ -176,7 +176,7 @@ def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[
             suspects.discard(batch)
         elif step == "die":
             assert gate.shut("") == len(inside)
-            careful = isolated_gate._CAREFUL if inside else careful
+            careful = supervisor._CAREFUL if inside else careful
             suspects = suspects | inside if len(inside) > 1 else suspects - inside
             inside = set()
             gate.open(number)

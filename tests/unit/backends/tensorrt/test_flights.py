@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.backends.tensorrt import tuner as tensorrt_tuner
+from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
-from headrace.backends.tensorrt.lanes import Lane
+from headrace.backends.tensorrt.contexts import Lane
 from headrace.core.resident import PINNED
 from headrace.cuda.driver import DeviceError
-from headrace.cuda.kernels import launching, loading, reference, scaling
+from headrace.cuda.kernels import launching, loading
 from headrace.cuda.kernels.stages import ClassStage, PictureStage
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper
 
+from tests.support import kernel_reference as reference
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
 from tests.support.residents import HostOwner, resident
@@ -145,10 +146,10 @@ def test_without_the_kernel_flights_take_no_resident_rows(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("trt", "kernels")
 def test_a_small_flight_is_one_call(cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.cuda import libcuda
+    from headrace.cuda import driver
 
     calls: list[str] = []
-    library = libcuda.library()
+    library = driver.library()
     launch = library.cuGraphLaunch
     monkeypatch.setattr(library, "cuGraphLaunch", lambda *a: calls.append("graph") or launch(*a), raising=False)
     import pycuda.driver
@@ -227,7 +228,7 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
         asked.append(1)
         return len(asked) < 3
 
-    monkeypatch.setattr(tensorrt_tuner, "fair", fair)
+    monkeypatch.setattr(tensorrt_tuning, "fair", fair)
     with opened(build(tmp_path), told(), instances=2) as executions:
         for execution in executions:
             assert execution._dock.choice.whole == {1, 2}
@@ -259,10 +260,9 @@ def flat() -> onnx.ModelProto:
 def test_few_pictures_are_prepared_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_graph_rows: str, refused: bool
 ) -> None:
-    for module in (launching, scaling):
-        monkeypatch.setattr(module, "THREADS", 32)
+    monkeypatch.setattr(launching, "THREADS", 32)
     fetched: list[int] = []
-    real = scaling.PictureScaler.launch_each
+    real = launching.PictureScaler.launch_each
 
     def launch_each(kernel: Any, stream: Any, addresses: int, count: int, to: int) -> None:
         if refused:
@@ -270,7 +270,7 @@ def test_few_pictures_are_prepared_where_they_lie(
         fetched.append(count)
         real(kernel, stream, addresses, count, to)
 
-    monkeypatch.setattr(scaling.PictureScaler, "launch_each", launch_each)
+    monkeypatch.setattr(launching.PictureScaler, "launch_each", launch_each)
     order = TargetSpec("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
     stages = [PictureStage("x", PICTURES, FLOAT), ClassStage("y", FLOAT, (105,), 105, False, 3, "best", "numbers")]
     with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, told(one_graph_rows))) as model:
@@ -296,9 +296,9 @@ def test_few_pictures_are_prepared_where_they_lie(
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("refused", [False, True])
 def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    monkeypatch.setattr(tensorrt_tuner, "fair", lambda whole_us, staged_us: False)
+    monkeypatch.setattr(tensorrt_tuning, "fair", lambda whole_us, staged_us: False)
     asked: list[float] = []
-    monkeypatch.setattr(tensorrt_tuner, "faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3)
+    monkeypatch.setattr(tensorrt_tuning, "faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3)
     flown: list[int] = []
     fly = Lane.fly
     monkeypatch.setattr(Lane, "fly", lambda lane, gathered: flown.append(lane.rows) or fly(lane, gathered))

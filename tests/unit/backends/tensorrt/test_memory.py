@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from headrace.backends.tensorrt import plan as tensorrt_plan
-from headrace.backends.tensorrt import tuner as tensorrt_tuner
+from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.api import load
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
-from headrace.backends.tensorrt.lanes import Lane
+from headrace.backends.tensorrt.contexts import Lane
 from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
 from headrace.cuda.driver import DeviceError
 
@@ -78,7 +78,7 @@ def test_a_plan_that_comes_back_takes_what_it_took_whatever_the_gpu_does_meanwhi
         return 1.0 + 7919 * next(noise) % 97
 
     for name in ("measured_us", "latency_us"):
-        monkeypatch.setattr(tensorrt_tuner, name, measured)
+        monkeypatch.setattr(tensorrt_tuning, name, measured)
     for file in plans:
         ledger = Ledger()
         with (
@@ -100,8 +100,8 @@ def test_what_is_run_another_way_is_measured_anew(
     cuda.devices = 2
     plan = build(tmp_path)
     tuned: list[int] = []
-    choose = tensorrt_tuner.Tuner.choose
-    monkeypatch.setattr(tensorrt_tuner.Tuner, "choose", lambda tuner: tuned.append(1) or choose(tuner))
+    choose = tensorrt_tuning.Tuner.choose
+    monkeypatch.setattr(tensorrt_tuning.Tuner, "choose", lambda tuner: tuned.append(1) or choose(tuner))
 
     def load(parameters: dict[str, str]) -> int:
         tuned.clear()

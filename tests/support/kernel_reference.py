@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
 from headrace.core.tensor import Array
-from headrace.pipelines.ranking import softmax, top_k
+from headrace.pipelines.execution import softmax, top_k
 from headrace.pipelines.recipe import ImageRecipe
 from headrace.pipelines.resampling import Resampling, resample
 
