@@ -56,6 +56,10 @@ ROOMS: dict[str, dict[str, str]] = {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.simulation headrace.repository.loader.handle_policy",
         "third": "numpy rich",
     },
+    "server/headrace/commands/validate.py": {
+        "ours": "headrace.core headrace.config headrace.repository",
+        "third": "rich",
+    },
     "server/headrace/commands/tune.py": {
         "ours": "headrace.core headrace.config headrace.scheduling headrace.backends headrace.observability "
         "headrace.repository",
@@ -92,9 +96,9 @@ EXTRA: dict[str, str] = {
     "server/headrace/http/openapi.py": "pydantic",
     "server/headrace/cuda/tensorrt.py": "tensorrt",
     "server/headrace/repository/shared_memory.py": "numpy",
-    "server/headrace/repository/valid*.py": "rich",
-    "server/headrace/repository/tuning_inputs.py": "numpy",
-    "server/headrace/config/row_*.py": "numpy",
+    "server/headrace/repository/tuning.py": "numpy",
+    "server/headrace/config/row_rules.py": "numpy",
+    "server/headrace/config/onnx_model.py": "numpy",
     "server/headrace/repository/warmup.py": "numpy",
 }
 EVERYWHERE = ("headrace.__version__",)
@@ -502,7 +506,7 @@ KEPT: list[tuple[str, str]] = [
     ("server/headrace/scheduling/queue.py", "from .batching import decide\nimport time\nx = time.monotonic_ns()"),
     ("server/headrace/backends/onnxruntime.py", "def f():\n    import onnxruntime"),
     ("server/headrace/config/pbtxt.py", "from google.protobuf import text_format\nimport yaml, onnx"),
-    ("server/headrace/repository/validate.py", "from rich.console import Console"),
+    ("server/headrace/commands/validate.py", "from rich.console import Console"),
     ("server/headrace/settings.py", "import os\nx = os.environ['HEADRACE_HOST']"),
     ("server/headrace/app.py", "from headrace.repository import registry\nfrom headrace import __version__"),
     (

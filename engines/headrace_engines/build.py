@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from headrace.config.machine import Machine
-from headrace.config.stamps import Stamp, artefact_name, config_digest
+from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest
 
 from headrace_engines.accuracy import Accuracy, judge, measure
 from headrace_engines.errors import BuildError, NoKernelError

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 import onnx
-from headrace.config.machine import Machine
+from headrace.config.manifest import Machine
 
 from headrace_engines.accuracy import Accuracy
 from headrace_engines.build import BuildResult, build_engine, sample_batch

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.config.layer_report import FORMAT
-from headrace.config.machine import Machine
-from headrace.config.stamps import choose_in, onnx_digest
+from headrace.config.manifest import FORMAT, Machine, choose_in, onnx_digest
 from headrace.core.errors import ConfigError
 
 from headrace_engines.errors import BuildError, CallError

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
-from headrace.config.model_files import check_model_file, find_model_folder
+from headrace.config.model_folder import (
+    ModelFolder,
+    check_model_file,
+    find_model_folder,
+    read_model_folder,
+    served_versions,
+)
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import (

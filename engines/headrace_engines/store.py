@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.durable import is_temporary, locked, locked_folder, sync, temporary_name, write_durably
-from headrace.config.machine import Machine
-from headrace.config.serving_plan import engine_folder
-from headrace.config.stamps import (
+from headrace.config.manifest import (
+    Machine,
     Stamp,
     artefact_name,
     artefact_problem,
@@ -38,6 +37,7 @@ from headrace.config.stamps import (
     put_stamp,
     read_stamps,
 )
+from headrace.config.serving_plan import engine_folder
 from headrace.core.errors import ConfigError
 
 from headrace_engines.errors import BuildError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import HeadraceError

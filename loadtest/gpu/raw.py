@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 
 import numpy as np
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, serving_plan
 from headrace.pipelines.execution import softmax, top_k
-from headrace.repository.gpus import tensorrt_machine
+from headrace.repository.gpu_backend import tensorrt_machine
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Timing
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 
 from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.protocol import Array

@@ -134,7 +134,7 @@ def _serve(args: argparse.Namespace) -> int:
     configure_logging(chosen.log_format)
     from headrace.app import HeadraceServer
     from headrace.banner import announce, log_announcement
-    from headrace.repository.file_repository import open_paths
+    from headrace.repository.folders import open_paths
 
     try:
         with open_paths(args.path, chosen.state_dir) as named:
@@ -157,7 +157,7 @@ def _health(arguments: Sequence[str]) -> int:
 
 
 def _validate(args: argparse.Namespace) -> int:
-    from headrace.repository import validate
+    from headrace.commands import validate
 
     return validate.main(args.path, open_console(), args.load, args.strict, args.state_dir)
 

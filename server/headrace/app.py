@@ -37,13 +37,12 @@ from headrace.listen import (
 from headrace.observability.log_settings import LogSettings
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
-from headrace.repository.explaining import Explainer
+from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.latency_measurement import ProfileStore
 from headrace.repository.loader import Loader
-from headrace.repository.overview import Overview
-from headrace.repository.profile_store import ProfileStore
 from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
 from headrace.repository.registry import Registry
-from headrace.repository.residency import Residency
+from headrace.repository.reports import Explainer, Overview
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import TlsFiles

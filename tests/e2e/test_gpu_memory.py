@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from headrace.repository.gpus import tensorrt_machine
+from headrace.repository.gpu_backend import tensorrt_machine
 
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine

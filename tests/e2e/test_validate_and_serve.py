@@ -11,8 +11,8 @@ import numpy as np
 import onnx
 import pytest
 import tritonclient.http as triton
-from headrace.repository import validate
-from headrace.repository.validate import Inspection
+from headrace.commands import validate
+from headrace.commands.validate import Inspection
 from onnx import TensorProto, helper
 from rich.console import Console
 

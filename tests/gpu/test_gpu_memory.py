@@ -14,9 +14,9 @@ from headrace.core.errors import ConfigError
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import current
 from headrace.cuda.memory import DeviceBuffer
+from headrace.repository.gpu_model_cache import Residency
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
-from headrace.repository.residency import Residency
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

@@ -20,7 +20,7 @@ from headrace.backends.process.backend import IsolatedBackend
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.ledger import Ledger
 from headrace.cuda.driver import current, loaded
-from headrace.repository.isolation import FACTORIES
+from headrace.repository.loader import FACTORIES
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget

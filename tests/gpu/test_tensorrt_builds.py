@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.stamps import Timing
+from headrace.config.manifest import Timing
 from headrace_engines.build import BuildResult, build_engine
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import read_onnx

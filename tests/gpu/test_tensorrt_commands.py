@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.config.stamps import Stamp, read_stamps
+from headrace.config.manifest import Stamp, read_stamps
 from headrace_engines.__main__ import main
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
@@ -122,7 +122,7 @@ def test_the_second_build_takes_less_than_two_seconds(place: Place, tmp_path: Pa
 
 
 def test_the_server_finds_the_engine(place: Place) -> None:
-    from headrace.config.stamps import choose_in, config_digest, onnx_digest
+    from headrace.config.manifest import choose_in, config_digest, onnx_digest
     from headrace_engines.project import open_project
 
     project = open_project("digits", place.repository)

@@ -44,10 +44,16 @@ def publish(
     """
     from dataclasses import asdict
 
-    from headrace.config.config_reader import read_model_folder
     from headrace.config.durable import write_durably
-    from headrace.config.machine import onnxruntime_machine
-    from headrace.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp
+    from headrace.config.manifest import (
+        Stamp,
+        artefact_name,
+        config_digest,
+        onnx_digest,
+        onnxruntime_machine,
+        write_stamp,
+    )
+    from headrace.config.model_folder import read_model_folder
 
     model = read_model_folder(folder, folder.parent)
     key = hashlib.sha256(engine + folder.name.encode()).hexdigest()

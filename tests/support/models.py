@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from headrace.config.config_binding import bind
-from headrace.config.config_reader import CONFIG_FILES
+from headrace.config.completion import bind
+from headrace.config.model_folder import CONFIG_FILES
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_NAME

@@ -13,9 +13,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from headrace import settings, triton_flags
 from headrace.__main__ import main
-from headrace.config.config_binding import bind
-from headrace.config.config_json import read_config_json
-from headrace.config.config_support import FEATURES, REFUSED
+from headrace.config.completion import FEATURES, REFUSED, bind
+from headrace.config.documents import read_config_json
 from headrace.core.command_line import Parser
 from headrace.core.errors import Finding
 from headrace_engines.__main__ import main as engines_main

@@ -15,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.config.config_edit import read_config_file
-from headrace.config.config_reader import served_versions
-from headrace.config.machine import Machine
+from headrace.config.edit import read_config_file
+from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
+from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import GpuRuntime, Plan, cpu_pin, engine_folder, serving_plan
-from headrace.config.stamps import Stamp, artefact_name, config_digest, write_stamp
 from headrace.core.console import open_console, pickup_text
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS

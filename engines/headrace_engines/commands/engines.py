@@ -13,8 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config.machine import Machine, onnxruntime_machine
-from headrace.config.stamps import STAMP_FILE, Stamp, artefact_problem, is_artefact_name, read_stamps, stamp_fits
+from headrace.config.manifest import (
+    STAMP_FILE,
+    Machine,
+    Stamp,
+    artefact_problem,
+    is_artefact_name,
+    onnxruntime_machine,
+    read_stamps,
+    stamp_fits,
+)
 from headrace.core.console import fit_title
 from headrace.core.errors import ConfigError
 from rich.console import Console

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from headrace.config.durable import write_durably
-from headrace.config.layer_report import LAYERS_FILE
+from headrace.config.manifest import LAYERS_FILE
 from headrace.core.console import is_pipe
 from rich.box import SIMPLE_HEAD
 from rich.console import Console

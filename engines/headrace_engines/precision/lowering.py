@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from headrace.config.machine import cpu_capability, has_vnni
+from headrace.config.manifest import cpu_capability, has_vnni
 from headrace.core.optimization_config import Calibration
 
 from headrace_engines.accuracy import judge, measure

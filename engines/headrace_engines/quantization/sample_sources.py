@@ -32,7 +32,7 @@ from typing import IO, Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from headrace.config.model_files import filename_problem, read_labels, within
+from headrace.config.model_folder import filename_problem, read_labels, within
 from headrace.core.errors import BadRequest, ConfigError
 from headrace.core.model_config import ModelConfig
 from headrace.pipelines.image import decode, prepare

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import onnx
-from headrace.config.machine import Machine
-from headrace.config.stamps import Timing
+from headrace.config.manifest import Machine, Timing
 
 from headrace_engines.progress import Report
 

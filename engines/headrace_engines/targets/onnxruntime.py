@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.manifest import Machine, onnxruntime_machine
 from onnx import TensorProto, helper
 
 from headrace_engines.errors import BuildError

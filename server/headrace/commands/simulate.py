@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from headrace.config.config_reader import read_model_folder
-from headrace.config.model_files import find_model_folder
+from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.console import open_console
 from headrace.core.errors import ConfigError, NotFound

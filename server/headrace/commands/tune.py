@@ -18,8 +18,8 @@ from headrace.core.console import fit_title, is_pipe, open_console, pickup_text
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 
 if TYPE_CHECKING:
-    from headrace.config.config_edit import Changes
-    from headrace.config.config_reader import ModelFolder
+    from headrace.config.edit import Changes
+    from headrace.config.model_folder import ModelFolder
     from headrace.repository.tuning import Options, Point, Sweep
 
 
@@ -51,9 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command with what `add_arguments` declared; the exit status."""
-    from headrace.config.config_reader import read_model_folder  # here, since every command declares its options
-    from headrace.config.model_files import find_model_folder
-    from headrace.repository.profile_store import cores
+    from headrace.config.model_folder import (
+        find_model_folder,
+        read_model_folder,  # here, since every command declares its options
+    )
+    from headrace.repository.latency_measurement import cores
     from headrace.repository.tuning import Options, default_counts
 
     console, errors = open_console(highlight=False), open_console(stderr=True, highlight=False)
@@ -158,8 +160,8 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
     Raises:
         ConfigError: The change cannot be written, or the model could not be served with it.
     """
-    from headrace.config.config_edit import read_config_file
-    from headrace.config.config_reader import read_model_folder
+    from headrace.config.edit import read_config_file
+    from headrace.config.model_folder import read_model_folder
 
     say = errors if args.json else console
     if not result.advice.change or result.best is None:
@@ -190,7 +192,7 @@ def _change(console: Console, errors: Console, folder: ModelFolder, result: Swee
 
 def _changes(folder: ModelFolder, result: Sweep) -> Changes:
     """The best setting as changes of the configuration: those that the present one does not have already."""
-    from headrace.config.config_edit import Changes
+    from headrace.config.edit import Changes
 
     best, now, config = result.best, result.now, folder.config
     assert best is not None

@@ -14,11 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from headrace.config.config_reader import ModelFolder
-from headrace.config.digests import config_digest, onnx_digest
-from headrace.config.machine import Machine, onnxruntime_machine
-from headrace.config.model_files import sample_paths
-from headrace.config.stamps import Choice, Stamp, choose_in, read_stamps
+from headrace.config.manifest import (
+    Choice,
+    Machine,
+    Stamp,
+    choose_in,
+    config_digest,
+    onnx_digest,
+    onnxruntime_machine,
+    read_stamps,
+)
+from headrace.config.model_folder import ModelFolder, sample_paths
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.model_config import ModelConfig
 from headrace.core.optimization_config import asked_precision, tensorrt_accelerator

@@ -30,23 +30,10 @@ from headrace.core.config_base import (
     Version,
     one_of,
 )
+from headrace.core.names import CLIENT_PATTERN
 from headrace.core.optimization_config import (
     HEADRACE_OPTIMIZATION_FIELDS,
-    Accelerator,
-    ExecutionAccelerators,
     Optimization,
-)
-from headrace.core.picture_config import postprocess_problems, preprocess_problems, served_inputs, served_outputs
-from headrace.core.promise_config import FairSharing, RateLimit, RateLimits, Slo
-from headrace.core.scheduling_config import (
-    LATEST_VERSION,
-    AllVersions,
-    DynamicBatching,
-    InstanceGroup,
-    LatestVersions,
-    QueuePolicy,
-    SpecificVersions,
-    VersionPolicy,
 )
 from headrace.core.tensor_config import (
     ModelInput,
@@ -54,44 +41,216 @@ from headrace.core.tensor_config import (
     ModelWarmup,
     Postprocess,
     Preprocess,
-    Reshape,
-    WarmupInput,
+    postprocess_problems,
+    preprocess_problems,
+    served_inputs,
+    served_outputs,
 )
 
-__all__ = [
-    "BACKENDS",
-    "HEADRACE_FIELDS",
-    "LATEST_VERSION",
-    "OWN_FIELDS",
-    "Accelerator",
-    "AllVersions",
-    "Backend",
-    "DynamicBatching",
-    "ExecutionAccelerators",
-    "FairSharing",
-    "InstanceGroup",
-    "LatestVersions",
-    "Location",
-    "ModelConfig",
-    "ModelInput",
-    "ModelOutput",
-    "ModelWarmup",
-    "Optimization",
-    "Postprocess",
-    "Preprocess",
-    "Problem",
-    "Problems",
-    "QueuePolicy",
-    "RateLimit",
-    "RateLimits",
-    "Reshape",
-    "Slo",
-    "SpecificVersions",
-    "VersionPolicy",
-    "WarmupInput",
-    "is_own",
-    "name_problem",
-]
+# More levels than anybody tells apart; each level is a queue of its own.
+MAX_PRIORITY_LEVELS = 1024
+
+
+class QueuePolicy(ConfigPart):
+    """Limits on the time in the queue and on its length."""
+
+    timeout_action: Annotated[Literal["REJECT", "DELAY"], *one_of(("REJECT", "DELAY"))] = Field(
+        default="REJECT",
+        description="After the timeout, `REJECT` refuses the request and `DELAY` puts it behind all others.",
+    )
+    default_timeout_microseconds: Duration = Field(
+        default=0, description="Maximum time in the queue, in microseconds; 0: no limit."
+    )
+    allow_timeout_override: Flag = Field(
+        default=False,
+        description="Allows a request's parameter `timeout`, in microseconds, to shorten "
+        "`default_timeout_microseconds`. As in Triton, it has no effect if that is 0. Without the override "
+        "the parameter is ignored.",
+    )
+    max_queue_size: Count = Field(
+        default=0, description="Maximum requests in the queue; further ones are refused. 0: the server's own bound."
+    )
+
+
+class DynamicBatching(ConfigPart):
+    """Merges waiting requests into batches. An empty block enables it with the defaults."""
+
+    preferred_batch_size: tuple[PositiveCount, ...] = Field(
+        default=(), description="Batch sizes in rows that run without further delay; `max_batch_size` if absent."
+    )
+    max_queue_delay_microseconds: Duration = Field(
+        default=0, description="Maximum delay of the oldest request to form a larger batch, in microseconds."
+    )
+    preserve_ordering: Flag = Field(default=False, description="Sends responses in the order of the requests.")
+    priority_levels: Annotated[int, Field(strict=True, ge=0, le=MAX_PRIORITY_LEVELS)] = Field(
+        default=0, description="Number of priority levels; 1 is the highest. 0: no priorities."
+    )
+    default_priority_level: Count = Field(
+        default=0,
+        description="Level of requests without a priority or with one outside the levels; required with "
+        "`priority_levels`.",
+    )
+    default_queue_policy: QueuePolicy = Field(
+        default=QueuePolicy(), description="Queue policy of every level that has none in `priority_queue_policy`."
+    )
+    priority_queue_policy: dict[Annotated[int, Field(ge=1)], QueuePolicy] = Field(
+        default={}, description="Queue policies by priority level."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> DynamicBatching:
+        problems = []
+        levels = self.priority_levels
+        if levels and not 1 <= self.default_priority_level <= levels:
+            message = f"default_priority_level {self.default_priority_level} is not one of the {levels} priority_levels"
+            problems.append(Problem(("default_priority_level",), message, f"write a level from 1 to {levels}"))
+        if not levels and self.default_priority_level:
+            message = "default_priority_level is set, priority_levels is not"
+            problems.append(Problem(("default_priority_level",), message, "set priority_levels, or remove it"))
+        if self.preserve_ordering and levels > 1:
+            message = "preserve_ordering and several priority_levels contradict each other"
+            problems.append(Problem(("preserve_ordering",), message, "keep one of them"))
+        problems += [
+            Problem(
+                ("priority_queue_policy", level), f"there is no priority level {level}", f"priority_levels is {levels}"
+            )
+            for level in self.priority_queue_policy
+            if level > levels
+        ]
+        if problems:
+            raise Problems(problems)
+        return self
+
+
+InstanceKind = Literal["KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"]
+
+
+class InstanceGroup(ConfigPart):
+    """Instances of the model that run in parallel."""
+
+    name: Text = Field(default="", description="Name in the log; the model's name and a number if absent.")
+    kind: Annotated[InstanceKind, *one_of(("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL"), "KIND_")] = Field(
+        default="KIND_AUTO", description="Device of the instances; KIND_AUTO follows the machine."
+    )
+    count: PositiveCount = Field(default=1, description="Number of instances (on each GPU of `gpus` for KIND_GPU).")
+    gpus: tuple[Count, ...] = Field(default=(), description="GPU numbers; all the machine's GPUs if absent.")
+
+    @property
+    def is_default(self) -> bool:
+        """True if the configuration names no instance group and this one stands in for it."""
+        return not self.model_fields_set & {"kind", "count", "gpus"}
+
+    @model_validator(mode="after")
+    def _check(self) -> InstanceGroup:
+        if self.kind == "KIND_CPU" and self.gpus:
+            raise Problems(
+                [Problem(("gpus",), "gpus are named in a group of KIND_CPU", "remove gpus, or write KIND_GPU")]
+            )
+        return self
+
+
+class LatestVersions(ConfigPart):
+    """Serve the highest version numbers."""
+
+    num_versions: PositiveCount = Field(default=1, description="Number of versions.")
+
+
+class AllVersions(ConfigPart):
+    """Serve every version."""
+
+
+class SpecificVersions(ConfigPart):
+    """Serve the listed versions."""
+
+    versions: tuple[Version, ...] = Field(min_length=1, description="Version numbers.")
+
+
+class VersionPolicy(ConfigPart):
+    """Selects the served versions; exactly one of the three fields."""
+
+    latest: LatestVersions | None = Field(default=None, description="The highest version numbers.")
+    all: AllVersions | None = Field(default=None, description="Every version: `all: {}`.")
+    specific: SpecificVersions | None = Field(default=None, description="The listed versions.")
+
+    @model_validator(mode="after")
+    def _check(self) -> VersionPolicy:
+        if (self.latest, self.all, self.specific).count(None) != 2:
+            raise Problems([Problem((), "one policy is needed", "write exactly one of latest, all, specific")])
+        return self
+
+
+LATEST_VERSION = VersionPolicy(latest=LatestVersions())
+
+
+_CLIENT = re.compile(CLIENT_PATTERN)
+_MAX_RATE_HZ = 1e9
+# Beyond these, one client's turn would be lost in the rounding of the others'.
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
+
+
+def _client(value: str) -> str:
+    if not _CLIENT.fullmatch(value):
+        cure = "write it as the client sends it: 1 to 128 visible ASCII characters"
+        raise Problems([Problem((), f"{value[:80]!r} cannot be the name of a client", cure)])
+    return value
+
+
+ClientName = Annotated[str, Field(strict=True), AfterValidator(_client)]
+Weight = Annotated[float, Field(strict=True, ge=_MIN_WEIGHT, le=_MAX_WEIGHT)]
+
+
+class Slo(ConfigPart):
+    """The latency objective. A response that is late all the same is still delivered."""
+
+    p99_ms: Annotated[float, Field(strict=True, gt=0)] | None = Field(
+        default=None,
+        description="Latency in milliseconds that 99 % of requests keep. Requests that would miss it are rejected at "
+        "once.",
+    )
+
+
+class RateLimit(ConfigPart):
+    """Rate limit of one client: a token bucket."""
+
+    requests_per_s: Annotated[float, Field(strict=True, gt=0, le=_MAX_RATE_HZ)] = Field(
+        description="Sustained requests per second."
+    )
+    burst: PositiveCount | None = Field(
+        default=None, description="Maximum requests in a burst; if absent, one second's requests."
+    )
+
+    @property
+    def most_at_once(self) -> int:
+        """`burst`, or what stands for it."""
+        return self.burst or max(1, int(self.requests_per_s))
+
+
+class RateLimits(ConfigPart):
+    """Rate limits of clients. A request over the limit is refused (429, RESOURCE_EXHAUSTED), even if the queue is empty."""
+
+    default: RateLimit | None = Field(
+        default=None,
+        description="Limit of each client that is not listed, and of all unnamed clients together; unlimited if absent.",
+    )
+    clients: dict[ClientName, RateLimit] = Field(default={}, description="Limits by client name.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RateLimits:
+        if self.default is None and not self.clients:
+            raise Problems([Problem((), "rate_limits limits nobody", "write default, clients, or both")])
+        return self
+
+
+class FairSharing(ConfigPart):
+    """Shares of clients within each priority level, in proportion to their weights."""
+
+    default_weight: Weight = Field(
+        default=1.0,
+        description="Weight of each client that is not listed; all unnamed clients are one client.",
+    )
+    weights: dict[ClientName, Weight] = Field(
+        default={}, description="Weights by client name: weight 2 gets twice the share of weight 1."
+    )
 
 
 class Backend(ConfigPart):

@@ -201,7 +201,7 @@ class LogControl(Protocol):
 
 
 class Overview(Protocol):
-    """What the server's own page shows; see `headrace.repository.overview.Overview`."""
+    """What the server's own page shows; see `headrace.repository.reports.Overview`."""
 
     async def status(self) -> Mapping[str, object]:
         """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""
@@ -225,7 +225,7 @@ class Services:
         version: of Headrace.
         name: of the server, in its metadata.
         extensions: of the protocol, exactly those that are switched on.
-        explain: reports in JSON what limits a model's version now ("" is the latest), see `headrace.repository.explaining`.
+        explain: reports in JSON what limits a model's version now ("" is the latest), see `headrace.repository.reports`.
     """
 
     models: Models

@@ -14,7 +14,7 @@ from headrace.observability import metrics_table as table
 
 
 class Loads(Protocol):
-    """How often a version was loaded; see `headrace.repository.residency.Loads`."""
+    """How often a version was loaded; see `headrace.repository.gpu_model_cache.Loads`."""
 
     count: int
     time_ns: int
@@ -24,7 +24,7 @@ class Loads(Protocol):
 
 
 class Memory(Protocol):
-    """Who holds the memory of GPUs; see `headrace.repository.residency.Residency`."""
+    """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.Residency`."""
 
     ledger: Ledger
 

@@ -143,7 +143,7 @@ def _states(states: States) -> Metric:
     return family
 
 
-# In the order of a version's life; see `headrace.repository.lifecycle.State`.
+# In the order of a version's life; see `headrace.repository.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
 _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
     (table.ERRORS, ERRORS),

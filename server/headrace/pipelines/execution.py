@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from headrace.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined, is_prompt
 from headrace.core.model_config import ModelConfig
-from headrace.core.picture_config import picture_input, scores_output
 from headrace.core.tensor import BY_CONFIG_NAME, Array
-from headrace.core.tensor_config import Postprocess
+from headrace.core.tensor_config import Postprocess, picture_input, scores_output
 from headrace.pipelines.recipe import ImageRecipe
 
 # From a row of scores to probabilities and the best classes: what `postprocess` does on a CPU.

@@ -1,35 +1,226 @@
-"""Brings one model's versions to serve, replaces them and takes them back. Everything here runs on the control thread."""
+"""Deploys, replaces and removes the versions of a model; closes replaced versions in the background.
+
+`Deployments` runs on the control thread. Each replaced version is closed on a thread of its own (`Drains`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
-from headrace.config.document import Document, refuse
+from headrace.config.documents import Document, refuse, to_triton_json
+from headrace.config.model_folder import ModelFolder, filename_problem, read_model_folder, served_versions
 from headrace.config.serving_plan import Plan, asks_for_tensorrt, samples_seen
-from headrace.config.triton_json import to_triton_json
-from headrace.core.errors import ConfigError, HeadraceError
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
 from headrace.core.ledger import NoRoom
 from headrace.observability.tally import BUILDS, LOADS
-from headrace.repository.artefacts import told_of
 from headrace.repository.builds import Builds, Order
-from headrace.repository.draining import Drains
-from headrace.repository.file_look import GONE, Look, look_at_version, look_at_versions, without_builds
-from headrace.repository.lifecycle import State
-from headrace.repository.loader import Loader
-from headrace.repository.overrides import PrivateFolder
-from headrace.repository.registry import Registry, Serving
+from headrace.repository.folders import GONE, Look, look_at_version, look_at_versions, without_builds
+from headrace.repository.loader import Loader, told_of
+from headrace.repository.registry import Registry, Serving, State
 from headrace.scheduling.handle import ModelHandle
 
-_T = TypeVar("_T")
+MAX_FILES = 1024
+MAX_BYTES = 1 << 30
+_MAX_PATH = 240
+_MAX_DEPTH = 8
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+
+
+def check_files(files: Mapping[str, bytes], config: Document) -> None:
+    """Hold files against what a load request may bring: files below a version's folder, label files, data for warm-ups.
+
+    Args:
+        files: content by path in the model's folder.
+        config: of the same request; it names the label files.
+
+    Raises:
+        BadRequest: a path that is none of these, or two that stand in each other's way.
+        TooLarge: too many, or too much.
+    """
+    if len(files) > MAX_FILES:
+        raise TooLarge(f"the load request brings {len(files)} files, {MAX_FILES} are the most")
+    size = sum(map(len, files.values()))
+    if size > MAX_BYTES:
+        raise TooLarge(f"the files of the load request have {size} bytes, {MAX_BYTES} are the most")
+    labels = set(_label_files(config))
+    for path in files:
+        _check_path(path, labels)
+    for path in files:
+        for folder in PurePosixPath(path).parents:
+            if str(folder) in files:
+                raise BadRequest(f"'file:{folder}' cannot be a file and the folder of 'file:{path}' at once")
+    if not any(_VERSION.fullmatch(path.partition("/")[0]) for path in files):
+        raise BadRequest("the load request brings files but no version; send 'file:1/model.onnx'")
+
+
+def _check_path(path: str, labels: set[str]) -> None:
+    shown = ascii("file:" + path[:80])  # it reaches logs and terminals
+    problem = filename_problem(path)
+    if problem is not None:
+        raise BadRequest(f"parameter {shown} leads out of the model's folder ({problem[1]})")
+    parts = PurePosixPath(path).parts
+    if (
+        not path.isprintable()
+        or len(path.encode()) > _MAX_PATH
+        or len(parts) > _MAX_DEPTH
+        or str(PurePosixPath(path)) != path
+    ):
+        raise BadRequest(
+            f"Invalid file path: parameter {shown} is no plain path; write one such as 'file:1/model.onnx'"
+        )
+    if len(parts) > 1 and (_VERSION.fullmatch(parts[0]) or parts[0] == "warmup"):
+        return
+    if path not in labels:
+        raise BadRequest(
+            f"parameter {shown} is no file of a version; send 'file:<version>/<name>', 'file:warmup/<name>', or a file that "
+            "the configuration names as label_filename"
+        )
+
+
+def _label_files(config: Document) -> Iterable[str]:
+    outputs = config.data.get("output", [])
+    for output in outputs if isinstance(outputs, list) else []:
+        if isinstance(output, dict) and isinstance(name := output.get("label_filename"), str):
+            yield name
+
+
+class PrivateFolder:
+    """A folder of the server's own with one model in it; removed when nobody holds it any more. Thread-safe.
+
+    Args:
+        name: of the model.
+        files: checked content by path in the model's folder.
+
+    Raises:
+        Unavailable: the files cannot be stored.
+
+    Attributes:
+        repository: the folder; only this process's user may look into it.
+        path: of the model in it.
+    """
+
+    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+        self._lock = threading.Lock()
+        self._holders = 1
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise Unavailable(f"the files of the load request cannot be stored: {error.strerror}") from error
+        self.repository = Path(self._folder.name)
+        self.path = self.repository / name
+        try:
+            for path, content in files.items():
+                target = self.path / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("xb") as stream:
+                    stream.write(content)
+        except OSError as error:
+            self._folder.cleanup()
+            raise Unavailable(f"the files of the load request cannot be stored: {error.strerror}") from error
+
+    def hold(self) -> None:
+        """One more has need of it."""
+        with self._lock:
+            self._holders += 1
+
+    def release(self) -> None:
+        """One less; the last one removes it."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        self._folder.cleanup()
+
 
 logger = logging.getLogger("headrace.control")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drain:
+    name: str
+    version: str
+    handle: ModelHandle
+    after: Callable[[], None]
+    thread: threading.Thread
+
+
+class Drains:
+    """Closes handles in the background, and tells the registry when the last one of an unloaded version has ended.
+
+    Ownership: `_active` is guarded by `_lock`; the registry's lock may be taken under it, never the other way round.
+
+    Args:
+        registry: that learns of the end.
+        on_closed: called with every handle that was closed.
+    """
+
+    def __init__(self, registry: Registry, on_closed: Callable[[ModelHandle], None] = lambda _handle: None) -> None:
+        self._registry = registry
+        self._on_closed = on_closed
+        self._lock = threading.Lock()
+        self._active: set[_Drain] = set()
+
+    def begin(self, name: str, version: str, handle: ModelHandle, after: Callable[[], None]) -> None:
+        """Close a handle once its requests are answered, however long that takes.
+
+        Args:
+            name: of the model.
+            version: its number.
+            handle: that nobody can lease any more.
+            after: called when it is closed, and once more if that comes too late for `wait`.
+        """
+        thread = threading.Thread(target=lambda: self._run(drain), name=f"drain {name}/{version}", daemon=True)
+        drain = _Drain(name, version, handle, after, thread)
+        with self._lock:
+            self._active.add(drain)
+        thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """At the end of the process: wait for all drains; what has not ended after `timeout_s` answers with an error.
+
+        Returns:
+            False if something still runs.
+        """
+        deadline_ns = monotonic_ns() + int(timeout_s * NS_PER_S)
+        with self._lock:
+            drains = list(self._active)
+        for drain in drains:
+            drain.thread.join(max((deadline_ns - monotonic_ns()) / NS_PER_S, 0.0))
+        late = [drain for drain in drains if drain.thread.is_alive() and not drain.handle.close(0.0)]
+        for drain in late:
+            drain.after()  # the process is about to end without it
+            logger.error("model %s version %s did not stop within %g s", drain.name, drain.version, timeout_s)
+            if self._registry.state(drain.name, drain.version) is State.UNLOADING:
+                self._registry.mark(drain.name, drain.version, State.UNAVAILABLE, "it did not stop in time")
+        return not late
+
+    def _run(self, drain: _Drain) -> None:
+        try:
+            drain.handle.close(None)
+            self._on_closed(drain.handle)
+            drain.after()
+            logger.info("model %s version %s has ended", drain.name, drain.version)
+        except BaseException:  # the index must not say for ever that it is being unloaded
+            logger.exception("model %s version %s could not be closed", drain.name, drain.version)
+        finally:
+            with self._lock:
+                self._active.discard(drain)
+                others = any((other.name, other.version) == (drain.name, drain.version) for other in self._active)
+                if not others:
+                    self._registry.drained(drain.name, drain.version)
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,20 @@
-"""The only factory: a model's folder, a version and what to load of it in, a running `ModelHandle` out."""
+"""Loads a model version: takes the model's folder, a version and its serving plan, returns a running `ModelHandle`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from headrace.backends.base import Backend, Execution, LoadedModel
-from headrace.config.config_reader import ModelFolder
-from headrace.config.digests import onnx_digest
-from headrace.config.machine import Machine
+from headrace.backends.process.backend import IsolatedBackend
+from headrace.config.completion import contradictions
+from headrace.config.manifest import Machine, Stamp, onnx_digest
+from headrace.config.model_folder import ModelFolder
+from headrace.config.onnx_model import read_signature
 from headrace.config.serving_plan import GpuRuntime, Plan, engine_folder, serving_plan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
@@ -20,16 +23,111 @@ from headrace.core.ledger import Account, NoRoom
 from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
+from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.observability.recorder import Recorder
 from headrace.pipelines.execution import Steps, steps_of, with_pictures
-from headrace.repository.artefacts import check_engine, version_parameters
-from headrace.repository.measuring import Measuring
-from headrace.repository.profile_store import NOTHING_KEPT, KeptProfile, ProfileStore, cores
-from headrace.repository.residency import Residency
+from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.latency_measurement import NOTHING_KEPT, KeptProfile, Measuring, ProfileStore, cores
 from headrace.repository.warmup import WarmUp, make_warmups
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, LevelPolicy, QueueLimits, Quota, RateLimits, Sharing
+
+# What measurements are called in a stamp -> how people say them.
+_MEASURED = {
+    "top1_agreement": "top-1 agreement with FP32",
+    "accuracy": "accuracy",
+    "reference_accuracy": "accuracy in FP32",
+}
+
+
+def check_engine(plan: Plan, config: ModelConfig) -> None:
+    """Hold an engine in ONNX against the configuration: it takes and gives what the model does, and nothing from elsewhere.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if plan.artefact is None or plan.artefact.suffix != ".onnx":
+        return
+    name = plan.artefact.name
+    problems = contradictions(config, read_signature(plan.artefact, name))
+    if problems:
+        raise ConfigError([Finding(name, None, problem.message, problem.cure) for problem in problems])
+
+
+def told_of(stamp: Stamp) -> str:
+    """Precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
+    accuracy = stamp.accuracy or {}
+    measured = [
+        f"{words} {100 * value:.1f} %"
+        for name, words in _MEASURED.items()
+        if isinstance(value := accuracy.get(name), float | int) and not isinstance(value, bool)
+    ]
+    return ", ".join([stamp.precision, *measured])
+
+
+def version_parameters(plan: Plan, devices: Sequence[int]) -> dict[str, str | float | bool]:
+    """Metadata of a version: the runtime, device, precision and artefact that serve it, and the facts of its engine.
+
+    Args:
+        plan: what is loaded.
+        devices: numbers of the GPUs that run it; empty on the CPU.
+    """
+    numbers = ",".join(map(str, sorted(set(devices))))
+    placement: dict[str, str | float | bool] = {
+        "headrace.runtime": plan.runtime,
+        "headrace.device": f"GPU {numbers}" if devices else "CPU",
+        "headrace.precision": plan.served_precision,
+        "headrace.artefact": plan.file.name,
+    }
+    if plan.not_on_gpu:
+        placement["headrace.not_on_gpu"] = plan.not_on_gpu
+    return placement if plan.stamp is None else {**placement, **engine_parameters(plan.stamp)}
+
+
+def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
+    """What the metadata of a model say of the engine that serves it, each under a name that begins with "engine."."""
+    accuracy = stamp.accuracy or {}
+    found: dict[str, str | float | bool] = {
+        "engine.file": stamp.artefact,
+        "engine.precision": stamp.precision,
+        "engine.below_accuracy_bar": stamp.forced,
+    }
+    if stamp.forced:
+        found["engine.refusal"] = "; ".join(stamp.refusal)
+    for name in (*_MEASURED, "cosine"):
+        value = accuracy.get(name)
+        if isinstance(value, float | int):
+            found[f"engine.{name}"] = value
+    return found
+
+
+# Where each backend is made, for the process that is to make it.
+FACTORIES = {
+    "onnxruntime": "headrace.backends.onnxruntime:OnnxRuntimeBackend",
+    "tensorrt": "headrace.backends.tensorrt.backend:TensorRtBackend",
+}
+
+
+def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
+    """A backend that loads the model into a process of its own.
+
+    Args:
+        runtime: name of the backend that runs it there.
+        config: complete.
+    """
+    return IsolatedBackend(config.name, FACTORIES[runtime], config.isolation_timeout_s, _batch_bytes(config))
+
+
+def _batch_bytes(config: ModelConfig) -> int:
+    """Inputs and outputs of the largest batch; where a size is free it counts as 1, and elements of text as 8 bytes."""
+    tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
+    row_bytes = sum(
+        BY_CONFIG_NAME[tensor.data_type].dtype.itemsize * math.prod(max(size, 1) for size in tensor.dims)
+        for tensor in tensors
+    )
+    return row_bytes * max(config.max_batch_size, 1)
+
 
 logger = logging.getLogger("headrace.loader")
 
@@ -196,7 +294,13 @@ class Loader:
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.process.backend import IsolatedBackend
         from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
-        from headrace.repository.gpus import backend_parameters, check_tensors, devices_of, join_steps, memory_bytes
+        from headrace.repository.gpu_backend import (
+            backend_parameters,
+            check_tensors,
+            devices_of,
+            join_steps,
+            memory_bytes,
+        )
 
         devices = devices_of(config)
         backend, parameters = self._opened(chosen.runtime, config), backend_parameters(config, devices)
@@ -217,8 +321,6 @@ class Loader:
     def _opened(self, runtime: str, config: ModelConfig) -> Backend:
         """A backend, in this process or in one of the model's own."""
         if config.isolation == "process":
-            from headrace.repository.isolation import isolated
-
             return isolated(runtime, config)
         return self.backend(runtime)
 
@@ -234,7 +336,7 @@ class Loader:
             if isinstance(error.__cause__, Unsupported):
                 raise error.__cause__ from None
             raise
-        from headrace.repository.gpus import tensorrt_machine
+        from headrace.repository.gpu_backend import tensorrt_machine
 
         return tensorrt_machine()
 

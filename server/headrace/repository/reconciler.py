@@ -1,4 +1,4 @@
-"""The control thread: brings what is served in line with what is wanted, at start, on request, and as folders change."""
+"""The control thread: brings the served models in line with the requested ones at start, on request and as folders change."""
 
 from __future__ import annotations
 
@@ -12,20 +12,72 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from headrace.config.config_json import read_config_json
+from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
 from headrace.core.model_config import name_problem
 from headrace.repository.builds import BUILDER, Builds, Order
-from headrace.repository.deployment import Deployments, Source
-from headrace.repository.draining import Drains
-from headrace.repository.file_look import GONE, look_at_model
-from headrace.repository.lifecycle import State
+from headrace.repository.deployment import Deployments, Drains, PrivateFolder, Source, check_files
+from headrace.repository.folders import GONE, Found, Look, Skipped, find, look_at_model, scan
 from headrace.repository.loader import Loader
-from headrace.repository.overrides import PrivateFolder, check_files
-from headrace.repository.registry import Registry
-from headrace.repository.repository import Found, Skipped, find, scan
-from headrace.repository.watcher import Watcher
+from headrace.repository.registry import Registry, State
+
+
+@dataclass(slots=True)
+class _Model:
+    look: Look
+    since_ns: int
+    looks: int
+    done: Look
+
+
+class Watcher:
+    """Tells when to act: once a model has looked the same for the settle time, in two looks at least.
+
+    Args:
+        settle_ns: how long nothing may have changed, in nanoseconds.
+    """
+
+    def __init__(self, settle_ns: int) -> None:
+        self._settle_ns = settle_ns
+        self._models: dict[str, _Model] = {}
+
+    def see(self, looks: Mapping[str, Look], now_ns: int) -> list[str]:
+        """Take a look at all models and give those to act on, each only once for every way it looks.
+
+        A model that is not among `looks` has been removed; that too must last before it counts.
+
+        Args:
+            looks: by model name.
+            now_ns: monotonic.
+        """
+        due: list[str] = []
+        for name in sorted(looks.keys() | self._models.keys()):
+            look = looks.get(name, GONE)
+            model = self._models.get(name)
+            if model is None:
+                model = self._models[name] = _Model(look, now_ns, 0, GONE)
+            if model.look != look:
+                model.look, model.since_ns, model.looks = look, now_ns, 0
+            model.looks += 1
+            if model.look == model.done:
+                if look == GONE:
+                    del self._models[name]
+            elif model.looks > 1 and now_ns - model.since_ns >= self._settle_ns:
+                model.done = look
+                due.append(name)
+        return due
+
+    @property
+    def names(self) -> set[str]:
+        """Every model that is there, or was until a moment ago."""
+        return set(self._models)
+
+    @property
+    def restless(self) -> bool:
+        """True while some model has changed and is not at rest yet."""
+        return any(model.look != model.done for model in self._models.values())
+
 
 logger = logging.getLogger("headrace.control")
 

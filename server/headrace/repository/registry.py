@@ -1,21 +1,114 @@
-"""Which versions serve now. The event loop reads, the control thread writes; what is read is swapped whole, never changed.
+"""The model registry: which versions serve, the state of every version, and the legal steps between states.
 
-Ownership: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
+The event loop reads and the control thread writes. What is read is replaced as a whole and never changed in place.
+
+Ownership of `Registry`: `_serving` is replaced under `_lock` and read without it; `_records` is read and written under it.
 """
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Literal
 
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
 from headrace.observability.statistics import to_triton
-from headrace.repository.lifecycle import State, step
-from headrace.repository.similar_names import SimilarNames
 from headrace.scheduling.handle import ModelHandle
+
+
+class State(Enum):
+    """Where a version is; `word` is how the repository index says it."""
+
+    UNKNOWN = "UNKNOWN"
+    """Found in the repository, not looked at yet."""
+    LOADING = "LOADING"
+    """Its files are being read, its instances started."""
+    READY = "READY"
+    """It serves."""
+    UNAVAILABLE = "UNAVAILABLE"
+    """It cannot serve; the reason is kept (a broken model, or all its instances died)."""
+    UNLOADING = "UNLOADING"
+    """It takes no new requests and finishes what it has."""
+    UNLOADED = "UNLOADED"
+    """It was unloaded, or never loaded because nobody asked for it."""
+
+    @property
+    def word(self) -> str:
+        """The word of Triton's repository index, which has none for a model that is not loaded but the reason."""
+        return State.UNAVAILABLE.value if self is State.UNLOADED else self.value
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.UNKNOWN: frozenset({State.LOADING, State.UNAVAILABLE, State.UNLOADED}),
+    # UNLOADED: nothing of it served yet, since it waited for its engine.
+    State.LOADING: frozenset({State.READY, State.UNAVAILABLE, State.UNLOADED}),
+    # A version that is replaced stays READY: there is no moment in which it does not serve.
+    State.READY: frozenset({State.UNLOADING, State.UNAVAILABLE}),
+    # READY: one of its instances that had died is back.
+    State.UNAVAILABLE: frozenset({State.LOADING, State.UNLOADING, State.READY}),
+    # LOADING: wanted again while the requests of before are still being answered.
+    State.UNLOADING: frozenset({State.UNLOADED, State.UNAVAILABLE, State.LOADING}),
+    State.UNLOADED: frozenset({State.LOADING}),
+}
+
+
+def step(current: State, following: State) -> State:
+    """The following state, if the step is legal.
+
+    Raises:
+        ValueError: it is not; a fault of ours.
+    """
+    if following not in TRANSITIONS[current]:
+        raise ValueError(f"a version cannot go from {current.name} to {following.name}")
+    return following
+
+
+# Names beyond these are not indexed, and no more than three are suggested.
+MAX_NAMES = 256
+MAX_SUGGESTIONS = 3
+_MAX_LENGTH = 64
+_SEPARATORS = re.compile(r"[._\-\s]+")
+
+
+class SimilarNames:
+    """Finds names that differ by one character (added, left out, replaced or swapped), by case or by separators.
+
+    Each name is stored under its text without case and separators and under that text with each one character left out
+    (SymSpell, W. Garbe). A search looks up the same texts of its own name, so it takes at most 65 look-ups.
+
+    Args:
+        names: to search; the first `MAX_NAMES` in alphabetical order.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names: dict[str, list[str]] = {}
+        for name in sorted(names)[:MAX_NAMES]:
+            for key in _keys(name):
+                self._names.setdefault(key, []).append(name)
+
+    def find(self, name: str) -> list[str]:
+        """At most `MAX_SUGGESTIONS` similar names, the same but for case and separators first, then alphabetically."""
+        if len(name) > _MAX_LENGTH:
+            return []
+        exact = self._names.get(_plain(name), [])
+        found = {similar for key in _keys(name) for similar in self._names.get(key, [])}
+        return sorted(found, key=lambda similar: (similar not in exact, similar))[:MAX_SUGGESTIONS]
+
+
+def _plain(name: str) -> str:
+    return _SEPARATORS.sub("", name.lower())
+
+
+def _keys(name: str) -> Iterator[str]:
+    plain = _plain(name)
+    yield plain
+    if len(plain) > 2:  # of two characters, one left out is similar to nothing
+        yield from {plain[:index] + plain[index + 1 :] for index in range(len(plain))} - {plain}
+
 
 ReadyWhen = Literal["any", "all"]
 

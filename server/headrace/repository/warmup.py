@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from headrace.backends.base import Execution
-from headrace.config.document import refuse
-from headrace.config.warmup_check import FOLDER, MAX_INPUT_BYTES, feed_dims
-from headrace.core.model_config import ModelConfig, ModelInput, WarmupInput
+from headrace.config.documents import refuse
+from headrace.config.model_folder import FOLDER, MAX_INPUT_BYTES, feed_dims
+from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BF16, BY_CONFIG_NAME, BYTES, Array, Datatype
+from headrace.core.tensor_config import ModelInput, WarmupInput
 
 logger = logging.getLogger("headrace.warmup")
 

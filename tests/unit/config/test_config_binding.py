@@ -4,11 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headrace.config.config_binding import bind
-from headrace.config.config_support import REFUSED
-from headrace.config.document import Document
-from headrace.config.pbtxt_reader import read_pbtxt
-from headrace.config.yaml_reader import read_yaml
+from headrace.config.completion import REFUSED, bind
+from headrace.config.documents import Document, read_pbtxt, read_yaml
 from headrace.core.errors import Finding
 from headrace.core.model_config import ModelConfig
 

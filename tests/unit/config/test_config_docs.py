@@ -6,34 +6,33 @@ from typing import Any
 
 import pytest
 import yaml
-from headrace.config import schema
-from headrace.config.config_binding import bind
-from headrace.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
-from headrace.config.yaml_reader import read_yaml
+from headrace.config import documentation
+from headrace.config.completion import IGNORED, REFUSED, WITHOUT_EFFECT, bind
+from headrace.config.documents import read_yaml
 
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-@pytest.mark.parametrize("name", [schema.SCHEMA_FILE, schema.PAGE_FILE])
+@pytest.mark.parametrize("name", [documentation.SCHEMA_FILE, documentation.PAGE_FILE])
 def test_the_committed_docs_are_up_to_date(name: str, tmp_path: Path) -> None:
-    schema.write_docs(tmp_path)
+    documentation.write_docs(tmp_path)
     assert (DOCS / name).read_text(encoding="utf-8") == (tmp_path / name).read_text(encoding="utf-8"), "run `make docs`"
 
 
 def test_the_page_names_every_field_and_every_exception() -> None:
-    page = schema.configuration_page()
-    for path, model in schema._parts(schema.ModelConfig):
-        assert not path or f"## `{schema._title(path)}`" in page
+    page = documentation.configuration_page()
+    for path, model in documentation._parts(documentation.ModelConfig):
+        assert not path or f"## `{documentation._title(path)}`" in page
         assert all(f"| `{name}` |" in page for name in model.model_fields)
     for pattern in (*REFUSED, *IGNORED):
-        assert f"`{schema._title(tuple(pattern.split('.')))}`" in page
+        assert f"`{documentation._title(tuple(pattern.split('.')))}`" in page
     assert all(instead in page for instead in WITHOUT_EFFECT.values())
 
 
 def test_the_examples_of_the_page_are_valid_and_say_the_same() -> None:
-    from headrace.config.pbtxt_reader import read_pbtxt
+    from headrace.config.documents import read_pbtxt
 
-    blocks = schema.configuration_page().split("```")
+    blocks = documentation.configuration_page().split("```")
     from_yaml = next(block.removeprefix("yaml") for block in blocks if "# config.yaml" in block)
     from_pbtxt = next(block for block in blocks if "# config.pbtxt" in block)
     configs = [bind(read_yaml(from_yaml, "f"))[0], bind(read_pbtxt(from_pbtxt, "f"))[0]]
@@ -77,7 +76,7 @@ def accepts(part: Any, value: Any, root: Any) -> bool:
 
 
 def test_editors_accept_what_the_reader_accepts() -> None:
-    root = schema.json_schema()
+    root = documentation.json_schema()
     text = (
         (Path(__file__).parent / "triton_examples" / "tuned.yaml")
         .read_text()
@@ -102,12 +101,12 @@ def test_editors_accept_what_the_reader_accepts() -> None:
     ],
 )
 def test_editors_mark_what_the_reader_refuses(text: str) -> None:
-    root = schema.json_schema()
+    root = documentation.json_schema()
     assert not accepts(root, yaml.safe_load(text), root)
 
 
 def test_every_part_of_the_schema_is_described() -> None:
-    root = schema.json_schema()
+    root = documentation.json_schema()
     assert root["$schema"].endswith("2020-12/schema")
     parts = [root, *root["$defs"].values()]
     assert [name for part in parts for name, field in part["properties"].items() if not field.get("description")] == []
@@ -115,6 +114,6 @@ def test_every_part_of_the_schema_is_described() -> None:
 
 
 def test_the_command_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert schema.main([str(tmp_path)]) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {schema.SCHEMA_FILE, schema.PAGE_FILE}
+    assert documentation.main([str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {documentation.SCHEMA_FILE, documentation.PAGE_FILE}
     assert "wrote" in capsys.readouterr().out

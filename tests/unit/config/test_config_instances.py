@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from headrace.config.config_reader import read_model_folder
-from headrace.config.triton_json import to_triton_json
+from headrace.config.documents import to_triton_json
+from headrace.config.model_folder import read_model_folder
 from headrace.core.model_config import ModelConfig
 from headrace.repository.loader import handle_policy
 from onnx import TensorProto

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from headrace.config.config_binding import bind
-from headrace.config.config_json import read_config_json
-from headrace.config.pbtxt_reader import read_pbtxt
-from headrace.config.triton_json import to_triton_json
+from headrace.config.completion import bind
+from headrace.config.documents import read_config_json, read_pbtxt, to_triton_json
 from headrace.core.errors import ConfigError
 
 TEXT = """

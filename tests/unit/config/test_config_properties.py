@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from google.protobuf import json_format, text_format
-from headrace.config.config_binding import bind
-from headrace.config.config_reader import to_triton_json
-from headrace.config.document import Document
-from headrace.config.pbtxt_reader import read_pbtxt
-from headrace.config.yaml_reader import EXPONENT_NUMBER, read_yaml
+from headrace.config.completion import bind
+from headrace.config.documents import EXPONENT_NUMBER, Document, read_pbtxt, read_yaml, to_triton_json
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
 from hypothesis import HealthCheck, given, settings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
+from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from onnx import TensorProto

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.config.onnx_signature import read_signature
+from headrace.config.onnx_model import read_signature
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 

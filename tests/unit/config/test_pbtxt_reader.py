@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from headrace.config.pbtxt_reader import read_pbtxt
+from headrace.config.documents import read_pbtxt
 from headrace.core.errors import ConfigError
 
 SPELLINGS = """# a comment with { and "

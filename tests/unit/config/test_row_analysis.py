@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from headrace.config.row_analysis import RowVerdict, analyse_rows
+from headrace.config.onnx_model import RowVerdict, analyse_rows
 from onnx import TensorProto, helper
 
 from loadtest.onnx_models import onnx_model

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config import stamps as stamps_module
-from headrace.config.machine import Machine
-from headrace.config.stamps import (
+from headrace.config import manifest
+from headrace.config.manifest import (
     MAX_STAMP_BYTES,
     STAMP_FILE,
+    Machine,
     Stamp,
     Timing,
     artefact_name,
@@ -235,7 +235,7 @@ def test_a_folder_that_cannot_be_written_is_told(folder: Path, monkeypatch: pyte
     def full(_path: Path, _content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stamps_module, "write_durably", full)
+    monkeypatch.setattr(manifest, "write_durably", full)
     with pytest.raises(ConfigError, match="No space left"):
         write_stamp(folder, stamp)
     with pytest.raises(ConfigError, match="No such file"):
@@ -333,15 +333,15 @@ def test_an_artefact_changed_in_place_is_not_served_unless_its_size_is_believed(
 def test_a_reader_whose_artefact_is_replaced_looks_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = _stamp(folder), _stamp(folder, content=b"new", key="e" * 64)
     write_stamp(folder, old)
-    real = stamps_module.read_stamps
+    real = manifest.read_stamps
 
     def publish_after_the_first_look(path: Path) -> list[Stamp]:
         found = real(path)
         if found == [old]:
-            monkeypatch.setattr(stamps_module, "read_stamps", real)
+            monkeypatch.setattr(manifest, "read_stamps", real)
             write_stamp(path, new)
             (path / old.artefact).unlink()
         return found
 
-    monkeypatch.setattr(stamps_module, "read_stamps", publish_after_the_first_look)
+    monkeypatch.setattr(manifest, "read_stamps", publish_after_the_first_look)
     assert choose_in(folder, ONNX, CONFIG, CPU).stamp == new

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace.config.config_reader import to_triton_json
+from headrace.config.documents import to_triton_json
 from headrace.core.model_config import ModelConfig
 
 from tests.support.models import read_config_text

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from headrace.config.yaml_reader import read_value, read_yaml
+from headrace.config.documents import read_value, read_yaml
 from headrace.core.errors import ConfigError
 
 

@@ -196,11 +196,11 @@ def test_one_number_serves_all_channels() -> None:
 
 
 def _models(model: type[BaseModel], seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
-    from headrace.config.schema import _model_in
+    from headrace.config.completion import model_in
 
     seen.add(model)
     for field in model.model_fields.values():
-        inner = _model_in(field.annotation)
+        inner = model_in(field.annotation)
         if inner is not None and inner not in seen:
             _models(inner, seen)
     return seen

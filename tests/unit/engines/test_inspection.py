@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from headrace.config.config_reader import read_model_folder
-from headrace.config.layer_report import read_layers
-from headrace.config.stamps import Stamp, artefact_name, config_digest, onnx_digest, write_stamp
-from headrace.repository.file_look import look_at_version, without_builds
+from headrace.config.manifest import Stamp, artefact_name, config_digest, onnx_digest, read_layers, write_stamp
+from headrace.config.model_folder import read_model_folder
+from headrace.repository.folders import look_at_version, without_builds
 from headrace_engines.commands.inspect import add_arguments, run
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.machine import Machine
-from headrace.config.stamps import STAMP_FILE, Stamp, choose_in, read_stamps, write_stamp
+from headrace.config.manifest import STAMP_FILE, Machine, Stamp, choose_in, read_stamps, write_stamp
 from headrace.core.errors import ConfigError
 from headrace_engines import store as publishing
 from headrace_engines.errors import BuildError
@@ -199,8 +198,8 @@ def test_builders_for_two_machines_publish_at_once(store: Store, folder: Path) -
 READER = """
 import sys
 from pathlib import Path
-from headrace.config.machine import Machine
-from headrace.config.stamps import choose_in
+from headrace.config.manifest import Machine
+from headrace.config.manifest import choose_in
 
 folder, machine = Path(sys.argv[1]), Machine("onnxruntime", "1.31", "cpu", "avx2")
 seen, looks = set(), 0

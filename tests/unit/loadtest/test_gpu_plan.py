@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from onnx import TensorProto, helper, numpy_helper, save
 
 from loadtest.bench.results import at_least

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.config_reader import ModelFolder
-from headrace.config.stamps import is_artefact_name
-from headrace.repository.artefacts import Plan
+from headrace.config.manifest import is_artefact_name
+from headrace.config.model_folder import ModelFolder
+from headrace.config.serving_plan import Plan
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry

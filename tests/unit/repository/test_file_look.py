@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headrace.repository.file_look import GONE, look_at_model, look_at_version, look_at_versions, without_builds
+from headrace.repository.folders import GONE, look_at_model, look_at_version, look_at_versions, without_builds
 
 
 @pytest.fixture

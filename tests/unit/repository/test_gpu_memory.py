@@ -12,9 +12,9 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
 from headrace.observability.metrics import MemoryCollector
+from headrace.repository.gpu_model_cache import Residency
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
-from headrace.repository.residency import Residency
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support.fake_streams import LateCuda

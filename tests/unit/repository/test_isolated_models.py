@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from headrace.core.model_config import ModelConfig
 from headrace.core.request import InferRequest
-from headrace.repository import isolation
+from headrace.repository import loader as loader_module
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
@@ -95,7 +95,7 @@ def test_a_model_that_crashes_at_load_is_set_aside_and_its_neighbour_serves(
     repository = tmp_path / "repository"
     put(repository, 1, config="")
     add_model(repository, "crash", identity(), files={"config.yaml": ISOLATED + "parameters: {words: abort}\n"})
-    monkeypatch.setitem(isolation.FACTORIES, "onnxruntime", fragile.FACTORY)
+    monkeypatch.setitem(loader_module.FACTORIES, "onnxruntime", fragile.FACTORY)
 
     async def check(_: Reconciler, registry: Registry) -> None:
         state, reason = index(registry)["crash", "1"]
@@ -128,7 +128,7 @@ def test_the_memory_for_a_batch_follows_from_the_configuration() -> None:
             "output": [{"name": "y", "data_type": "fp32", "dims": [1000, -1]}],
         }
     )
-    made = isolation.isolated("onnxruntime", config)
+    made = loader_module.isolated("onnxruntime", config)
     assert (made.name, made.limit_s, made.slot_bytes) == ("m", 2.5, 4 * (224 * 224 * 3 + 4000))
 
 

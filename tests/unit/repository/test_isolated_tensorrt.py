@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from headrace.repository import isolation
+from headrace.repository import loader as loader_module
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
@@ -30,7 +30,7 @@ ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One here too, which the control plane asks for its name and size; no model of these tests may use it."""
     cuda = install_gpu(monkeypatch)
-    monkeypatch.setitem(isolation.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
+    monkeypatch.setitem(loader_module.FACTORIES, "tensorrt", fake_tensorrt_child.FACTORY)
     yield
     assert not cuda.live
     assert own_children() == []

@@ -12,12 +12,11 @@ import numpy as np
 import onnx
 import pytest
 from headrace.backends.base import ExecutionLost
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.repository.measuring import Measuring, backend_buckets, sizes
-from headrace.repository.profile_store import Kept
+from headrace.repository.latency_measurement import Kept, Measuring, backend_buckets, sizes
 from headrace.scheduling.latency_table import Profile
 
 from tests.support.models import add_model, identity, sum_difference, unbatched

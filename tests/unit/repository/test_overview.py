@@ -10,9 +10,8 @@ import orjson
 import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import NotFound
-from headrace.repository.lifecycle import State
-from headrace.repository.overview import Overview
-from headrace.repository.registry import Registry, Serving
+from headrace.repository.registry import Registry, Serving, State
+from headrace.repository.reports import Overview
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import ask

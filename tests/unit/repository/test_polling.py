@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.config.config_reader import ModelFolder
+from headrace.config.model_folder import ModelFolder
+from headrace.config.serving_plan import Plan
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest
-from headrace.repository.artefacts import Plan
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
 from headrace.repository.registry import Registry

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace.core.model_config import ModelConfig
-from headrace.repository import profile_store
-from headrace.repository.profile_store import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
+from headrace.repository import latency_measurement
+from headrace.repository.latency_measurement import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
 from headrace.scheduling.latency_table import Profile
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +74,7 @@ def test_the_key_is_all_that_decides_how_long_a_batch_takes(
             config(tmp_path / "t", CONFIG + parameter("intra_op_thread_count", "1")), "0" * 64, "onnxruntime", 2
         ),
     ]
-    monkeypatch.setattr(profile_store, "cores", lambda: 99)
+    monkeypatch.setattr(latency_measurement, "cores", lambda: 99)
     others.append(store.kept(mine, "0" * 64, "onnxruntime", 2))
     assert len({kept.key, *(other.key for other in others)}) == 6
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(kept: KeptProfile, caplog:
 
 
 def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_store, "_MOST_FILES", 4)
+    monkeypatch.setattr(latency_measurement, "_MOST_FILES", 4)
     store, some = ProfileStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import NotFound, Unavailable
-from headrace.repository.lifecycle import TRANSITIONS, State, step
-from headrace.repository.registry import Registry, Serving
+from headrace.repository.registry import TRANSITIONS, Registry, Serving, State, step
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import DEATH, FakeModel, ask, handle

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from headrace.core.errors import ConfigError
+from headrace.repository.folders import folders, scan
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
-from headrace.repository.repository import folders, scan
 
 from tests.support.models import add_model, affine
 from tests.unit.repository import control_thread

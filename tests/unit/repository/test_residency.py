@@ -10,7 +10,7 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Account, Kind, Ledger, NoRoom
-from headrace.repository.residency import Residency
+from headrace.repository.gpu_model_cache import Residency
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace.config.serving_plan import GpuRuntime, Plan, serving_plan
 from headrace.core.errors import ConfigError, Unavailable, Unsupported
-from headrace.repository.gpus import tensorrt_machine
+from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from headrace.repository.similar_names import MAX_NAMES, SimilarNames
+from headrace.repository.registry import MAX_NAMES, SimilarNames
 
 NAMES = SimilarNames(["resnet50", "resnet_50", "ResNet-152", "digits", "simple", "simple_int8", "ab"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from headrace.repository.gpus import tensorrt_machine
+from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.__main__ import main
-from headrace.config.config_reader import ModelFolder, read_model_folder
+from headrace.config.model_folder import ModelFolder, read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.repository import tuning
-from headrace.repository.tuning import Advice, Options, Point, advise, choose, default_counts, sweep
-from headrace.repository.tuning_inputs import tuning_inputs
+from headrace.repository.tuning import Advice, Options, Point, advise, choose, default_counts, sweep, tuning_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 

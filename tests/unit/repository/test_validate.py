@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace.repository import validate
-from headrace.repository.validate import inspect, main
+from headrace.commands import validate
+from headrace.commands.validate import inspect, main
 from rich.console import Console
 
 from tests.unit.config.onnx_models import write_model
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_neither_onnx_runtime_nor_a_server_is_imported(repository: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from rich.console import Console; from headrace.repository import validate; "
+        "import sys; from pathlib import Path; from rich.console import Console; from headrace.commands import validate; "
         f"validate.main([Path({str(repository)!r})], Console()); "
         "print([m for m in ('onnxruntime', 'fastapi', 'uvicorn', 'tritonclient') if m in sys.modules])"
     )
@@ -110,13 +110,13 @@ def test_a_model_that_crashes_its_runtime_does_not_hide_the_others(
     for name in ("a", "b", "c"):
         write_model(tmp_path / name)
     code = (
-        "import os, signal, sys; from headrace.repository import trial_load as t; load = t.trial_load\n"
+        "import os, signal, sys; from headrace.commands import validate as t; load = t.trial_load\n"
         "def crashing(name, folder, repository, state):\n"
         "    if name == 'b':\n"
         "        print('free(): invalid pointer', file=sys.stderr, flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGSEGV)\n"
         "    return load(name, folder, repository, state)\n"
-        "t.trial_load = crashing; t.main()"
+        "t.trial_load = crashing; t.load_in_this_process()"
     )
     monkeypatch.setattr(validate, "TRIAL_LOAD", (sys.executable, "-c", code))
     status, lines = run(tmp_path)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.backends.base import InputRefused
-from headrace.config import warmup_check
-from headrace.config.config_reader import ModelFolder, read_model_folder
+from headrace.config import model_folder
+from headrace.config.model_folder import ModelFolder, read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.core.tensor import BF16, BY_NAME, BYTES, DATATYPES, Array, Datatype
 from headrace.repository.warmup import WarmUp, Warmup, make_warmups
@@ -133,7 +133,7 @@ def test_an_input_that_nobody_feeds_is_told(tmp_path: Path) -> None:
 
 
 def test_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup_check, "MAX_INPUT_BYTES", 23)
+    monkeypatch.setattr(model_folder, "MAX_INPUT_BYTES", 23)
     with pytest.raises(ConfigError, match="more than 23 bytes"):
         read(tmp_path, "zero_data: true")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.repository.file_look import Look
-from headrace.repository.watcher import Watcher
+from headrace.repository.folders import Look
+from headrace.repository.reconciler import Watcher
 
 SETTLE_NS = 100
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx
-from headrace.config.machine import Machine
+from headrace.config.manifest import Machine
 from headrace.core.errors import HeadraceError
 from headrace.cuda import devices as gpus
 from headrace.cuda.driver import current

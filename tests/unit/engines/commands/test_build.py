@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.config.machine import Machine, onnxruntime_machine
+from headrace.config.manifest import Machine, onnxruntime_machine
 from headrace.config.serving_plan import GpuRuntime, cpu_pin, engine_folder, serving_plan
 from headrace.core.errors import Unsupported
 from headrace_engines.__main__ import main

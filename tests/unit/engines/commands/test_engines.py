@@ -11,8 +11,15 @@ from typing import Any
 
 import onnx
 import pytest
-from headrace.config.machine import Machine, onnxruntime_machine
-from headrace.config.stamps import STAMP_FILE, Stamp, config_digest, read_stamps, write_stamp
+from headrace.config.manifest import (
+    STAMP_FILE,
+    Machine,
+    Stamp,
+    config_digest,
+    onnxruntime_machine,
+    read_stamps,
+    write_stamp,
+)
 from headrace_engines.commands import engines as store_survey
 from headrace_engines.commands import engines as storing
 from headrace_engines.errors import BuildError

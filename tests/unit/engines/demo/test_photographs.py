@@ -3,7 +3,7 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
-from headrace.config.config_reader import read_model_folder
+from headrace.config.model_folder import read_model_folder
 from headrace_engines.demo import samples
 from headrace_engines.demo.catalogue import CATALOGUE
 from headrace_engines.quantization.sample_sources import open_samples

@@ -2,7 +2,8 @@ import io
 
 import numpy as np
 import pytest
-from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput, Preprocess
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor_config import ModelInput, ModelOutput, Preprocess
 from headrace.pipelines.image import decode, prepare
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.errors import BuildError

@@ -1,6 +1,6 @@
 """Writes `docs/config.schema.json` and `docs/configuration.md` from the configuration schema.
 
-python -m headrace.config.schema docs
+python -m headrace.config.documentation docs
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headrace.config.config_binding import model_in
-from headrace.config.config_completion import DEFAULT_MAX_BATCH_SIZE
-from headrace.config.config_support import IGNORED, REFUSED, WITHOUT_EFFECT
+from headrace.config.completion import DEFAULT_MAX_BATCH_SIZE, IGNORED, REFUSED, WITHOUT_EFFECT, model_in
 from headrace.core.model_config import HEADRACE_FIELDS, ModelConfig, is_own
 
 SCHEMA_FILE = "config.schema.json"

@@ -1,22 +1,23 @@
-"""What the server's own page shows: every version with its state, and what those that serve have counted so far.
+"""Reports about the models that serve: counters for the server's own page, and what limits a model now.
 
 All figures are totals since the version was loaded. Rates, percentiles of the last minute and curves follow from the difference
-of two answers, and are made by whoever watches: the server keeps no history, and no request pays for being watched.
+of two responses and are computed by the reader: the server keeps no history, and requests pay nothing for being observed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from headrace.config.layer_report import read_layers
-from headrace.config.stamps import is_artefact_name
-from headrace.core.clock import NS_PER_MS, Clock, monotonic_ns
+from headrace.config.manifest import is_artefact_name, read_layers
+from headrace.core.clock import NS_PER_MS, NS_PER_US, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, NotFound
 from headrace.observability.histogram import FIRST_NATIVE, SCHEMA
+from headrace.repository.folders import find
 from headrace.repository.registry import PLACEMENT, Registry
-from headrace.repository.repository import find
+from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
 from headrace.scheduling.handle import ModelHandle
 
 # One answer serves all who ask within this time, and longer where there are so many models that making it takes long: however
@@ -135,3 +136,66 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         # What counts as zero goes to the number below the first, which ends where that begins.
         "latency": {str(FIRST_NATIVE - 1 + place): int(latency[place]) for place in latency.nonzero()[0].tolist()},
     }
+
+
+class Explainer:
+    """Explains how a version fares; any thread may call it.
+
+    Args:
+        registry: of the versions that serve.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def __call__(self, model: str, version: str) -> dict[str, object]:
+        """What limits a version now, what matters most first, and the figures of the last seconds.
+
+        Args:
+            model: its name.
+            version: "" for the latest.
+
+        Returns:
+            name, version, limit (one word), summary (a sentence), findings (kind, explanation, cure, setting, expected of each)
+            and numbers.
+
+        Raises:
+            NotFound, Unavailable: as of `Registry.lease`.
+        """
+        handle = self._registry.lease(model, version)
+        try:
+            now = Situation(
+                handle.recorder.recent(),
+                handle.policy,
+                handle.profile,
+                handle.alive,
+                handle.depth,
+                handle.spec.max_batch_size > 0,
+                handle.profile.buckets,
+                handle.parked,
+            )
+            load = handle.load(by_level=False)
+            told = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
+            found = [*_off_gpu(handle), *limits(now)]
+            first = found[0]
+            return {
+                "name": model,
+                "version": handle.spec.version,
+                "limit": first.kind,
+                "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
+                "findings": [asdict(limit) for limit in found],
+                "numbers": numbers(now) | told,
+            }
+        finally:
+            handle.release()
+
+
+def _off_gpu(handle: ModelHandle) -> list[Limit]:
+    """Why the CPU serves a version on a machine with a GPU, or though a GPU is asked for; nothing where neither holds."""
+    reason = handle.spec.parameters.get("headrace.not_on_gpu")
+    if not reason:
+        return []
+    explanation = f"{handle.spec.parameters.get('headrace.runtime')} runs it on the CPU, not on the GPU: {reason}"
+    return [
+        Limit("not_on_gpu", explanation, 'see docs/gpu.md, "Which runtime serves a model"', "optimization.precision")
+    ]

@@ -1,8 +1,13 @@
-"""`headrace validate`: loads every model of a repository as the server does, and reports all that is wrong, without serving."""
+"""`headrace validate`: loads every model of a repository as the server does and reports every problem, without serving.
+
+Run as a module it is the child process that loads the models: `python -m headrace.commands.validate`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,14 +22,20 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headrace.config.config_reader import ModelFolder, read_model_folder, served_versions
+from headrace.config.model_folder import ModelFolder, read_model_folder, served_versions
 from headrace.core.command_line import did_you_mean
+from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.model_config import ModelConfig, ModelInput, ModelOutput
-from headrace.repository.file_repository import open_paths
-from headrace.repository.repository import Skipped, folder_names, folders, is_model_folder
+from headrace.core.model_config import ModelConfig
+from headrace.core.tensor_config import ModelInput, ModelOutput
+from headrace.repository.builds import BUILDER, Builds
+from headrace.repository.deployment import Deployments, Drains, Source
+from headrace.repository.folders import Skipped, folder_names, folders, is_model_folder, open_paths
+from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.loader import Loader
+from headrace.repository.registry import Registry
 
-TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "headrace.repository.trial_load")
+TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "headrace.commands.validate")
 _READY, _LOADING = "READY", "LOADING"
 
 
@@ -135,7 +146,7 @@ def load_in_child(models: Sequence[ModelFolder], repository: Path, state_dir: st
         state_dir: as for `inspect`.
 
     Returns:
-        By model name what `headrace.repository.trial_load` reports.
+        By model name what `headrace.commands.validate` reports.
     """
     outcomes: dict[str, dict[str, Any]] = {}
     waiting = list(models)
@@ -272,3 +283,64 @@ def _tensor(tensor: ModelInput | ModelOutput, batched: bool) -> str:
 
 def _counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+_CLOSE_TIMEOUT_S = 30.0
+# A server runs each model for a while before it serves, to measure it; a few runs find what fails in them.
+_MEASURE_S = 0.02
+
+
+def trial_load(name: str, folder: Path, repository: Path, state: Path | None = None) -> dict[str, object]:
+    """Load one model through the server's own `Deployments` and close it again.
+
+    It is run for a moment, as a server measures it before it serves; no engine is built.
+
+    Args:
+        name: of the model.
+        folder: of the model.
+        repository: that contains the folder.
+        state: the state folder, where engines of read-only folders lie; None: there are none.
+
+    Returns:
+        `states`: version, state and reason as the server's index has them; `findings`: why a version is not served;
+        `substitutes`: version and reason where the CPU serves though the configuration asks for a GPU.
+    """
+    registry, residency, loop = Registry(), Residency(), asyncio.new_event_loop()
+    drains = Drains(registry, residency.forget)
+    loader = Loader(Mailbox(loop), histograms=False, residency=residency, profile_s=_MEASURE_S, state=state)
+    # Never started, so that orders for engines only wait.
+    builds = Builds(BUILDER, lambda _order, _failure: None)
+    deployments = Deployments(loader, registry, drains, builds)
+    findings: Sequence[Finding] = ()
+    try:
+        deployments.load(Source(name, folder, repository))
+    except ConfigError as error:
+        findings = error.findings
+    states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]
+    substitutes = [[version, reason] for model, version, reason in registry.substitutes() if model == name]
+    deployments.unload_all()
+    drains.wait(_CLOSE_TIMEOUT_S)
+    loop.close()
+    errors = [[f.path, f.line, f.message, f.cure, f.fatal] for f in findings]
+    return {"states": states, "findings": errors, "substitutes": substitutes}
+
+
+def load_in_this_process() -> int:
+    """Load what standard input lists; exit status 0."""
+    logging.disable()
+    # Libraries print to standard output too; the results keep it to themselves.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as results:
+        os.dup2(2, 1)
+        order = json.load(sys.stdin)
+        state = Path(order["state_dir"]) if order["state_dir"] else None
+        for name, folder, repository in order["models"]:
+            results.write(json.dumps(trial_load(name, Path(folder), Path(repository), state)) + "\n")
+            results.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    # Threads of a runtime that never end must not keep the process.
+    _status = load_in_this_process()
+    sys.stderr.flush()
+    os._exit(_status)

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from headrace.config.config_reader import CONFIG_FILES
-from headrace.config.document import Document, refuse
+from headrace.config.documents import TOKEN, Document, refuse
 from headrace.config.durable import write_durably
-from headrace.config.pbtxt_reader import TOKEN
+from headrace.config.model_folder import CONFIG_FILES
 
 NEW_FILE = "config.yaml"
 _BY_HAND = "write it by hand"

@@ -1,4 +1,4 @@
-"""What the control plane tells the TensorRT backend, and asks of it: the machine, GPUs for the instances, the plan's tensors."""
+"""Configures the TensorRT backend: the machine, GPUs of the instances, tensor checks, and pipeline steps that run on the GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from headrace.backends.process.backend import IsolatedModel
 from headrace.backends.tensorrt.api import installed
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
 from headrace.backends.tensorrt.plan import Tensor
-from headrace.config.config_completion import instances_on_each_gpu
-from headrace.config.machine import Machine
+from headrace.config.completion import instances_on_each_gpu
+from headrace.config.manifest import Machine
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME

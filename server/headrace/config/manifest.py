@@ -9,48 +9,305 @@ An artefact is served where its stamp fits the model, the configuration and the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import platform
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from headrace.config.digests import config_digest, fits_config, onnx_digest, shown_file
-from headrace.config.document import refuse
+from headrace.config.documents import refuse
 from headrace.config.durable import locked_folder, write_durably
-from headrace.config.machine import Machine
+from headrace.config.onnx_model import external_files
 from headrace.core.errors import ConfigError
 from headrace.core.model_config import ModelConfig
+from headrace.core.optimization_config import (
+    HEADRACE_OPTIMIZATION_FIELDS,
+    PRECISIONS,
+    Optimization,
+    asked_precision,
+    tensorrt_accelerator,
+)
 
-__all__ = [
-    "STAMP_FILE",
-    "Choice",
-    "Stamp",
-    "Timing",
-    "artefact_name",
-    "artefact_problem",
-    "choose",
-    "choose_in",
-    "config_digest",
-    "is_artefact_name",
-    "onnx_digest",
-    "put_stamp",
-    "read_stamps",
-    "stamp_fits",
-    "write_stamp",
-]
+
+def onnx_digest(path: Path) -> str:
+    """SHA-256, in hex, of a file and, if it is an ONNX file, of all files that hold tensors of it.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds tensors where it must not.
+    """
+    shown = shown_file(path)
+    digest, may_name_files = _digest_of(path, shown)
+    if path.suffix == ".onnx" and may_name_files:
+        for place in external_files(path, shown):
+            content, _ = _digest_of(path.parent / place, shown)
+            digest.update(f"{place}\0{content.hexdigest()}\0".encode())
+    return digest.hexdigest()
+
+
+def config_digest(config: ModelConfig) -> str:
+    """SHA-256, in hex, of what of a configuration makes an artefact what it is.
+
+    That is what `optimization` says of engines, accelerators included, `max_batch_size`, the inputs as the model takes them, and
+    `preprocess`, by which pictures become calibration samples, whoever does it in service. What is
+    left at its default does not count.
+
+    Args:
+        config: complete.
+    """
+    told = config.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        include={
+            "max_batch_size": True,
+            "preprocess": True,
+            "optimization": {*HEADRACE_OPTIMIZATION_FIELDS, "execution_accelerators"},
+        },
+        exclude={"preprocess": {"by", "source"}},
+    )
+    told["input"] = [
+        tensor.model_dump(mode="json", include={"name", "data_type", "dims", "reshape"}) for tensor in config.input
+    ]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def fits_config(stored_digest: str, asked: str, config: ModelConfig) -> bool:
+    """True if an artefact was built for a configuration, or for what the configuration says now.
+
+    `headrace build --precision int8` stores the digest of the configuration as it was. If `precision: int8` is written into the
+    file afterwards, the same artefact fits: only the precision may differ, and it must be the one that was built.
+
+    Args:
+        stored_digest: `config_digest` of the configuration at the time of the build.
+        asked: the precision that was asked for then, by the configuration or the command line.
+        config: complete.
+    """
+    if stored_digest == config_digest(config):
+        return True
+    if asked != asked_precision(config.optimization):
+        return False
+    variants = _with_other_precisions(config.optimization)
+    return any(stored_digest == config_digest(config.model_copy(update={"optimization": one})) for one in variants)
+
+
+def _with_other_precisions(told: Optimization) -> list[Optimization]:
+    """The same optimisation with every other way to say a precision, or none."""
+    variants = [told.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
+    accelerator = tensorrt_accelerator(told)
+    # Triton's accelerator may have been added for its precision alone.
+    if accelerator is not None and not set(accelerator.parameters) - {"precision_mode"}:
+        variants += [one.model_copy(update={"execution_accelerators": None}) for one in variants]
+    return variants
+
+
+def shown_file(path: Path) -> str:
+    """How a finding names a file of a version: <model>/<version>/<file>, as it lies in a repository."""
+    return "/".join(path.parts[-3:])
+
+
+def _digest_of(path: Path, shown: str) -> tuple[hashlib._Hash, bool]:
+    """The digest, and False where the content names no other file for sure."""
+    digest = hashlib.sha256()
+    named, tail = False, b""
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+                # The key under which protobuf stores where a tensor's data are; far cheaper than reading the message.
+                named = named or b"location" in tail + block
+                tail = block[-8:]
+    except OSError as error:
+        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from error
+    return digest, named
+
+
+_LIBRARIES = {"onnxruntime": "ONNX Runtime", "tensorrt": "TensorRT"}
+# ONNX Runtime comes as several packages; each installs the module `onnxruntime`.
+_ONNXRUNTIME_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
+
+# What /proc/cpuinfo must list for each capability, best first. AVX-512 is the subset that MLAS has kernels for.
+_X86 = (
+    ("amx_int8", {"amx_int8", "amx_tile"}),
+    ("avx512_vnni", {"avx512_vnni"}),
+    ("avx_vnni", {"avx_vnni"}),
+    ("avx512", {"avx512f", "avx512bw", "avx512dq", "avx512vl"}),
+    ("avx2", {"avx2"}),
+)
+_ARM = (("i8mm", {"i8mm"}), ("neon_dot", {"asimddp"}), ("neon", {"asimd"}))
+_DOT_PRODUCTS = frozenset({"amx_int8", "avx512_vnni", "avx_vnni", "i8mm", "neon_dot"})
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What an artefact depends on besides the model and the specification; it serves where all of this is the same.
+
+    Attributes:
+        target: "onnxruntime" or "tensorrt".
+        version: of the library, as far as artefacts depend on it: "1.31" of ONNX Runtime, "10.6.0" of TensorRT.
+        device: "cpu", or the GPU's name, e.g. "NVIDIA H200".
+        capability: the CPU's best instructions for INT8 ("avx512_vnni", "avx_vnni", "avx2", "neon_dot", ...), or the GPU's
+            compute capability, e.g. "9.0".
+        driver: major version of NVIDIA's driver, 0 on a CPU.
+    """
+
+    target: str
+    version: str
+    device: str
+    capability: str
+    driver: int = 0
+
+    def __str__(self) -> str:
+        """For people, e.g. "cpu avx512_vnni with ONNX Runtime 1.31", "NVIDIA H200 9.0 with TensorRT 10.6.0, driver 550"."""
+        library = _LIBRARIES.get(self.target, self.target)
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.device} {self.capability} with {library} {self.version}{driver}"
+
+
+@lru_cache(maxsize=1)
+def cpu_capability() -> str:
+    """This CPU's best instructions for INT8; of a mixed CPU, what all its cores have.
+
+    Returns:
+        "amx_int8", "avx512_vnni", "avx_vnni", "avx512", "avx2", "i8mm", "neon_dot" or "neon"; else, and where the system
+        does not list the CPU's features, the architecture ("x86_64").
+    """
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return _capability(text, platform.machine())
+
+
+def has_vnni(capability: str) -> bool:
+    """True where a CPU multiplies and sums INT8 in one instruction: VNNI and AMX, the dot products of ARM."""
+    return capability in _DOT_PRODUCTS
+
+
+def onnxruntime_machine() -> Machine:
+    """This machine as ONNX Runtime on its CPU sees it; the library is not imported.
+
+    Returns:
+        With major and minor version: patch releases keep optimised graphs and kernels.
+    """
+    return Machine("onnxruntime", _onnxruntime_version(), "cpu", cpu_capability())
+
+
+def _onnxruntime_version() -> str:
+    for package in _ONNXRUNTIME_PACKAGES:
+        try:
+            return ".".join(version(package).split(".")[:2])
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _capability(cpuinfo: str, architecture: str) -> str:
+    """The best of what every core in the text of /proc/cpuinfo has."""
+    cores = []
+    for line in cpuinfo.splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip().lower() in ("flags", "features"):
+            cores.append(frozenset(value.split()))
+    features = frozenset.intersection(*cores) if cores else frozenset()
+    for capability, needed in (*_X86, *_ARM):
+        if needed <= features:
+            return capability
+    return architecture or "unknown"
+
+
+LAYERS_FILE = "layers.json"
+FORMAT = 1
+# A layer takes some 300 bytes; a file larger than this is something else.
+MAX_BYTES = 4 << 20
+
+_CURE = "write it anew with `headrace inspect MODEL --publish`, or remove the file"
+_Time = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One step of an engine; see `headrace_engines.targets.base.Layer`."""
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    precision: str
+    tactic: str
+    time_us: _Time
+    share: _Time
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """An engine and what it consists of; see `headrace_engines.inspection.EngineInspection`."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    format: Literal[1]
+    model: str
+    version: int
+    artefact: str
+    precision: str
+    machine: Machine
+    reason: str
+    shapes: dict[str, tuple[int, ...]]
+    rows: Annotated[int, Field(ge=0)]
+    median_us: _Time
+    p99_us: _Time
+    rows_per_s: _Time
+    total_us: _Time
+    layers: tuple[LayerTime, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a client is shown; the machine in words."""
+        return asdict(self) | {"machine": str(self.machine)}
+
+
+def read_layers(folder: Path) -> LayerReport | None:
+    """The report in a version's folder, None if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such report.
+    """
+    path = folder / LAYERS_FILE
+    shown = shown_file(path)
+    try:
+        # A link is not followed, and a pipe not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise refuse(shown, None, "is no file", _CURE)
+            content = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+    if len(content) > MAX_BYTES:
+        raise refuse(shown, None, f"is larger than {MAX_BYTES} bytes", _CURE)
+    try:
+        return _layers_adapter().validate_json(content)
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors(include_url=False)[0]["loc"]))[:80]
+        raise refuse(shown, None, f"is no report of layers ({place or 'JSON'})", _CURE) from None
+
+
+@cache
+def _layers_adapter() -> TypeAdapter[LayerReport]:
+    return TypeAdapter(LayerReport)
+
 
 STAMP_FILE = "build.json"
 RECIPE_FILE = "recipe.json"
-FORMAT = 1
 # A stamp takes a few kilobytes; a file larger than this is something else.
 MAX_STAMP_BYTES = 1 << 20
 

@@ -1,0 +1,653 @@
+"""Completes a configuration from its model and finds where the two contradict each other.
+
+What a file says counts; what it leaves out comes from the model. `max_batch_size` is 4, with dynamic batching on, only where it
+is safe to merge requests: the first dimension of every input and output has the same name, and each row is computed from itself
+only (docs/decisions/0001-batching-without-configuration.md). Else it is 0. Where the file gives `dims` as long as the model's own
+shape, and no `max_batch_size`, there is no batch dimension either. Where rows are independent, dynamic batching is on, too, if
+the file gives a `max_batch_size` above 1 but leaves out the inputs or the outputs, as in Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from headrace.config.documents import Document, did_you_mean, read_value
+from headrace.config.onnx_model import OnnxSignature, RowVerdict, TensorSignature
+from headrace.core.config_base import Location, Problem, Problems
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import BACKENDS, OWN_FIELDS, DynamicBatching, InstanceGroup, ModelConfig, is_own
+from headrace.core.optimization_config import TENSORRT_ACCELERATORS, Optimization
+from headrace.core.tensor_config import ModelInput, ModelOutput, completed_problems, own_inputs, own_outputs
+
+_TENSORRT_ONLY = "it is a matter of TensorRT engines; remove it"
+
+# Serving with these would give other answers than the author of the configuration expects. Pattern -> cure.
+REFUSED: dict[str, str] = {
+    "sequence_batching": "keep the state in the client, as inputs and outputs; sequences come with a later release",
+    "ensemble_scheduling": "ensembles come with a later release; call the models one after the other",
+    "batch_input": "remove it; pass the counts as inputs of the request",
+    "batch_output": "remove it; inputs of different shapes are not merged here",
+    "input.*.is_shape_tensor": _TENSORRT_ONLY,
+    "output.*.is_shape_tensor": _TENSORRT_ONLY,
+    "input.*.is_non_linear_format_io": _TENSORRT_ONLY,
+    "output.*.is_non_linear_format_io": _TENSORRT_ONLY,
+    "input.*.allow_ragged_batch": "remove it; requests of different shapes are batched apart",
+    "instance_group.*.rate_limiter": "remove it; an instance takes work when it is idle",
+    "instance_group.*.secondary_devices": "remove it; DLA cores are not used",
+    "instance_group.*.profile": "remove it; profiles of TensorRT engines come with a later release",
+    "instance_group.*.passive": "remove it; every instance serves",
+    "instance_group.*.host_policy": "remove it; start the server under numactl or taskset instead",
+    "cc_model_filenames": "remove it; one file serves every GPU, named by default_model_filename",
+    "model_operations.op_library_filename": "custom operators are not loaded; export the model with standard ones",
+    "model_transaction_policy.decoupled": "remove it if a request has one answer; else it comes with a later release",
+    "model_repository_agents": "remove it; prepare the files before the server sees them",
+    "response_cache.enable": "the response cache comes with a later release; remove it",
+}
+# What those of them ask for, in plain words.
+FEATURES: dict[str, str] = {
+    "sequence_batching": "sequences of requests with a state on the server",
+    "ensemble_scheduling": "an ensemble of models",
+    "batch_input": "inputs that the server computes from the batch",
+    "batch_output": "outputs that the server cuts by the inputs",
+    "input.*.allow_ragged_batch": "ragged batches of requests of different shapes",
+    "instance_group.*.rate_limiter": "a rate limiter for instances",
+    "model_operations.op_library_filename": "custom operators",
+    "model_transaction_policy.decoupled": "a decoupled model, which gives any number of answers to a request",
+    "model_repository_agents": "agents that change the model's files",
+    "response_cache.enable": "a cache of responses",
+}
+
+# Nothing is wrong without these: accepted, not kept, said once. Pattern -> what happens instead.
+IGNORED: dict[str, str] = {
+    "model_metrics": "histograms have the server's own buckets",
+    "optimization.cuda.graph_spec": "every batch size is run alike",
+}
+
+# Kept in the configuration and shown with it, but nothing acts on them yet. Pattern -> what happens instead.
+WITHOUT_EFFECT: dict[str, str] = {
+    "metric_tags": "metrics carry the model's name and version",
+    "optimization.graph": "ONNX Runtime does all its graph optimisations",
+    "optimization.priority": "all models are equal",
+    "optimization.cuda": "engines of TensorRT use CUDA graphs anyway, which the parameter `cuda_graphs` turns off",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*": "the model runs without this accelerator",
+    "optimization.execution_accelerators.gpu_execution_accelerator.*.parameters.*": "`headrace build` does not know it",
+    "optimization.execution_accelerators.cpu_execution_accelerator": "the model runs without an accelerator",
+    "optimization.eager_batching": "a batch is assembled when an instance is free",
+}
+# ... except for what `headrace build` reads of them: Triton's own way to ask for a TensorRT engine.
+TENSORRT_PARAMETERS = ("precision_mode", "max_workspace_size_bytes")
+
+# `parameters` that a backend here reads. Which backend runs a model is decided when it is loaded, so all of them are allowed.
+BACKEND_PARAMETERS: tuple[str, ...] = (
+    "intra_op_thread_count",
+    "inter_op_thread_count",
+    "execution_mode",
+    "enable_mem_arena",
+    "enable_mem_pattern",
+    "optimization_level",
+    "cuda_graphs",
+    "pipeline_depth",
+    "one_graph_rows",
+    "wait",
+)
+
+# `parameters` of Triton's ONNX Runtime backend without an effect here. Name -> what happens instead.
+PARAMETERS_WITHOUT_EFFECT: dict[str, str] = {
+    "arena_extend_strategy": "ONNX Runtime runs on the CPU here",
+    "cudnn_conv_algo_search": "TensorRT chooses the kernels on a GPU",
+    "cudnn_conv_use_max_workspace": "TensorRT chooses the kernels on a GPU",
+    "do_copy_in_default_stream": "ONNX Runtime runs on the CPU here",
+    "gpu_mem_limit": "the field `gpu_memory_budget` limits the memory of a GPU",
+    "memory.enable_memory_arena_shrinkage": "the arena keeps its memory",
+    "session.use_device_allocator_for_initializers": "ONNX Runtime runs on the CPU here",
+    "share_session_between_instances": "instances of one thread share a session anyway",
+}
+
+# What these say is what happens anyway.
+_DEFAULTS: tuple[object, ...] = (None, False, 0, "", [], {})
+# ... but an empty one of these still turns it on.
+_ON_WHEN_EMPTY = ("sequence_batching", "ensemble_scheduling")
+# Blocks of which every field is refused: an empty one is left out, as it says nothing.
+_ONLY_REFUSED = ("model_operations", "model_transaction_policy", "response_cache")
+_DEFAULT_WORDS = ("default", "auto", "cpu", "model")
+
+
+def _says_nothing(value: object) -> bool:
+    if isinstance(value, str):
+        return value == "" or value.rpartition("_")[2].lower() in _DEFAULT_WORDS
+    return value in _DEFAULTS
+
+
+def _places(data: object, pattern: tuple[str, ...], loc: Location = ()) -> Iterator[Location]:
+    """Every place in `data` that `pattern` leads to."""
+    if not pattern:
+        yield loc
+    elif pattern[0] == "*":
+        items = enumerate(data) if isinstance(data, list) else data.items() if isinstance(data, dict) else ()
+        for key, item in items:
+            yield from _places(item, pattern[1:], (*loc, key))
+    elif isinstance(data, dict) and pattern[0] in data:
+        yield from _places(data[pattern[0]], pattern[1:], (*loc, pattern[0]))
+
+
+def _parent(data: dict[str, object], loc: Location) -> Any:
+    parent: Any = data
+    for part in loc[:-1]:
+        parent = parent[part]
+    return parent
+
+
+def _take_out(data: dict[str, object], loc: Location) -> object:
+    """Removes the value at `loc`, and the block around it if that is then empty and not part of our schema."""
+    parent = _parent(data, loc)
+    value: object = parent.pop(loc[-1])
+    if len(loc) == 2 and loc[0] in _ONLY_REFUSED and not parent:
+        data.pop(str(loc[0]))
+    return value
+
+
+def screen(document: Document) -> list[Finding]:
+    """Refuses, takes out and remarks on what this server does not do. Changes `document.data`.
+
+    Returns:
+        A fatal finding for each field refused, a warning for each that has no effect.
+    """
+    findings = []
+    for name in _ONLY_REFUSED:
+        if document.data.get(name) == {}:
+            del document.data[name]
+    for pattern, cure in REFUSED.items():
+        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+            feature = f": it asks for {FEATURES[pattern]}" if pattern in FEATURES else ""
+            problem = Problem(loc, f'"{_dotted(loc)}" is not served here{feature}', cure)
+            if not _says_nothing(_take_out(document.data, loc)) or pattern in _ON_WHEN_EMPTY:
+                findings.append(document.finding(problem))
+    for pattern, instead in IGNORED.items():
+        for loc in list(_places(document.data, tuple(pattern.split(".")))):
+            problem = Problem(loc, f'"{_dotted(loc)}" has no effect: {instead}', "remove it, or leave it for Triton")
+            if not _says_nothing(_take_out(document.data, loc)):
+                findings.append(document.finding(problem, fatal=False))
+    for pattern, instead in WITHOUT_EFFECT.items():
+        for loc in _places(document.data, tuple(pattern.split("."))):
+            value = _parent(document.data, loc)[loc[-1]]
+            if not _says_nothing(value) and not _read_by_build(document.data, loc):
+                problem = Problem(loc, f'"{_dotted(loc)}" has no effect yet: {instead}', "")
+                findings.append(document.finding(problem, fatal=False))
+    return findings + _parameter_findings(document)
+
+
+def _parameter_findings(document: Document) -> list[Finding]:
+    """A warning for each entry of `parameters` that no backend here reads."""
+    parameters = document.data.get("parameters")
+    findings = []
+    for name in parameters if isinstance(parameters, dict) else ():
+        if not isinstance(name, str) or name in BACKEND_PARAMETERS:
+            continue
+        instead, cure = PARAMETERS_WITHOUT_EFFECT.get(name), "remove it, or leave it for Triton"
+        if instead is None:
+            near = did_you_mean(name, BACKEND_PARAMETERS)
+            cure = near if near.endswith("?") else f"the backends read {', '.join(BACKEND_PARAMETERS)}"
+        message = f'the parameter "{name[:80]}" has no effect: {instead or "no backend here reads it"}'
+        findings.append(document.finding(Problem(("parameters", name), message, cure), fatal=False))
+    return findings
+
+
+def _read_by_build(data: dict[str, object], loc: Location) -> bool:
+    """True for a TensorRT accelerator and its parameters that count, and for parameters of one that is told of as a whole."""
+    if loc[2:3] != ("gpu_execution_accelerator",):
+        return False
+    accelerator: Any = _parent(data, (*loc[:4], ""))
+    ours = isinstance(accelerator, dict) and str(accelerator.get("name")).lower() in TENSORRT_ACCELERATORS
+    return ours if len(loc) == 4 else not ours or loc[-1] in TENSORRT_PARAMETERS
+
+
+def _dotted(loc: Location) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+PREFIX = "headrace."
+
+
+def bind(document: Document) -> tuple[ModelConfig | None, list[Finding]]:
+    """Checks a document against the schema.
+
+    Returns:
+        The configuration, None if there is a fatal finding, and all findings.
+    """
+    findings = _lift_own_fields(document)
+    findings += screen(document)
+    config = None
+    try:
+        config = ModelConfig.model_validate(document.data)
+    except ValidationError as error:
+        findings += [document.finding(problem) for problem in problems_of(error, document.own_prefix)]
+    if any(finding.fatal for finding in findings):
+        config = None
+    return config, sorted(findings, key=lambda finding: finding.line or 0)
+
+
+def _lift_own_fields(document: Document) -> list[Finding]:
+    """Moves `parameters` entries such as "headrace.slo.p99_ms" to the fields they name. Changes the document."""
+    parameters = document.data.get("parameters")
+    findings: list[Finding] = []
+    if not isinstance(parameters, dict):
+        return findings
+    for key in [key for key in parameters if isinstance(key, str) and key.startswith(PREFIX)]:
+        problem = _lift(document, key, parameters.pop(key))
+        if problem is not None:
+            findings.append(
+                Finding(document.path, document.lines.get(("parameters", key)), problem.message, problem.cure)
+            )
+    return findings
+
+
+def _lift(document: Document, key: str, text: object) -> Problem | None:
+    """Moves one entry; the value is read as YAML (so JSON will do) and checked later by the schema like any other."""
+    loc: Location = ("parameters", key)
+    own = tuple(key.removeprefix(PREFIX).split("."))
+    if not is_own(own):
+        return Problem(loc, f'unknown parameter "{key}"', _cure_of(key, own))
+    if isinstance(text, dict):
+        text = text.get("string_value")
+    if not isinstance(text, str):
+        return Problem(loc, f'"{key}" must be text', "write the value in quotes")
+    try:
+        value = read_value(text, document.path)
+    except ConfigError as error:
+        return Problem(loc, f'"{key}": {error.findings[0].message}', error.findings[0].cure)
+    return _put(document, own, value, document.lines.get(loc))
+
+
+def _cure_of(key: str, own: tuple[str, ...]) -> str:
+    """What to do about a parameter that is none of ours: it may be a field of Triton's message, or a misspelt one of ours."""
+    inside = own[0] == "optimization" and len(own) > 1
+    if own[0] in ModelConfig.model_fields and (not inside or own[1] in Optimization.model_fields):
+        return f"{'.'.join(own[:2] if inside else own[:1])} is a field of its own, write it as one"
+    return did_you_mean(key, [PREFIX + ".".join(map(str, place)) for place in OWN_FIELDS])
+
+
+def _put(document: Document, own: tuple[str, ...], value: object, line: int | None) -> Problem | None:
+    """Writes `value` at the dotted place `own`, making the blocks on the way."""
+    block: Any = document.data
+    for depth, part in enumerate(own):
+        last = depth == len(own) - 1
+        if not isinstance(block, dict) or (last and part in block):
+            return Problem(own, f'"{PREFIX}{".".join(own)}" is written twice', "keep one of them")
+        if line is not None:
+            document.lines.setdefault(own[: depth + 1], line)
+        block = block.setdefault(part, value if last else {})
+    return None
+
+
+def problems_of(error: ValidationError, own_prefix: str = "") -> list[Problem]:
+    """Says pydantic's findings in our words.
+
+    Args:
+        error: what the schema raised.
+        own_prefix: put in front of the names of Headrace's own fields.
+    """
+    problems: list[Problem] = []
+    for detail in error.errors(include_url=False):
+        loc: Location = tuple(part for part in detail["loc"] if part != "[key]")
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, Problems):
+            for problem in cause.problems:
+                here = (*loc, *problem.loc)
+                # A problem of the whole names its field in the message; one of a value does not.
+                message = problem.message if problem.loc or not loc else f"{_shown(loc, own_prefix)}: {problem.message}"
+                problems.append(Problem(here, message, problem.cure))
+        else:
+            problems.append(_problem(detail, loc, own_prefix))
+    return problems
+
+
+def _problem(detail: Any, loc: Location, own_prefix: str) -> Problem:
+    shown = _shown(loc, own_prefix)
+    match detail["type"]:
+        case "extra_forbidden":
+            return Problem(loc, f'unknown field "{shown}"', did_you_mean(str(loc[-1]), _known_at(loc[:-1])))
+        case "missing":
+            return Problem(loc, f'"{shown}" is missing', f"write {loc[-1]}")
+        case "model_type" | "dict_type" | "model_attributes_type":
+            return Problem(
+                loc, f"{shown} must be a block of fields, not {detail['input']!r:.80}", "write {} for the defaults"
+            )
+        case "tuple_type" | "list_type":
+            return Problem(
+                loc,
+                f"{shown} must be a list, not {detail['input']!r:.80}",
+                "write [...], or one item a line behind '-'",
+            )
+        case "string_type":
+            return Problem(loc, f"{shown} must be text, not {detail['input']!r:.80}", "put it in quotes")
+        case "bool_type":
+            return Problem(loc, f"{shown} must be true or false, not {detail['input']!r:.80}", "write true or false")
+        case "int_type" | "float_type" | "int_parsing" | "int_from_float":
+            cure = "write the number without quotes" if isinstance(detail["input"], str) else "write a number"
+            kind = "a number" if detail["type"] == "float_type" else "a whole number"
+            return Problem(loc, f"{shown} must be {kind}, not {detail['input']!r:.80}", cure)
+    expected = str(detail["msg"]).removeprefix("Input should ").removeprefix("Tuple should ")
+    return Problem(loc, f"{shown} should {expected}, not {detail['input']!r:.80}", "correct the value")
+
+
+def _shown(loc: Location, own_prefix: str) -> str:
+    dotted = ".".join(str(part) for part in loc)
+    return own_prefix + dotted if is_own(loc) else dotted
+
+
+def _known_at(loc: Location) -> list[str]:
+    """Field names of the part of the schema that `loc` leads to."""
+    model: type[BaseModel] = ModelConfig
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        if field is not None:
+            model = model_in(field.annotation) or model
+    return list(model.model_fields)
+
+
+def model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model class in a field's annotation, e.g. of `tuple[ModelInput, ...]`; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := model_in(inner)) is not None), None)
+
+
+# Triton's default for models whose configuration it completes.
+DEFAULT_MAX_BATCH_SIZE = 4
+
+# Two instances keep a GPU busy where one leaves it idle between two launches: see docs/gpu.md, "How many instances".
+_ON_EACH_GPU = 2
+
+_Tensor = TypeVar("_Tensor", ModelInput, ModelOutput)
+
+
+def complete_identity(config: ModelConfig, folder_name: str) -> ModelConfig:
+    """Fills in what follows from names alone: name, backend, platform, file.
+
+    Args:
+        config: checked, so backend and platform are known ones and agree.
+        folder_name: the model's name, and the configuration's where it tells none.
+    """
+    backend = next((b for b in BACKENDS.values() if config.platform == b.platform or config.backend == b.name), None)
+    if backend is None:
+        suffix = config.default_model_filename.rpartition(".")[2]
+        backend = BACKENDS["tensorrt" if suffix in ("plan", "engine") else "onnxruntime"]
+    # A copy without checks: each value is known to be right, and what was set in the file stays known (model_fields_set).
+    update: dict[str, Any] = {
+        "name": folder_name,
+        "backend": backend.name,
+        "platform": backend.platform,
+        "default_model_filename": config.default_model_filename or backend.default_model_filename,
+    }
+    return config.model_copy(update=update)
+
+
+def complete_instances(config: ModelConfig) -> ModelConfig:
+    """Fills in which instances run, where the file names none, and the names of their groups.
+
+    Args:
+        config: complete but for that.
+    """
+    groups = config.instance_group or (_instances(config),)
+    named = tuple(
+        group if group.name else group.model_copy(update={"name": f"{config.name}_{index}"})
+        for index, group in enumerate(groups)
+    )
+    return config.model_copy(update={"instance_group": named})
+
+
+def complete_from_model(
+    config: ModelConfig, signature: OnnxSignature
+) -> tuple[ModelConfig | None, list[Problem], list[Problem]]:
+    """Fills in what the configuration leaves out, and compares the rest with the model.
+
+    Args:
+        config: as read from the file, identity completed.
+        signature: of the version to complete from.
+
+    Returns:
+        The completed configuration (None if there are problems), the problems, and remarks that are not fatal.
+    """
+    update: dict[str, Any] = {}
+    remarks: list[Problem] = []
+    if "max_batch_size" not in config.model_fields_set:
+        update["max_batch_size"], remarks = _batch_size(config, signature)
+    elif config.max_batch_size and not signature.rows.independent and "oversize" not in config.model_fields_set:
+        update["oversize"] = "reject"
+    if config.max_batch_size and signature.rows.mixed:
+        remarks.append(_mixed_remark(config, signature.rows))
+    batch_size = update.get("max_batch_size", config.max_batch_size)
+    # Triton's rule, but for models that it would answer wrongly: a configuration that is completed gets dynamic batching where it
+    # can batch and names no scheduler.
+    completes = "max_batch_size" in update or not (config.input and config.output)
+    if batch_size > 1 and completes and config.dynamic_batching is None and signature.rows.independent:
+        update["dynamic_batching"] = DynamicBatching()
+    batched = update.get("max_batch_size", config.max_batch_size) > 0
+    fatal = [] if config.input else _untold("input", signature.required_inputs)
+    unreadable = [] if config.output else _untold("output", signature.outputs)
+    inputs = config.input or tuple(ModelInput(name=t.name) for t in signature.required_inputs if t.data_type)
+    outputs = config.output or tuple(ModelOutput(name=t.name) for t in signature.outputs if t.data_type)
+    inputs = own_inputs(config.preprocess, inputs)
+    if config.postprocess is not None:
+        # Named, so that the configuration as it is shown to callers leads back to the model's own output.
+        named = config.postprocess.output or (outputs[0].name if len(outputs) == 1 else "")
+        update["postprocess"] = config.postprocess.model_copy(update={"output": named})
+        outputs = own_outputs(update["postprocess"], outputs)
+    if outputs:
+        left_out = [p._replace(message=f"{p.message}: it is left out, the others are served") for p in unreadable]
+        remarks.extend(left_out)
+    else:
+        fatal.extend(unreadable)
+    update["input"] = tuple(_completed(tensor, signature.inputs, batched) for tensor in inputs)
+    update["output"] = tuple(_completed(tensor, signature.outputs, batched) for tensor in outputs)
+    values = {name: getattr(config, name) for name in config.model_fields_set} | update
+    values |= {
+        name: getattr(config, name)
+        for name in ("name", "backend", "platform", "default_model_filename", "instance_group")
+    }
+    try:
+        completed = ModelConfig.model_validate(values)
+    except ValidationError as error:
+        return None, fatal + problems_of(error), remarks
+    fatal = fatal or contradictions(completed, signature)
+    return (None if fatal else completed), fatal, remarks
+
+
+def _instances(config: ModelConfig) -> InstanceGroup:
+    if config.backend != "tensorrt":
+        return InstanceGroup()
+    # Without `model_fields_set`, which marks it as not written (`is_default`).
+    return InstanceGroup.model_construct(_fields_set=set(), kind="KIND_GPU", count=instances_on_each_gpu(config))
+
+
+def instances_on_each_gpu(config: ModelConfig) -> int:
+    """Instances on each GPU of a model whose configuration names no instance group."""
+    many = config.max_batch_size > 0 and config.isolation == "none"
+    return _ON_EACH_GPU if many else 1
+
+
+def _batch_size(config: ModelConfig, signature: OnnxSignature) -> tuple[int, list[Problem]]:
+    """The `max_batch_size` of a configuration that gives none, and a remark if that is 0 for a reason worth knowing."""
+    known = {tensor.name: tensor for tensor in (*signature.inputs, *signature.outputs)}
+    listed: tuple[ModelInput | ModelOutput, ...] = (*config.input, *config.output)
+    for tensor in listed:
+        shape = known[tensor.name].shape if tensor.name in known else None
+        dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+        if "dims" in tensor.model_fields_set and shape is not None and len(dims) == len(shape):
+            return 0, []
+    names = {tensor.name for tensor in config.input}
+    batched = [("input", tensor) for tensor in signature.inputs if not tensor.has_default or tensor.name in names] + [
+        ("output", tensor) for tensor in signature.outputs
+    ]
+    reason, cure = _unsafe([(side, tensor) for side, tensor in batched if tensor.data_type], signature.rows)
+    if not reason:
+        return DEFAULT_MAX_BATCH_SIZE, []
+    if not cure:
+        return 0, []
+    message = f"max_batch_size is 0, each request runs alone: {reason}"
+    return 0, [Problem(("max_batch_size",), message, cure)]
+
+
+_CONFIRM = (
+    "if the first dimension of every tensor is the batch, and each row is computed from itself only, write max_batch_size and "
+    "dynamic_batching: {}; else write max_batch_size: 0"
+)
+
+
+def _unsafe(tensors: list[tuple[str, TensorSignature]], rows: RowVerdict) -> tuple[str, str]:
+    """Why requests must not be merged, and what to do about it; both empty if they may be."""
+    firsts = [tensor.shape[0] if tensor.shape else None for _, tensor in tensors]
+    fixed = [(side, tensor) for (side, tensor), first in zip(tensors, firsts, strict=True) if first != -1]
+    if fixed or not tensors:
+        # A model without any free first dimension takes just its own shape: there is nothing to explain.
+        if len(fixed) == len(tensors):
+            return "no first dimension is free", ""
+        side, tensor = fixed[0]
+        shape = "an unknown shape" if tensor.shape is None else f"the shape {list(tensor.shape)}"
+        return f'{side} "{tensor.name}" has {shape}, without a free first dimension', (
+            "export the model with a dynamic batch dimension in all inputs and outputs, or write max_batch_size: 0"
+        )
+    unnamed = [f'{side} "{tensor.name}"' for side, tensor in tensors if not tensor.batch_symbol]
+    if unnamed:
+        return f"the first dimension of {', '.join(unnamed)} has no name, so it may be no batch dimension", _CONFIRM
+    symbols = {tensor.batch_symbol: f'{side} "{tensor.name}"' for side, tensor in tensors}
+    if len(symbols) > 1:
+        named = ", ".join(f'"{symbol}" of {tensor}' for symbol, tensor in symbols.items())
+        return f"the first dimensions have different names ({named}), so one may be no batch dimension", _CONFIRM
+    defaults = [f'{side} "{tensor.name}"' for side, tensor in tensors if tensor.has_default]
+    if defaults:
+        return f"{', '.join(defaults)} has a default in the model, which has no rows", _CONFIRM
+    if not rows.independent:
+        if rows.mixed:
+            return f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
+        return f"it is not certain that the rows of a batch are independent: {rows.reason}", _CONFIRM
+    return "", ""
+
+
+def _mixed_remark(config: ModelConfig, rows: RowVerdict) -> Problem:
+    """Warns of a configuration that asks for batches of a model whose rows depend on one another."""
+    if config.dynamic_batching is None:
+        return Problem(
+            ("max_batch_size",), f"the rows of a batch are not independent: {rows.reason}", "write max_batch_size: 0"
+        )
+    message = f"requests that share a batch get values that depend on one another: {rows.reason}"
+    return Problem(("max_batch_size",), message, "write max_batch_size: 0, or remove dynamic_batching")
+
+
+def _untold(field: str, tensors: tuple[TensorSignature, ...]) -> list[Problem]:
+    """What cannot be derived: tensors of types that no request carries."""
+    return [
+        Problem(
+            (field,),
+            f'{field} "{t.name}" of the model has the type {t.onnx_type}, which no request carries',
+            # scikit-learn's default export has its probabilities in a ZipMap: a sequence of maps.
+            "export it as a tensor; skl2onnx: options={'zipmap': False}"
+            if t.onnx_type == "sequence"
+            else "export it as a tensor",
+        )
+        for t in tensors
+        if not t.data_type
+    ]
+
+
+def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: bool) -> _Tensor:
+    signature = next((candidate for candidate in known if candidate.name == tensor.name), None)
+    if signature is None:
+        return tensor
+    update: dict[str, Any] = {}
+    if not tensor.data_type and signature.data_type:
+        update["data_type"] = signature.data_type
+    # With a reshape the model's shape is not the callers'; absent dims are empty ones, as in Triton's text format.
+    if "dims" not in tensor.model_fields_set and tensor.reshape is None and signature.shape is not None:
+        update["dims"] = signature.shape[1:] if batched else signature.shape
+    return tensor.model_copy(update=update)
+
+
+def incomplete(config: ModelConfig) -> list[Problem]:
+    """What a configuration must tell itself because there is no ONNX file to read it from."""
+    cure = "write it as the model has it; only an ONNX file can be asked for it"
+    problems = [
+        Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)
+    ]
+    both: tuple[tuple[str, tuple[ModelInput | ModelOutput, ...]], ...] = (
+        ("input", own_inputs(config.preprocess, config.input)),
+        ("output", own_outputs(config.postprocess, config.output)),
+    )
+    for field, tensors in both:
+        for index, tensor in enumerate(tensors):
+            missing = [name for name in ("data_type", "dims") if name not in tensor.model_fields_set]
+            problems += [Problem((field, index), f'{field} "{tensor.name}" has no {name}', cure) for name in missing]
+    return problems
+
+
+def contradictions(config: ModelConfig, signature: OnnxSignature) -> list[Problem]:
+    """Where a complete configuration and the model do not agree; each problem tells both sides."""
+    problems = _compare("input", config.input, signature.inputs, config.max_batch_size > 0)
+    problems += _compare("output", config.output, signature.outputs, config.max_batch_size > 0)
+    problems += completed_problems(config.preprocess, config.input)
+    listed = {tensor.name: (index, tensor) for index, tensor in enumerate(config.input)}
+    for required in signature.required_inputs:
+        index, tensor = listed.get(required.name, (0, None))
+        if tensor is None:
+            message = (
+                f'the model has the input "{required.name}" ({required.onnx_type}), the configuration does not list it'
+            )
+            problems.append(
+                Problem(("input",), message, "add it, or leave input out to have all of them read from the model")
+            )
+        elif tensor.optional:
+            message = f'input "{required.name}" is optional in the configuration, the model has no default for it'
+            problems.append(Problem(("input", index, "optional"), message, "remove optional"))
+    return problems
+
+
+def _compare(
+    field: str,
+    tensors: tuple[ModelInput | ModelOutput, ...],
+    known: tuple[TensorSignature, ...],
+    batched: bool,
+) -> list[Problem]:
+    problems = []
+    by_name = {tensor.name: tensor for tensor in known}
+    names = ", ".join(tensor.name for tensor in known if not tensor.has_default)
+    for index, tensor in enumerate(tensors):
+        signature = by_name.get(tensor.name)
+        if signature is None:
+            message = f'{field} "{tensor.name}" is not in the model'
+            problems.append(Problem((field, index, "name"), message, f"the model has {names}"))
+            continue
+        if tensor.data_type != signature.data_type:
+            message = f'{field} "{tensor.name}" has the type {tensor.data_type or "none"}, the model has {signature.onnx_type}'
+            cure = f"write {signature.data_type}" if signature.data_type else "export it as a tensor, or leave it out"
+            problems.append(Problem((field, index, "data_type"), message, cure))
+        problem = _compare_shape(field, index, tensor, signature.shape, batched)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _compare_shape(
+    field: str, index: int, tensor: ModelInput | ModelOutput, shape: tuple[int, ...] | None, batched: bool
+) -> Problem | None:
+    name = f'{field} "{tensor.name}"'
+    if shape is None:
+        if "dims" in tensor.model_fields_set:
+            return None
+        return Problem((field, index), f"the model does not tell the shape of {name}", "write its dims")
+    if batched and (not shape or shape[0] != -1):
+        message = f"max_batch_size needs a free first dimension, {name} has the shape {list(shape)} in the model"
+        return Problem(
+            ("max_batch_size",), message, "write max_batch_size: 0, or export the model with a dynamic batch dimension"
+        )
+    dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
+    own = shape[1:] if batched else shape
+    # A free dimension of the model takes any size; a fixed one must be told as it is.
+    if len(dims) == len(own) and all(size in (-1, told) for told, size in zip(dims, own, strict=True)):
+        return None
+    place = " behind the batch dimension" if batched else ""
+    return Problem(
+        (field, index, "dims"), f"{name} has dims {list(dims)}, the model has {list(own)}{place}", f"write {list(own)}"
+    )

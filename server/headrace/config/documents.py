@@ -1,0 +1,622 @@
+"""Reads configuration files (YAML, protobuf text, Triton's JSON) into a `Document`: plain data with the line of each value.
+
+All readers return a `Document`, so that everything after them (screening, validation, completion) is written once.
+
+YAML: nodes are composed, not constructed, so that every value keeps its line. Only what JSON can express is accepted: no
+aliases (nothing grows beyond the file), no custom tags, no duplicate keys, no empty values.
+
+Protobuf text format of Triton's published `ModelConfig` message, and its JSON form, which knows every field under both names
+(`max_batch_size` and `maxBatchSize`): protobuf's own parser decides what is well formed and knows every field and type. It keeps
+no lines and, for plain numbers, no difference between absent and zero; a second, lenient pass over the text gives both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableSequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from pydantic import BaseModel
+
+from headrace.core.command_line import nearest
+from headrace.core.config_base import Location, Problem
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import OWN_FIELDS, InstanceGroup, ModelConfig
+from headrace.core.optimization_config import HEADRACE_OPTIMIZATION_FIELDS
+from headrace.core.tensor_config import ModelWarmup
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+    from google.protobuf.message import Message
+
+# A configuration is a page of text; a larger file is something else.
+MAX_CONFIG_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One configuration file, parsed but not yet checked.
+
+    Attributes:
+        path: the file, relative to where the repository was named.
+        data: field names to plain values (dict, list, str, int, float, bool).
+        lines: 1-based line of every place in `data`.
+        own_prefix: how the file writes Headrace's own fields, "headrace." in `config.pbtxt`, "" in `config.yaml`.
+    """
+
+    path: str
+    data: dict[str, object] = field(default_factory=dict)
+    lines: dict[Location, int] = field(default_factory=dict)
+    own_prefix: str = ""
+
+    def line_of(self, loc: Location) -> int | None:
+        """The line of `loc`, or of the nearest place around it that has one."""
+        for end in range(len(loc), 0, -1):
+            if loc[:end] in self.lines:
+                return self.lines[loc[:end]]
+        return None
+
+    def finding(self, problem: Problem, fatal: bool = True) -> Finding:
+        """Says where in the file a problem stands."""
+        return Finding(self.path, self.line_of(problem.loc), problem.message, problem.cure, fatal)
+
+
+def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigError:
+    """The error with the one finding told."""
+    return ConfigError([Finding(path, line, message, cure)])
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A cure that names the known word nearest to `word`, or all that are known."""
+    words = sorted(known)
+    if near := nearest(word, words):
+        return f"did you mean {near}?"
+    if not words:
+        return "remove it"
+    return f"known here: {', '.join(words)}" if len(words) <= 8 else "docs/configuration.md lists the fields"
+
+
+MAX_DEPTH = 32
+_SCALAR_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "timestamp", "merge", "value")}
+_NULL = "tag:yaml.org,2002:null"
+# Maps of free text: `1.50` and `yes` are kept as they are written.
+_TEXT_MAPS = {"parameters", "metric_tags"}
+
+
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that is well formed but not for configurations."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes without aliases and not too deep."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            raise _Refused(
+                problem="anchors and aliases are not read; write the value out", problem_mark=event.start_mark
+            )
+        if self.depth >= MAX_DEPTH:
+            raise _Refused(problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark)
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+
+
+# YAML 1.1 takes 1e-7 for text; JSON, and everybody, takes it for a number.
+EXPONENT_NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT_NUMBER, list("-+0123456789"))
+
+
+class _Conversion:
+    """Turns nodes into plain data and notes their lines."""
+
+    def __init__(self, loader: _Loader, path: str) -> None:
+        self._loader = loader
+        self._path = path
+        self.lines: dict[Location, int] = {}
+
+    def value(self, node: yaml.Node, loc: Location) -> object:
+        line = node.start_mark.line + 1
+        self.lines.setdefault(loc, line)
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self._mapping(node, loc)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return [self.value(item, (*loc, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, loc, line)
+        raise refuse(self._path, line, f"the tag {node.tag} is not read", "write plain values")
+
+    def _mapping(self, node: yaml.MappingNode, loc: Location) -> dict[str, object]:
+        data: dict[str, object] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise refuse(self._path, line, "a key must be a word", "quote it if it is text")
+            key = self._text(key_node, line)
+            here = (*loc, key)
+            if key in data:
+                cure = "remove one of them"
+                raise refuse(self._path, line, f'"{key}" is written twice, first in line {self.lines[here]}', cure)
+            self.lines[here] = line
+            data[key] = self.value(value_node, here)
+        return data
+
+    def _text(self, node: yaml.ScalarNode, line: int) -> str:
+        text = str(node.value)
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise refuse(self._path, line, "half of a surrogate pair is no character", "write the character itself")
+        return text
+
+    def _scalar(self, node: yaml.ScalarNode, loc: Location, line: int) -> object:
+        text = self._text(node, line)
+        if node.tag == _NULL:
+            field = f'"{loc[-1]}"' if loc else "the file"
+            cure = "write a value ({} for a block with its defaults), or remove the field"
+            raise refuse(self._path, line, f"{field} has no value", cure)
+        if node.tag not in _SCALAR_TAGS:
+            raise refuse(self._path, line, f"the tag {node.tag} is not read", "write plain values")
+        if len(loc) >= 2 and loc[-2] in _TEXT_MAPS:
+            return text
+        try:
+            value: object = (
+                self._loader.construct_object(node) if node.tag.endswith((":int", ":float", ":bool")) else text
+            )
+        except (ValueError, KeyError, IndexError, yaml.YAMLError):
+            raise refuse(
+                self._path, line, f"{text[:80]!r} cannot be read as a number", "quote it if it is text"
+            ) from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise refuse(self._path, line, f"{text[:80]!r} is no finite number", "write a finite number")
+        return value
+
+
+def _compose(text: str, path: str) -> tuple[object, dict[Location, int]]:
+    """Plain data and lines of the only YAML document in `text`; None if there is none.
+
+    Raises:
+        ConfigError: it is no YAML, or more than a configuration may hold.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None, {}
+            conversion = _Conversion(loader, path)
+            return conversion.value(node, ()), conversion.lines
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = None if mark is None else mark.line + 1
+        raise refuse(
+            path, line, f"cannot be read as YAML: {error.problem or error.context}", "correct the YAML"
+        ) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, int(error.position)) + 1
+        raise refuse(path, line, f"cannot be read as YAML: {error.reason}", "remove the character") from None
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        # PyYAML lets the errors of int() and chr() through, for instance for an escape beyond Unicode.
+        raise refuse(path, None, f"cannot be read as YAML: {error}", "correct the YAML") from None
+
+
+def read_yaml(text: str, path: str) -> Document:
+    """Reads a whole `config.yaml`; an empty one is an empty configuration.
+
+    Args:
+        text: what is in the file.
+        path: the file's name for findings.
+
+    Raises:
+        ConfigError: no YAML, no mapping, or YAML that a configuration may not use.
+    """
+    data, lines = _compose(text, path)
+    if data is None:
+        return Document(path)
+    if not isinstance(data, dict):
+        raise refuse(
+            path, 1, "a configuration is a mapping of fields to values", 'write lines such as "max_batch_size: 8"'
+        )
+    return Document(path, data, lines)
+
+
+def read_value(text: str, path: str) -> object:
+    """Reads one value, written as a YAML scalar or as JSON, as `parameters` of `config.pbtxt` carry it.
+
+    Raises:
+        ConfigError: no YAML, empty, or YAML that a configuration may not use.
+    """
+    data, _ = _compose(text, path)
+    if data is None:
+        raise refuse(path, None, "the value is empty", "write a value, or remove the parameter")
+    return data
+
+
+TOKEN = re.compile(
+    r"""#[^\n]*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{}<>\[\]:,;]|[^\s{}<>\[\]:,;"'\#]+|\n""",
+)
+_OPENING = {"{": "}", "<": ">"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One `name: value` or `name { ... }` of the text, one item of `name: [...]`, or an empty list."""
+
+    name: str
+    line: int
+    value: str | list[_Field]
+    empty_list: bool = False
+
+    def inner(self, name: str) -> list[_Field]:
+        return [part for part in self.value if part.name == name] if isinstance(self.value, list) else []
+
+
+class _Outline:
+    """Finds the fields and their lines in text that protobuf's parser has accepted."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens: list[tuple[str, int]] = []
+        line = 1
+        for match in TOKEN.finditer(text):
+            token = match.group()
+            if token == "\n":
+                line += 1
+            elif not token.startswith("#"):
+                self._tokens.append((token, line))
+        self._next = 0
+
+    def _peek(self) -> str:
+        return self._tokens[self._next][0] if self._next < len(self._tokens) else ""
+
+    def _take(self) -> tuple[str, int]:
+        token = self._tokens[self._next] if self._next < len(self._tokens) else ("", 0)
+        self._next += 1
+        return token
+
+    def fields(self, closing: str = "") -> list[_Field]:
+        found: list[_Field] = []
+        while self._peek() not in ("", closing):
+            name, line = self._take()
+            if name in ",;":
+                continue
+            if self._peek() == ":":
+                self._take()
+            if self._peek() != "[":
+                found.append(_Field(name, line, self._value()))
+                continue
+            self._take()
+            if self._peek() == "]":
+                found.append(_Field(name, line, [], empty_list=True))
+            while self._peek() not in ("", "]"):
+                if self._peek() == ",":
+                    self._take()
+                    continue
+                item_line = self._tokens[self._next][1]
+                found.append(_Field(name, item_line, self._value()))
+            self._take()
+        self._take()
+        return found
+
+    def _value(self) -> str | list[_Field]:
+        token, _ = self._take()
+        if token in _OPENING:
+            return self.fields(_OPENING[token])
+        if token == "-":
+            return token + self._take()[0]
+        text = token[1:-1] if token[:1] in "\"'" else token
+        while token[:1] in "\"'" and self._peek()[:1] in ('"', "'"):
+            text += self._take()[0][1:-1]
+        return text
+
+
+def _note_lines(
+    fields: list[_Field], descriptor: Descriptor, loc: Location, path: str, lines: dict[Location, int]
+) -> None:
+    """Writes the line of every field under `loc` into `lines`.
+
+    Raises:
+        ConfigError: a key of a map is written twice; protobuf would silently take the last.
+    """
+    counts: dict[str, int] = {}
+    for part in fields:
+        field = descriptor.fields_by_name.get(part.name)
+        if field is None:
+            continue
+        here: Location = (*loc, part.name)
+        message = field.message_type
+        if message is not None and message.GetOptions().map_entry:
+            lines.setdefault(here, part.line)
+            keys = part.inner("key")
+            key = keys[0].value if keys and isinstance(keys[0].value, str) else ""
+            here = (*here, key)
+            if here in lines:
+                raise refuse(
+                    path, part.line, f'{part.name} has the key "{key}" twice', f"see line {lines[here]}, remove one"
+                )
+            lines[here] = part.line
+            for value in part.inner("value"):
+                inner = message.fields_by_name["value"].message_type
+                if inner is not None and isinstance(value.value, list):
+                    _note_lines(value.value, inner, here, path, lines)
+            continue
+        lines.setdefault(here, part.line)
+        if part.empty_list:
+            continue
+        if field.is_repeated:
+            index = counts.get(part.name, 0)
+            counts[part.name] = index + 1
+            here = (*here, index)
+            lines[here] = part.line
+        if message is not None and isinstance(part.value, list):
+            _note_lines(part.value, message, here, path, lines)
+
+
+def plain_fields(message: Message, loc: Location, lines: Mapping[Location, int]) -> dict[str, Any]:
+    """The fields that the text wrote, as plain values; enumerations by name, a parameter as its text.
+
+    Args:
+        message: what protobuf's parser made of the text.
+        loc: where the message stands in the configuration.
+        lines: has every place that the text names; which place comes first is where its number is lower.
+    """
+    data: dict[str, Any] = {}
+    for descriptor in message.DESCRIPTOR.fields:
+        value = getattr(message, descriptor.name)
+        here = (*loc, descriptor.name)
+        if isinstance(value, Mapping):
+            if value or here in lines:
+                # A protobuf map forgets the order in which its keys were written.
+                keys = sorted(value, key=lambda key: (lines.get((*here, str(key)), 0), key))
+                data[descriptor.name] = {key: _map_item(value[key], (*here, str(key)), lines) for key in keys}
+        elif isinstance(value, MutableSequence):
+            if value or here in lines:
+                data[descriptor.name] = [
+                    _plain_item(item, descriptor, (*here, index), lines) for index, item in enumerate(value)
+                ]
+        elif descriptor.message_type is not None:
+            if message.HasField(descriptor.name):
+                data[descriptor.name] = plain_fields(value, here, lines)
+        elif here in lines or value != descriptor.default_value:
+            data[descriptor.name] = _plain_item(value, descriptor, here, lines)
+    return data
+
+
+def _plain_item(value: Any, field: Any, loc: Location, lines: Mapping[Location, int]) -> Any:
+    if field.enum_type is not None:
+        name = field.enum_type.values_by_number.get(value)
+        return str(value) if name is None else name.name
+    return plain_fields(value, loc, lines) if field.message_type is not None else value
+
+
+def _map_item(value: Any, loc: Location, lines: Mapping[Location, int]) -> Any:
+    if not hasattr(value, "DESCRIPTOR"):
+        return value
+    return value.string_value if value.DESCRIPTOR.name == "ModelParameter" else plain_fields(value, loc, lines)
+
+
+def read_pbtxt(text: str, path: str) -> Document:
+    """Reads a whole `config.pbtxt`.
+
+    Args:
+        text: what is in the file.
+        path: the file's name for findings.
+
+    Raises:
+        ConfigError: not in the text format, or a field that Triton's schema does not have.
+    """
+    # Imported here because it costs 0.14 s, which a server of YAML files need not spend.
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse(text, message)
+    except text_format.ParseError as error:
+        raise refuse(path, error.GetLine(), *explain(str(error), model_config_pb2.DESCRIPTOR)) from None
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise refuse(path, None, f"cannot be read as protobuf text: {error}", "correct the value") from None
+    lines: dict[Location, int] = {}
+    _note_lines(_Outline(text).fields(), message.DESCRIPTOR, (), path, lines)
+    return Document(path, plain_fields(message, (), lines), lines, own_prefix="headrace.")
+
+
+def explain(error: str, file: Any, form: str = "protobuf text") -> tuple[str, str]:
+    """Message and cure for what protobuf's parser says.
+
+    Args:
+        error: its sentence.
+        file: descriptor of the file that has the messages.
+        form: what the text was read as.
+    """
+    unknown = re.search(r'type "(?:inference\.)?([\w.]+)" has no field named "(\w+)"', error)
+    if unknown is None:
+        reason = re.sub(r"^\d+:\d+ ?: ", "", error)
+        return f"cannot be read as {form}: {reason}", "correct the text"
+    first, *rest = unknown[1].split(".")
+    descriptor = file.message_types_by_name[first]
+    for name in rest:
+        descriptor = descriptor.nested_types_by_name[name]
+    return f'unknown field "{unknown[2]}"', did_you_mean(unknown[2], descriptor.fields_by_name)
+
+
+NAME = "config"
+"""What findings call the configuration of a load request."""
+
+
+def read_config_json(text: str) -> Document:
+    """Reads the value of a load request's parameter `config`.
+
+    Raises:
+        ConfigError: no JSON, or a field that Triton's schema does not have.
+    """
+    from google.protobuf import json_format
+    from tritonclient.grpc import model_config_pb2
+
+    if len(text) > MAX_CONFIG_BYTES:
+        raise refuse(NAME, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
+    message = model_config_pb2.ModelConfig()
+    try:
+        data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        if not isinstance(data, dict):
+            raise refuse(
+                NAME, None, "is no JSON object", 'write {"max_batch_size": 8}, or {} to have all of it completed'
+            )
+        json_format.ParseDict(data, message)
+    except json.JSONDecodeError as error:
+        raise refuse(NAME, error.lineno, f"cannot be read as JSON: {error.msg}", "correct the JSON") from None
+    except json_format.Error as error:
+        message_and_cure = explain(_short(error), model_config_pb2.DESCRIPTOR, "JSON")
+        raise refuse(NAME, None, *message_and_cure) from None
+    except (ValueError, OverflowError, RecursionError, TypeError) as error:
+        raise refuse(NAME, None, f"cannot be read as JSON: {_short(error)}", "correct the value") from None
+    written: dict[Location, int] = {}
+    _note(data, message.DESCRIPTOR, (), written)
+    return Document(NAME, plain_fields(message, (), written), own_prefix="headrace.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, value in pairs:
+        name.encode()  # protobuf chokes on half of a surrogate pair
+        if name in data:
+            raise ValueError(f"{name!r:.80} is written twice")
+        data[name] = value
+    return data
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _short(error: Exception) -> str:
+    """The parser's sentence; it quotes what was sent, so it is bounded and freed of what cannot be sent back."""
+    return ascii(str(error))[1:-1][:400]
+
+
+def _note(data: dict[str, Any], descriptor: Descriptor, loc: Location, written: dict[Location, int]) -> None:
+    """Writes every place that the JSON names, in its order, into `written`; null is the same as left out."""
+    for name, value in data.items():
+        field = descriptor.fields_by_name.get(name) or descriptor.fields_by_camelcase_name.get(name)
+        if field is None or value is None:
+            continue
+        here: Location = (*loc, field.name)
+        written[here] = len(written)
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            inner = inner.fields_by_name["value"].message_type
+            items = [((*here, key), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            items = [((*here, index), item) for index, item in enumerate(value)]
+        else:
+            items = [(here, value)]
+        for place, item in items:
+            written[place] = len(written)
+            if inner is not None and isinstance(item, dict):
+                _note(item, inner, place, written)
+
+
+# Fields of the published message that are refused here; a reader of Triton's JSON expects them with their defaults.
+_INPUT_DEFAULTS = {"is_shape_tensor": False, "allow_ragged_batch": False}
+_OUTPUT_DEFAULTS = {"is_shape_tensor": False}
+# What YAML does not take, or takes for the end of a line.
+_UNPRINTED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+_GROUP_DEFAULTS: dict[str, object] = {"secondary_devices": [], "profile": [], "passive": False, "host_policy": ""}
+
+
+def to_triton_json(config: ModelConfig) -> dict[str, object]:
+    """The configuration as plain JSON values.
+
+    Names and nesting are those of Triton's published message, which the result parses into; 64-bit numbers are numbers, as
+    Triton writes them. Headrace's own fields are `parameters` named "headrace.".
+    """
+    shown: dict[str, object] = {
+        "name": config.name,
+        "platform": config.platform,
+        "backend": config.backend,
+        "version_policy": _plain(config.version_policy),
+        "max_batch_size": config.max_batch_size,
+        "input": [{**_plain(tensor), **_INPUT_DEFAULTS} for tensor in config.served_input],
+        "output": [{**_plain(tensor), **_OUTPUT_DEFAULTS} for tensor in config.served_output],
+        "batch_input": [],
+        "batch_output": [],
+        "optimization": {
+            name: value
+            for name, value in _plain(config.optimization).items()
+            if name not in HEADRACE_OPTIMIZATION_FIELDS
+        },
+    }
+    if config.dynamic_batching is not None:
+        shown["dynamic_batching"] = _plain(config.dynamic_batching)
+    shown |= {
+        "instance_group": [_group(group) for group in config.instance_group],
+        "default_model_filename": config.default_model_filename,
+        "cc_model_filenames": {},
+        "metric_tags": dict(config.metric_tags),
+        "parameters": {
+            key: {"string_value": text} for key, text in (config.parameters | own_parameters(config)).items()
+        },
+        "model_warmup": [_warmup(warmup) for warmup in config.model_warmup],
+    }
+    return shown
+
+
+def own_parameters(config: ModelConfig) -> dict[str, str]:
+    """Headrace's own fields where they are not at their defaults, by the names they have in `config.pbtxt`."""
+    found: dict[str, str] = {}
+    shown = _plain(config)
+    for place in OWN_FIELDS:
+        part: Any = config
+        value: Any = shown
+        for name in map(str, place):
+            default = type(part).model_fields[name].default
+            part = getattr(part, name)
+            value = value.get(name)
+        if part != default:
+            for key, leaf in _leaves(".".join(("headrace", *map(str, place))), value):
+                found[key] = _text(leaf)
+    return found
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # A name with a dot in it cannot be a part of a dotted key.
+    if isinstance(value, dict) and value and not any("." in name for name in value):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _text(value: object) -> str:
+    """The value so that reading it as YAML gives it back; text stays bare where it can."""
+    if isinstance(value, str):
+        try:
+            if read_value(value, "") == value:
+                return value
+        except ConfigError:
+            pass
+    # JSON is YAML but for characters beyond 16 bits, which it escapes in halves; as they are, YAML takes them.
+    return _UNPRINTED.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
+
+
+def _plain(part: BaseModel) -> dict[str, Any]:
+    """Fields by name; blocks that are absent are left out, as in protobuf's JSON."""
+    return part.model_dump(mode="json", exclude_none=True)
+
+
+def _group(group: InstanceGroup) -> dict[str, object]:
+    return {**_plain(group), **_GROUP_DEFAULTS}
+
+
+def _warmup(warmup: ModelWarmup) -> dict[str, object]:
+    # The three ways to tell the data are one choice in the message: only the one taken may appear.
+    feeds = {name: {key: value for key, value in _plain(feed).items() if value} for name, feed in warmup.inputs.items()}
+    return {**_plain(warmup), "inputs": feeds}

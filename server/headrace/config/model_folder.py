@@ -1,0 +1,603 @@
+"""From a model's folder to its configuration: read, checked, completed from the model, with every problem found.
+
+    config.pbtxt -> pbtxt_reader -\
+                                   Document -> config_binding -> config_completion <- onnx_signature <- 1/model.onnx
+    config.yaml  -> yaml_reader  -/           (screen, schema)   (complete, compare)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import ValidationError
+
+from headrace.config.completion import (
+    bind,
+    complete_from_model,
+    complete_identity,
+    complete_instances,
+    contradictions,
+    incomplete,
+    problems_of,
+)
+from headrace.config.documents import MAX_CONFIG_BYTES, Document, read_pbtxt, read_yaml, refuse
+from headrace.config.onnx_model import OnnxSignature, read_signature
+from headrace.core.command_line import did_you_mean
+from headrace.core.config_base import Location, Problem
+from headrace.core.errors import ConfigError, Finding, NotFound
+from headrace.core.model_config import ModelConfig, name_problem
+from headrace.core.optimization_config import CALIBRATED, asked_precision
+from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype
+from headrace.core.tensor_config import ModelInput, WarmupInput
+
+# ImageNet's labels take 30 KB; the largest vocabularies some megabytes.
+MAX_LABELS_BYTES = 16 * 1024 * 1024
+
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+
+
+def within(path: Path, root: Path) -> bool:
+    """True if `path`, with all links followed, lies in `root`."""
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # a loop of links
+        return False
+
+
+def shown(path: Path, repository: Path) -> str:
+    """How a finding names `path`: relative to where the repository was named."""
+    return path.relative_to(repository).as_posix()
+
+
+def find_versions(
+    folder: Path, repository: Path, others: Collection[str] = ()
+) -> tuple[tuple[int, ...], list[Finding]]:
+    """The version numbers on disk, ascending, and remarks on folders that look like a version and are none.
+
+    Files beside them (labels, notes), hidden folders, `warmup` and those among `others` are passed over in silence.
+    """
+    passed = {*others, "warmup", "__pycache__"}
+    versions = []
+    findings = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(".") or not entry.is_dir():
+            continue
+        if not _VERSION.fullmatch(entry.name):
+            if entry.name in passed:
+                continue
+            cure = "name a version's folder by a positive number without leading zeros"
+            findings.append(Finding(shown(entry, repository), None, "is no version and is ignored", cure, fatal=False))
+        elif not within(entry, repository):
+            cure = "copy the files into the repository"
+            findings.append(Finding(shown(entry, repository), None, "is a link that leads out of the repository", cure))
+        else:
+            versions.append(int(entry.name))
+    return tuple(sorted(versions)), findings
+
+
+def find_model_folder(model: str, repository: Path) -> Path:
+    """Return the folder of a model that a command line names.
+
+    Args:
+        model: A name in the repository, or the path of a model's folder.
+        repository: Where names are looked up.
+
+    Returns:
+        The folder, absolute. A name in the repository wins over a folder of that name elsewhere.
+
+    Raises:
+        NotFound: There is none; the text says what there is and what to write.
+    """
+    named, direct = repository / model, Path(model)
+    for path in (named, direct):
+        if path.is_dir() and (path is named or "/" in model or not named.parent.is_dir()) and not _holds_models(path):
+            return path.resolve()
+    names = _model_names(repository)
+    if direct.is_dir() and _holds_models(direct):
+        inside = _model_names(direct)
+        cure = f"name one of its models ({', '.join(inside)}), e.g. {direct / inside[0]}"
+        raise NotFound(f"{model} is a repository of models, not a model: {cure}")
+    if direct.is_file():
+        raise NotFound(f"{model} is a file, a model is a folder: put it into MODEL/1/model.onnx and name MODEL")
+    if "/" in model:
+        raise NotFound(
+            f"there is no folder {model}: name the folder of a model, or its name with --model-repository DIR"
+        )
+    if not repository.is_dir():
+        cure = "name yours with --model-repository DIR, or the model's folder; `headrace models build` makes one to try"
+        raise NotFound(f"there is no model '{model}': there is no model repository {repository} here: {cure}")
+    suggestion = did_you_mean(model, names)
+    guess = f" ({suggestion})" if suggestion else ""
+    has = f"it has {', '.join(names)}" if names else "it is empty"
+    cure = "name one of them, a model's folder, or another repository with --model-repository DIR"
+    raise NotFound(f"there is no model '{model}' in {repository}{guess}: {has}: {cure}")
+
+
+def _holds_models(path: Path) -> bool:
+    """True for a folder without versions whose folders have some."""
+    return not _has_version(path) and any(_has_version(path / name) for name in _model_names(path))
+
+
+def _has_version(path: Path) -> bool:
+    try:
+        return any(_VERSION.fullmatch(entry.name) for entry in path.iterdir() if entry.is_dir())
+    except OSError:
+        return False
+
+
+def _model_names(repository: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def find_model_file(folder: Path, version: int, filename: str) -> Path:
+    """Where the model of one version is; a folder of that name holds `model.onnx`, as in Triton, or a file of its own name."""
+    path = folder / str(version) / filename
+    if not path.is_dir():
+        return path
+    inside = path / "model.onnx"
+    return inside if inside.is_file() else path / path.name
+
+
+def check_model_file(path: Path, repository: Path) -> list[Finding]:
+    """What is wrong with a model's file from the outside; nothing if it is there and inside of the repository."""
+    name = shown(path, repository)
+    if not path.is_file():
+        others = (
+            sorted(p.name for p in path.parent.iterdir() if p.is_file() and not p.name.startswith("."))
+            if path.parent.is_dir()
+            else []
+        )
+        there = f"the folder has {', '.join(others[:5])}; " if others else ""
+        cure = f"{there}name the file {path.name}, or set default_model_filename; other formats: export to ONNX"
+        return [Finding(name, None, "the model's file is missing", cure)]
+    if not within(path, repository):
+        return [Finding(name, None, "is a link that leads out of the repository", "copy the file into the repository")]
+    return []
+
+
+def filename_problem(value: str) -> tuple[str, str] | None:
+    """Message and cure if `value` cannot name a file inside of a model's folder; None if it can."""
+    inside = PurePosixPath(value)
+    if "\0" in value or "\\" in value or inside.is_absolute() or ".." in inside.parts or not inside.parts:
+        return f"{value!r:.120} leads out of the model's folder", "write a path below it, with '/' and without '..'"
+    return None
+
+
+def read_labels(path: Path, repository: Path) -> tuple[str, ...]:
+    """The class names in a label file, one a line, blank lines at its end left out.
+
+    Raises:
+        ConfigError: missing, outside of the repository, too large, or not UTF-8.
+    """
+    name = shown(path, repository)
+    if not path.is_file():
+        raise refuse(name, None, "the label file is missing", "add it to the model's folder, or remove label_filename")
+    if not within(path, repository):
+        raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
+    try:
+        content = path.read_bytes() if path.stat().st_size <= MAX_LABELS_BYTES else None
+    except OSError as error:
+        raise refuse(name, None, f"cannot be read: {error.strerror}", "check the file's permissions") from None
+    if content is None:
+        raise refuse(name, None, f"is larger than {MAX_LABELS_BYTES} bytes", "write one short name a line")
+    text = decoded(content, name)
+    # Not splitlines(): that also splits at characters which may stand in a name.
+    return tuple(line.rstrip("\r") for line in text.rstrip("\r\n").split("\n")) if text.strip() else ()
+
+
+def label_remarks(
+    config: ModelConfig, labels: dict[str, tuple[str, ...]], folder: Path, repository: Path
+) -> list[Finding]:
+    """Warns of label files with fewer names than the output has classes."""
+    findings = []
+    for output in config.output:
+        classes = output.dims[-1] if output.dims else -1
+        names = labels.get(output.name)
+        if names is not None and len(names) < classes:
+            message = f'has {len(names)} names, output "{output.name}" has {classes} classes'
+            name = shown(folder / output.label_filename, repository)
+            findings.append(Finding(name, None, message, "add the missing names, one a line", fatal=False))
+    return findings
+
+
+def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
+    """Warns of samples that a build will not find: a model serves without them."""
+    remarks = []
+    for block, data in _samples(config).items():
+        file = _file_of(data)
+        loc = ("optimization", block, "data")
+        if filename_problem(file) is not None or not within(folder / file, folder):
+            message = f"{block}.data {data!r:.120} leads out of the model's folder, so nothing is built from it"
+            remarks.append(
+                Problem(loc, message, "copy the samples into the model's folder, and write the path from there")
+            )
+        elif not (folder / file).exists():
+            remarks.append(Problem(loc, f"{block}.data {data!r:.120} is not there", "add it to the model's folder"))
+    precision = asked_precision(config.optimization)
+    if precision in CALIBRATED and not config.optimization.calibration.data:
+        cure = "write optimization.calibration.data: samples in the model's folder"
+        remarks.append(Problem(("optimization", "precision"), f"{precision} cannot be built without samples", cure))
+    return remarks
+
+
+def sample_folders(config: ModelConfig) -> set[str]:
+    """The folders of a model's folder that are told of as samples."""
+    parts = [PurePosixPath(_file_of(data)).parts for data in _samples(config).values()]
+    return {part[0] for part in parts if part}
+
+
+def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
+    """The files and folders that are told of as samples, whether they are there or not."""
+    return [folder / _file_of(data) for data in _samples(config).values() if filename_problem(_file_of(data)) is None]
+
+
+def _samples(config: ModelConfig) -> dict[str, str]:
+    told = config.optimization
+    found = {"calibration": told.calibration.data, "accuracy": told.accuracy.data}
+    return {block: data for block, data in found.items() if data}
+
+
+def _file_of(data: str) -> str:
+    """The file or folder of samples; "samples.py:held_out" is a function in a file."""
+    return data.rpartition(":")[0] if ".py:" in data else data
+
+
+def decoded(content: bytes, name: str) -> str:
+    """The text of a file, without a byte order mark.
+
+    Args:
+        content: all of the file.
+        name: of the file, for the message.
+
+    Raises:
+        ConfigError: it is not UTF-8; with the line.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise refuse(name, line, "is not UTF-8", "save the file as UTF-8") from None
+
+
+FOLDER = "warmup"
+# One input of one warm-up; a configuration may come from a client, and shall not take the machine's memory with it.
+MAX_INPUT_BYTES = 1 << 30
+MAX_RUNS = 10_000
+# A Python object and what it holds, about.
+_BYTES_ELEMENT_SIZE = 64
+
+
+def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list[Problem]:
+    """Why warm-ups cannot be run.
+
+    Args:
+        config: complete.
+        folder: the model's.
+        repository: that nothing may lead out of.
+    """
+    problems: list[Problem] = []
+    known = {tensor.name: tensor for tensor in config.served_input}
+    for index, warmup in enumerate(config.model_warmup):
+        loc: Location = ("model_warmup", index)
+        if warmup.batch_size > max(config.max_batch_size, 1):
+            message = f"the warm-up has {warmup.batch_size} rows, max_batch_size is {config.max_batch_size}"
+            problems.append(Problem((*loc, "batch_size"), message, "lower batch_size"))
+        if warmup.count > MAX_RUNS:
+            problems.append(Problem((*loc, "count"), f"count is {warmup.count}", f"write {MAX_RUNS} at most"))
+        missing = [t.name for t in config.input if not t.optional and t.name not in warmup.inputs]
+        if missing:
+            message = f"the warm-up does not feed input {', '.join(missing)}"
+            problems.append(Problem((*loc, "inputs"), message, "add what every request must bring"))
+        for name, feed in warmup.inputs.items():
+            if name in known:
+                here: Location = (*loc, "inputs", name)
+                told = _feed_problems(feed, known[name], warmup.batch_size, folder, repository)
+                problems += [problem._replace(loc=(*here, *problem.loc)) for problem in told]
+    return problems
+
+
+def feed_dims(feed: WarmupInput, tensor: ModelInput) -> tuple[int, ...]:
+    """The sizes that a warm-up asks for, without the batch dimension."""
+    return feed.dims if "dims" in feed.model_fields_set else tensor.dims
+
+
+def _feed_problems(feed: WarmupInput, tensor: ModelInput, rows: int, folder: Path, repository: Path) -> list[Problem]:
+    if feed.data_type and feed.data_type != tensor.data_type:
+        message = f"the warm-up has {feed.data_type} for input {tensor.name}, which is {tensor.data_type}"
+        return [Problem(("data_type",), message, "remove data_type")]
+    dims = feed_dims(feed, tensor)
+    if any(size < 0 for size in dims):
+        return [Problem(("dims",), f"dims {list(dims)} of the warm-up leave a size open", "write every size")]
+    fits = len(dims) == len(tensor.dims) and all(
+        allowed in (-1, size) for size, allowed in zip(dims, tensor.dims, strict=True)
+    )
+    if not fits:
+        message = f"dims {list(dims)} of the warm-up are none that input {tensor.name} takes: {list(tensor.dims)}"
+        return [Problem(("dims",), message, "leave out the batch dimension, and write every other size")]
+    kind = BY_CONFIG_NAME[tensor.data_type]
+    element_bytes = kind.size_bytes or _BYTES_ELEMENT_SIZE
+    if math.prod(dims) * rows * element_bytes > MAX_INPUT_BYTES:
+        return [Problem(("dims",), f"the warm-up takes more than {MAX_INPUT_BYTES} bytes", "warm up with less")]
+    return _file_problems(feed, kind, math.prod(dims), rows, folder, repository) if feed.input_data_file else []
+
+
+def _file_problems(
+    feed: WarmupInput, kind: Datatype, elements: int, rows: int, folder: Path, repository: Path
+) -> list[Problem]:
+    path = folder / FOLDER / feed.input_data_file
+    loc: Location = ("input_data_file",)
+    name = shown(path, repository)
+    if not path.is_file():
+        return [Problem(loc, f"{name} is missing", f"put the file into the model's folder {FOLDER}/")]
+    if not within(path, repository):
+        return [Problem(loc, f"{name} is a link that leads out of the repository", "copy the file into the repository")]
+    size = path.stat().st_size
+    if size > MAX_INPUT_BYTES:
+        return [Problem(loc, f"{name} has {size} bytes", f"warm up with {MAX_INPUT_BYTES} bytes at most")]
+    row_bytes = elements * kind.size_bytes
+    if kind is not BYTES and size not in (row_bytes, row_bytes * rows):
+        message = f"{name} has {size} bytes, one row takes {row_bytes}"
+        return [Problem(loc, message, "write the values of one row, little-endian, or those of all rows")]
+    return []
+
+
+# What an engine is built from, where the model's own file is the engine.
+SOURCE = "model.onnx"
+CONFIG_FILES = {"config.pbtxt": read_pbtxt, "config.yaml": read_yaml, "config.yml": read_yaml}
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's folder that can be served.
+
+    Attributes:
+        name: the model's name.
+        path: the folder.
+        versions: version numbers on disk, ascending.
+        config: complete and in agreement with the model's file.
+        findings: warnings; a fatal finding would have been raised.
+        labels: class names by output name, for outputs with a label file.
+    """
+
+    name: str
+    path: Path
+    versions: tuple[int, ...]
+    config: ModelConfig
+    findings: tuple[Finding, ...]
+    labels: dict[str, tuple[str, ...]]
+
+    def model_file(self, version: int) -> Path:
+        """Where the model of one version is."""
+        return find_model_file(self.path, version, self.config.default_model_filename)
+
+    def source_file(self, version: int) -> Path:
+        """The ONNX file of one version: the model itself, or what its engine is built from."""
+        if self.config.backend == "onnxruntime":
+            return self.model_file(version)
+        return self.path / str(version) / SOURCE
+
+
+def served_versions(config: ModelConfig, versions: Sequence[int]) -> tuple[int, ...]:
+    """Which of the versions on disk the configuration's policy serves, ascending."""
+    policy = config.version_policy
+    ascending = sorted(versions)
+    if policy.specific is not None:
+        return tuple(version for version in ascending if version in policy.specific.versions)
+    if policy.latest is not None:
+        return tuple(ascending[-policy.latest.num_versions :])
+    return tuple(ascending)
+
+
+def read_model_folder(path: Path, repository: Path, instead: Document | None = None) -> ModelFolder:
+    """Reads everything about a model but the model itself.
+
+    Args:
+        path: the model's folder, directly in `repository`.
+        repository: the folder that nothing may lead out of.
+        instead: a configuration that takes the place of the folder's own.
+
+    Raises:
+        ConfigError: the model cannot be served; with all findings, fatal ones and warnings.
+    """
+    reader = _FolderReader(path, repository, instead)
+    try:
+        return reader.read()
+    except ConfigError as error:
+        findings = [*reader.findings, *error.findings]
+        raise ConfigError(sorted(findings, key=lambda f: (f.path, f.line or 0))) from error.__cause__
+    except OSError as error:
+        where = shown(Path(error.filename), repository) if _below(error.filename, repository) else path.name
+        raise refuse(
+            where, None, f"cannot be read: {error.strerror}", "check the files and their permissions"
+        ) from None
+
+
+def _below(filename: object, repository: Path) -> bool:
+    return isinstance(filename, str) and Path(filename).is_relative_to(repository)
+
+
+class _FolderReader:
+    """One reading of one folder; collects findings on the way."""
+
+    def __init__(self, path: Path, repository: Path, instead: Document | None) -> None:
+        self._path = path
+        self._repository = repository
+        self._instead = instead
+        self._document = Document(path.name)
+        self.findings: list[Finding] = []
+
+    def read(self) -> ModelFolder:
+        self._check_folder()
+        config = self._read_config()
+        versions, findings = find_versions(self._path, self._repository, sample_folders(config))
+        self.findings += findings
+        if not versions and not any(finding.fatal for finding in findings):
+            self._fail("has no version folder", f"put the model in {self._path.name}/1/model.onnx")
+        self._stop_if_fatal()
+        config = complete_identity(config, self._path.name)
+        served = self._served(config, versions)
+        self._check_filenames(config)
+        self._stop_if_fatal()
+        config = complete_instances(self._complete(config, served))
+        self._tell(warmup_problems(config, self._path, self._repository))
+        self._tell(sample_remarks(config, self._path), fatal=False)
+        labels = self._read_labels(config)
+        self.findings += label_remarks(config, labels, self._path, self._repository)
+        self._stop_if_fatal()
+        return ModelFolder(self._path.name, self._path, versions, config, tuple(self.findings), labels)
+
+    def _fail(self, message: str, cure: str) -> None:
+        self.findings.append(Finding(shown(self._path, self._repository), None, message, cure))
+
+    def _stop_if_fatal(self) -> None:
+        if any(finding.fatal for finding in self.findings):
+            raise ConfigError([])
+
+    def _tell(self, problems: list[Problem], fatal: bool = True) -> None:
+        self.findings += [self._document.finding(problem, fatal) for problem in problems]
+
+    def _check_folder(self) -> None:
+        problem = name_problem(self._path.name)
+        if problem is not None:
+            self._fail(problem.message, problem.cure)
+        elif not self._path.is_dir():
+            self._fail("is not a folder", "a model is a folder with its versions in it")
+        elif not within(self._path, self._repository):
+            self._fail("is a link that leads out of the repository", "copy the folder into the repository")
+        self._stop_if_fatal()
+
+    def _read_config(self) -> ModelConfig:
+        if self._instead is not None:
+            self._document = self._instead
+        elif not self._read_document():
+            return ModelConfig()
+        config, findings = bind(self._document)
+        self.findings += findings
+        if config is not None and config.name not in ("", self._path.name):
+            message = f'the name "{config.name}" is not the folder\'s'
+            self._tell([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
+        return ModelConfig() if config is None else config
+
+    def _read_document(self) -> bool:
+        """Reads the folder's configuration; False if it has none (or two, which is told)."""
+        present = [name for name in CONFIG_FILES if os.path.lexists(self._path / name)]
+        if len(present) > 1:
+            self._fail(f"has both {' and '.join(present)}", "keep one of them")
+        if len(present) != 1:
+            return False
+        file = self._path / present[0]
+        name = shown(file, self._repository)
+        if not within(file, self._repository):
+            raise refuse(name, None, "is a link that leads out of the repository", "copy the file into the repository")
+        with file.open("rb") as stream:
+            content = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise refuse(name, None, f"is larger than {MAX_CONFIG_BYTES} bytes", "a configuration is a page of text")
+        self._document = CONFIG_FILES[present[0]](decoded(content, name), name)
+        return True
+
+    def _served(self, config: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
+        served = served_versions(config, versions)
+        loc = ("version_policy", "specific", "versions")
+        wanted = config.version_policy.specific.versions if config.version_policy.specific else ()
+        absent = [version for version in wanted if version not in versions]
+        if absent:
+            message = f"version {', '.join(map(str, absent))} of version_policy is not there"
+            there = ", ".join(map(str, versions))
+            self._tell([Problem(loc, message, f"add the folder, or choose from {there}")], fatal=not served)
+        for label, version in config.labels.items():
+            if version not in served:
+                message = f'label "{label}" names version {version}, which is not served'
+                there = ", ".join(map(str, served)) or "none"
+                self._tell([Problem(("labels", label), message, f"served here: {there}")], fatal=False)
+        return served
+
+    def _check_filenames(self, config: ModelConfig) -> None:
+        problem = filename_problem(config.default_model_filename)
+        if problem is not None or "/" in config.default_model_filename:
+            message = f'default_model_filename "{config.default_model_filename}" is no file name'
+            self._tell(
+                [Problem(("default_model_filename",), message, "write the name of a file in the version's folder")]
+            )
+        for index, output in enumerate(config.output):
+            problem = filename_problem(output.label_filename) if output.label_filename else None
+            if problem is not None:
+                self._tell([Problem(("output", index, "label_filename"), *problem)])
+        for index, warmup in enumerate(config.model_warmup):
+            for name, feed in warmup.inputs.items():
+                problem = filename_problem(feed.input_data_file) if feed.input_data_file else None
+                if problem is not None:
+                    self._tell([Problem(("model_warmup", index, "inputs", name, "input_data_file"), *problem)])
+
+    def _complete(self, config: ModelConfig, served: tuple[int, ...]) -> ModelConfig:
+        """Completes from the newest version served, then compares with every other one."""
+        signatures = self._read_signatures(config, served)
+        self._stop_if_fatal()
+        if not signatures:
+            self._tell(incomplete(config))
+            self._stop_if_fatal()
+            # No ONNX file to complete from: the checks that wait for a complete configuration run here.
+            try:
+                return ModelConfig.model_validate({name: getattr(config, name) for name in ModelConfig.model_fields})
+            except ValidationError as error:
+                self._tell(problems_of(error, self._document.own_prefix))
+                raise ConfigError([]) from None
+        (file, newest), *older = signatures
+        if not self._document.data:
+            self._document = Document(file)
+        completed, problems, remarks = complete_from_model(config, newest)
+        self._tell(problems)
+        self._tell(remarks, fatal=False)
+        if completed is None:
+            raise ConfigError([])
+        for file, signature in older:
+            told = [p._replace(message=f"{p.message} ({file})") for p in contradictions(completed, signature)]
+            self._tell(told)
+        self._stop_if_fatal()
+        return completed
+
+    def _read_signatures(self, config: ModelConfig, served: tuple[int, ...]) -> list[tuple[str, OnnxSignature]]:
+        """File names and signatures of the versions served, newest first; nothing for a backend whose files cannot be read."""
+        signatures: list[tuple[str, OnnxSignature]] = []
+        for version in reversed(served):
+            file = find_model_file(self._path, version, config.default_model_filename)
+            if config.backend == "onnxruntime":
+                signatures += self._signature(file)
+                continue
+            # An engine file tells nothing without its runtime; the ONNX file it was built from, if there, tells everything,
+            # and whether an engine of it fits this machine is seen when it is loaded.
+            source = self._path / str(version) / SOURCE
+            if source.is_file():
+                signatures += self._signature(source)
+            else:
+                self.findings += check_model_file(file, self._repository)
+        return signatures
+
+    def _signature(self, file: Path) -> list[tuple[str, OnnxSignature]]:
+        findings = check_model_file(file, self._repository)
+        if not findings:
+            name = shown(file, self._repository)
+            try:
+                return [(name, read_signature(file, name))]
+            except ConfigError as error:
+                findings = error.findings
+        self.findings += findings
+        return []
+
+    def _read_labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        labels = {}
+        for output in config.output:
+            if output.label_filename:
+                try:
+                    labels[output.name] = read_labels(self._path / output.label_filename, self._repository)
+                except ConfigError as error:
+                    self.findings += error.findings
+        return labels

@@ -1,0 +1,451 @@
+"""Model repositories on disk: the models in them, models given as single files, and fingerprints that show changes."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config.manifest import LAYERS_FILE, RECIPE_FILE, STAMP_FILE, is_artefact_name
+from headrace.config.model_folder import CONFIG_FILES, SOURCE
+from headrace.config.onnx_model import external_files
+from headrace.core.errors import ConfigError, Finding
+from headrace.core.model_config import name_problem
+
+# Folders that file systems and interpreters make.
+_NOT_MODELS = {"lost+found": "it belongs to the file system", "__pycache__": "it is a cache of Python"}
+# A folder with such a file but without a version folder is a model put in the wrong place, which is an error with a cure.
+_MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".savedmodel")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model's folder in a repository.
+
+    Attributes:
+        name: of the folder, which is the model's.
+        path: of the folder.
+        repository: in which it lies.
+        problem: why it cannot be taken, or None.
+    """
+
+    name: str
+    path: Path
+    repository: Path
+    problem: Finding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A folder of a repository that cannot be a model.
+
+    Attributes:
+        path: of the folder.
+        reason: why it is skipped.
+        warn: True if it may hide a model: it cannot be read.
+    """
+
+    path: Path
+    reason: str
+    warn: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} is skipped: {self.reason}"
+
+
+def scan(
+    repositories: Sequence[Path],
+    known: Collection[str] = (),
+    on_skipped: Callable[[Skipped], None] = lambda _skipped: None,
+) -> list[Found]:
+    """Every model folder, by name; files, and folders that cannot be models, are passed over.
+
+    A name that several repositories have is taken from the first; the others are reported with it as a problem.
+
+    Args:
+        repositories: folders of models.
+        known: names of models; a folder of such a name stays a model while its files are being replaced.
+        on_skipped: called with every folder that is passed over.
+
+    Raises:
+        ConfigError: a repository is not a folder that can be read.
+    """
+    found: list[Found] = []
+    names: dict[str, Path] = {}
+    for repository in repositories:
+        if not os.path.isdir(repository):
+            cure = "create it, or name another with --model-repository"
+            raise ConfigError([Finding(str(repository), None, "the model repository is not a folder", cure)])
+        models, skipped = folders(repository)
+        back = [folder.path for folder in skipped if folder.path.name in known]
+        for folder in skipped:
+            if folder.path not in back:
+                on_skipped(folder)
+        for path in sorted([*models, *back]):
+            problem = None
+            if path.name in names:
+                message = f"a model of this name is in {names[path.name]} already"
+                problem = Finding(str(path), None, message, "rename one of the folders")
+            names.setdefault(path.name, repository)
+            found.append(Found(path.name, path, repository, problem))
+    return found
+
+
+def folders(repository: Path) -> tuple[list[Path], list[Skipped]]:
+    """The folders of a repository that are models, and those that cannot be, both by name.
+
+    Raises:
+        ConfigError: the repository cannot be read.
+    """
+    try:
+        entries = sorted(entry for entry in repository.iterdir() if os.path.isdir(entry))
+    except OSError as error:
+        message = f"the model repository cannot be read: {error.strerror}"
+        cure = "let the user that the server runs as read and enter the folder"
+        raise ConfigError([Finding(str(repository), None, message, cure)]) from None
+    skipped = [folder for entry in entries if (folder := _skipped(entry)) is not None]
+    passed = {folder.path for folder in skipped}
+    return [entry for entry in entries if entry not in passed], skipped
+
+
+def is_model_folder(path: Path) -> bool:
+    """True for a folder with a configuration or with folders named by numbers."""
+    try:
+        return any(os.path.lexists(path / name) for name in CONFIG_FILES) or any(
+            entry.name.isdecimal() and os.path.isdir(entry) for entry in path.iterdir()
+        )
+    except OSError:
+        return False
+
+
+def folder_names(path: Path) -> list[str]:
+    """The names of the folders in `path`, for suggestions; none if it cannot be read."""
+    try:
+        return [entry.name for entry in path.iterdir() if os.path.isdir(entry)]
+    except OSError:
+        return []
+
+
+def _skipped(path: Path) -> Skipped | None:
+    """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
+    if path.name.startswith("."):
+        return Skipped(path, "it is hidden")
+    if path.name in _NOT_MODELS:
+        return Skipped(path, _NOT_MODELS[path.name])
+    try:
+        entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        return Skipped(path, f"it cannot be read: {error.strerror}", warn=True)
+    if not entries:
+        return Skipped(path, "it is empty")
+    if is_model_folder(path) or any(_holds_model_file(entry) for entry in entries):
+        return None
+    return Skipped(path, "it has neither a configuration nor a version folder such as 1")
+
+
+def _holds_model_file(entry: Path) -> bool:
+    """True for a model's file, and for a folder with one directly in it."""
+    if entry.suffix in _MODEL_SUFFIXES:
+        return True
+    try:
+        return os.path.isdir(entry) and any(file.suffix in _MODEL_SUFFIXES for file in entry.iterdir())
+    except OSError:
+        return False
+
+
+def find(repositories: Sequence[Path], name: str) -> Found | None:
+    """The folder of one model, in the first repository that has it.
+
+    Args:
+        repositories: folders of models.
+        name: checked by `name_problem`, so that it leads nowhere else.
+    """
+    for repository in repositories:
+        if os.path.isdir(repository / name):
+            return Found(name, repository / name, repository)
+    return None
+
+
+logger = logging.getLogger("headrace.control")
+
+_PREFIX = "headrace-files-"
+_LOCK = "lock"
+# Copies of larger files are announced, as they take time and room.
+_LARGE_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The repositories behind the paths of a command line.
+
+    Attributes:
+        repositories: folders of models, in the order of the paths.
+        only: the models served of a repository that is not served as a whole.
+        first: name of the first model that was named by a file, "" without one.
+    """
+
+    repositories: tuple[Path, ...] = ()
+    only: Mapping[Path, frozenset[str]] | None = None
+    first: str = ""
+
+
+@contextmanager
+def open_paths(paths: Sequence[Path], state_dir: str = "") -> Iterator[Named]:
+    """Find or make a repository for each path, and remove those that were made.
+
+    Args:
+        paths: each a model file (ONNX), a folder with one model file, the folder of one model, or a repository.
+        state_dir: where links to the files are made if the file system allows; "" for the folder of temporary files.
+
+    Raises:
+        ConfigError: a path is none of these; two have the same name; the files cannot be linked or copied.
+    """
+    repositories: list[Path] = []
+    only: dict[Path, frozenset[str]] = {}
+    files: dict[str, tuple[Path, bool]] = {}
+    for path in paths:
+        file = _model_file(path)
+        if file is not None:
+            name = _model_name(path, file)
+            if name in files:
+                cure = "rename one of them, or serve a repository: headrace serve FOLDER"
+                raise _refused(path, f"a model of the name '{name}' is served from {files[name][0]} already", cure)
+            files[name] = file, path.is_dir()
+        elif is_model_folder(path):
+            absolute = Path(os.path.abspath(path))
+            repositories.append(absolute.parent)
+            only[absolute.parent] = only.get(absolute.parent, frozenset()) | {absolute.name}
+        else:
+            repositories.append(path)
+    made: list[Path] = []
+    locks: list[int] = []
+    try:
+        for name, (file, whole) in files.items():
+            repositories.append(_repository(name, file, whole, state_dir, made, locks))
+        yield Named(tuple(dict.fromkeys(repositories)), only, next(iter(files), ""))
+    finally:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        for lock in locks:
+            os.close(lock)
+
+
+def _refused(path: Path, message: str, cure: str) -> ConfigError:
+    return ConfigError([Finding(str(path), None, message, cure)])
+
+
+def _model_file(path: Path) -> Path | None:
+    """The model file that a path names: itself, or the only one in a folder without version folders; None for a folder.
+
+    Raises:
+        ConfigError: nothing is there, or a file that is no ONNX model.
+    """
+    if not path.exists():
+        raise _refused(path, "does not exist", "name an ONNX file, the folder of a model, or a model repository")
+    if path.is_dir():
+        try:
+            if any(entry.name.isdecimal() and entry.is_dir() for entry in path.iterdir()):
+                return None
+            found = sorted(file for file in path.iterdir() if file.suffix == ".onnx" and file.is_file())
+        except OSError as error:
+            raise _refused(path, f"cannot be read: {error.strerror}", "check its permissions") from None
+        if len(found) > 1:
+            cure = f"name those to serve: headrace serve {' '.join(str(file) for file in found[:3])}"
+            raise _refused(path, f"has {len(found)} ONNX files and no version folders", cure)
+        return found[0] if found else None
+    if path.suffix in (".plan", ".engine"):
+        cure = "put it in FOLDER/NAME/1/model.plan with a config.pbtxt that lists inputs and outputs, and serve FOLDER"
+        raise _refused(path, "an engine cannot be served without a configuration", cure)
+    if path.suffix != ".onnx":
+        raise _refused(path, "is not an ONNX file, which ends in .onnx", "export the model to ONNX")
+    return path
+
+
+def _model_name(path: Path, file: Path) -> str:
+    """The file's name without its suffix, or the folder's where the file is called model.onnx; with a model's characters."""
+    stem = Path(os.path.abspath(path)).name if path.is_dir() and file.name == SOURCE else file.stem
+    name = re.sub(r"[^A-Za-z0-9_.-]|\.(?=\.)", "_", stem).lstrip(".-")[:128]
+    return name if name and name_problem(name) is None else "model"
+
+
+def _repository(name: str, file: Path, whole: bool, state_dir: str, made: list[Path], locks: list[int]) -> Path:
+    """A repository with one model; adds what is to be removed and closed to `made` and `locks`.
+
+    Args:
+        name: of the model.
+        file: the ONNX file.
+        whole: the folder of the file was named, so that its configuration and labels belong to the model.
+        state_dir, made, locks: as `open_paths` has them.
+
+    Raises:
+        ConfigError: no folder can be written to, or the disk is full.
+    """
+    places = [Path(place) for place in (os.path.expanduser(state_dir), tempfile.gettempdir()) if place]
+    problem: OSError | None = None
+    for link in (True, False):
+        for place in places:
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                _remove_leftovers(place)
+                repository = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+            except OSError as error:
+                problem = error
+                continue
+            made.append(repository)
+            locks.append(os.open(repository / _LOCK, os.O_CREAT | os.O_RDWR))
+            fcntl.flock(locks[-1], fcntl.LOCK_EX)
+            try:
+                _fill(repository / name, file, whole, link)
+                return repository
+            except OSError as error:
+                problem = error
+                shutil.rmtree(repository, ignore_errors=True)
+    detail = "" if problem is None else f": {problem.strerror}"
+    cure = "free some space, or name a folder on the same disk with --state-dir"
+    raise _refused(file, f"cannot be linked or copied to {' or '.join(map(str, places))}{detail}", cure)
+
+
+def _fill(model: Path, file: Path, whole: bool, link: bool) -> None:
+    """Put a file and its external weights, with `whole` also configuration and labels, where a repository has them."""
+    version = model / "1"
+    version.mkdir(parents=True)
+    beside = [entry for entry in file.parent.iterdir() if entry.is_file()] if whole else []
+    is_configured = any(entry.name in CONFIG_FILES for entry in beside)
+    # A configuration may name the file.
+    _put(file, version / (file.name if is_configured else SOURCE), link)
+    with suppress(ConfigError):  # a file that is no model is reported when it is loaded
+        for place in external_files(file, file.name):
+            (version / place).parent.mkdir(parents=True, exist_ok=True)
+            _put(file.parent / place, version / place, link)
+    for entry in beside:
+        if entry.name in CONFIG_FILES or entry.suffix == ".txt":
+            _put(entry, model / entry.name, link)
+
+
+def _put(source: Path, target: Path, link: bool) -> None:
+    source = source.resolve()
+    if link:
+        os.link(source, target)
+        return
+    size = source.stat().st_size
+    if size > _LARGE_BYTES:
+        logger.info("%s is copied to %s: %d MB", source, target.parent, size // 1_000_000)
+    shutil.copy2(source, target)
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove the repositories of servers that were killed: nobody holds their locks."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(lock)
+
+
+Look = tuple[tuple[str, int, int, int], ...]
+"""(relative path, size in bytes, time of the last change in ns, inode) of every entry, sorted."""
+
+GONE: Look = ()
+
+# A model has a handful of files; whoever keeps a data set beside it shall not have it walked over again and again.
+MAX_ENTRIES = 10_000
+_MAX_DEPTH = 8
+
+
+def look_at_version(path: Path) -> Look:
+    """Everything in a version's folder, and the folder itself; links to files are followed, links to folders are not.
+
+    A folder that cannot be seen looks like `GONE`.
+    """
+    return _look([path], [(path, "")])
+
+
+def look_at_versions(path: Path) -> dict[str, Look]:
+    """`look_at_version` of every version in a model's folder, by number."""
+    return {entry.name: look_at_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
+
+
+def without_builds(look: Look, model_file: str) -> Look:
+    """A look at a version less what builders put beside the model: engines and their stamps come and go while it serves.
+
+    Args:
+        look: of the version's folder.
+        model_file: name of the model's own file, which stays whatever it is called.
+    """
+    return tuple(entry for entry in look if entry[0] == model_file or not _is_built(entry[0]))
+
+
+def _is_built(name: str) -> bool:
+    return name in (STAMP_FILE, RECIPE_FILE, LAYERS_FILE) or is_artefact_name(name.removesuffix(".data"))
+
+
+def look_at_model(path: Path) -> Look:
+    """A model's folder: its own files, the version folders and the data for warm-ups with all that is in them.
+
+    A folder that cannot be seen looks like `GONE`.
+    """
+    below = [(entry, entry.name + "/") for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
+    return _look([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        with os.scandir(path) as entries:
+            return sorted(Path(entry.path) for entry in entries if entry.is_dir())
+    except OSError:
+        return []
+
+
+def _look(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Look:
+    found: list[tuple[str, int, int, int]] = []
+    for root in roots:
+        try:
+            state = root.stat()
+        except OSError:
+            continue
+        # The folder's own time changes with every file that comes or goes, which the entries tell already.
+        found.append((f"{root.name}/", 0, 0, state.st_ino))
+    if not found:
+        return GONE
+    for folder, prefix in folders:
+        depth = _MAX_DEPTH if recurse or prefix else 0
+        for entry in _walk(folder, prefix, depth):
+            found.append(entry)
+            if len(found) >= MAX_ENTRIES:
+                return tuple(sorted(found))
+    return tuple(sorted(found))
+
+
+def _walk(folder: Path, prefix: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
+    """Every file below `folder`; what vanishes on the way is passed over, the next look tells."""
+    try:
+        with os.scandir(folder) as scanned:
+            entries = list(scanned)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                if depth:
+                    yield from _walk(Path(entry.path), f"{prefix}{entry.name}/", depth - 1)
+                continue
+            state = entry.stat()
+        except OSError:
+            continue
+        yield f"{prefix}{entry.name}", state.st_size, state.st_mtime_ns, state.st_ino
