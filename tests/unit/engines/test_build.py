@@ -166,7 +166,7 @@ def test_the_best_is_clearly_the_fastest_at_the_largest_batch_that_holds(
             raise BuildError("calibration.keep names nothing")
         return by_precision[spec.precision]
 
-    monkeypatch.setattr(build, "make", fake)
+    monkeypatch.setattr(build, "build_engine", fake)
     project = write_project(tmp_path, free(), {"x": pictures(4)}, profiles=[PROFILE], precision="best")
     spec = read_spec(project.config)
     with caplog.at_level(logging.WARNING):

@@ -51,9 +51,9 @@ def test_the_digest_tells_all_that_makes_another_artefact(monkeypatch: pytest.Mo
         ),
     ]
     digests = [one.digest() for one in changed]
-    for module in (spec, ranges):
+    for module, name in ((spec, "BUILD_RECIPE"), (ranges, "RANGES_RECIPE")):
         with monkeypatch.context() as patch:
-            patch.setattr(module, "RECIPE", module.RECIPE + 1)
+            patch.setattr(module, name, getattr(module, name) + 1)
             digests.append(wanted().digest())
     assert len(set(digests)) == len(digests)
     assert wanted().digest() == digests[0]

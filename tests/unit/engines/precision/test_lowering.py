@@ -159,7 +159,7 @@ def test_what_is_not_fp8_is_fp16_unless_that_has_no_kernel(tmp_path: Path) -> No
 
 def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drop that nobody can tell without labels is told by the comparison of the artefact."""
-    monkeypatch.setattr(lowering, "rank", lambda *_: pytest.fail("minutes for a large model"))
+    monkeypatch.setattr(lowering, "rank_layers", lambda *_: pytest.fail("minutes for a large model"))
     assert lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).kept == ()
 
 

@@ -128,7 +128,7 @@ def test_pictures_are_read_when_they_are_wanted_and_a_few_are_kept(tmp_path, mon
     _fill(tmp_path, *(f"{n}.png" for n in range(6)))
     read = []
     monkeypatch.setattr(picture_folder, "decode", lambda data: read.append(1) or decode(data))
-    monkeypatch.setattr(picture_folder, "_KEPT_BYTES", 2 * 3 * 8 * 10 * 4)
+    monkeypatch.setattr(picture_folder, "_CACHE_BYTES", 2 * 3 * 8 * 10 * 4)
     samples = _open(tmp_path)
     assert len(read) == 1, "the first tells what code prepares them"
     batches = samples.batches(2)
