@@ -61,7 +61,7 @@ check: $(VENV)/.dev models ## format, lint, types, architecture, unit and simula
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_architecture.py tests/unit tests/sim
+	EXAMPLES_SHARE=0.1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" tests/test_architecture.py tests/unit tests/sim
 
 format: $(VENV)/.dev ## let ruff rewrite the code
 	$(BIN)/ruff format .

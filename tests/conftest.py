@@ -8,10 +8,12 @@ import os
 import hypothesis
 import pytest
 
+from tests.support.examples import examples
+
 # Two busy cores make single examples slow now and then; that says nothing about the code.
-hypothesis.settings.register_profile("headrace", deadline=None)
+hypothesis.settings.register_profile("headrace", deadline=None, max_examples=examples(100))
 # CI draws the same examples every time, so that a red build is the commit's fault.
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, max_examples=examples(100))
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "headrace")
 
 COLLECTED = pytest.StashKey[tuple[pytest.Item, ...]]()

@@ -17,10 +17,10 @@ import pytest
 import tritonclient.grpc as triton_grpc
 from headrace.repository.gpu_backend import tensorrt_machine
 
+from tests.support.control_thread import X, expected
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
-from tests.unit.repository.control_thread import X, expected
 from tests.unit.repository.test_tensorrt_models import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")

@@ -21,10 +21,10 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.gpu.own_memory import own_bytes
 from tests.gpu.test_tensorrt_failures import full_gpu
+from tests.support.control_thread import EXPLICIT, ask, expected, index, run, until
 from tests.support.models import add_model, affine
-from tests.unit.repository.control_thread import EXPLICIT, ask, expected, index, run, until
+from tests.support.own_memory import own_bytes
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -13,8 +13,8 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.control_thread import ask, run
 from tests.support.models import add_model, affine
-from tests.unit.repository.control_thread import ask, run
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

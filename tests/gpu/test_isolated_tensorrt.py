@@ -25,8 +25,8 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.gpu.tensorrt_networks import answers, convolutions, cosine, pictures
 from tests.support.processes import eventually, own_children
+from tests.support.tensorrt_networks import answers, convolutions, cosine, pictures
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -31,8 +31,8 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.gpu.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
 from tests.support.serving import ROOT, serving
+from tests.support.tensorrt_networks import FLOAT, HALF, Sketch, answers, convolutions, cosine, pictures, transformer
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 _no_server = [name for name in ("fastapi", "uvicorn", "tritonclient") if importlib.util.find_spec(name) is None]

@@ -24,7 +24,7 @@ from headrace_engines.targets.base import Layer
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.engine_projects import write_project
-from tests.unit.engines.networks import inputs_of, network, residual, transformer, weights
+from tests.support.networks import inputs_of, network, residual, transformer, weights
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

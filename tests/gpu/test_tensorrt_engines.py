@@ -26,7 +26,7 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import Engine, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget, available
 
-from tests.gpu.tensorrt_networks import (
+from tests.support.tensorrt_networks import (
     BOOL,
     FLOAT,
     HALF,

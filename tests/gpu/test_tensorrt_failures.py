@@ -20,9 +20,9 @@ from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
 
-from tests.gpu.own_memory import own_bytes
-from tests.gpu.tensorrt_networks import convolutions, pictures
 from tests.gpu.test_tensorrt_engines import ORDER, TARGET, built, refused, rows
+from tests.support.own_memory import own_bytes
+from tests.support.tensorrt_networks import convolutions, pictures
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -27,9 +27,9 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.gpu.own_memory import own_bytes, processes
-from tests.gpu.tensorrt_networks import answers, convolutions, cosine
 from tests.support import kernel_reference as reference
+from tests.support.own_memory import own_bytes, processes
+from tests.support.tensorrt_networks import answers, convolutions, cosine
 
 _missing = [name for name in ("pycuda", "tensorrt") if importlib.util.find_spec(name) is None]
 pytestmark = [

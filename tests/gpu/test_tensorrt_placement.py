@@ -23,7 +23,7 @@ from headrace_engines.simplify import simplify
 from headrace_engines.targets.base import Layer, ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.unit.engines.networks import (
+from tests.support.networks import (
     cosine,
     inputs_of,
     measured_ranges,

@@ -23,6 +23,7 @@ from headrace.simulation.traces import Load, Shape, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.slots import Slot, request
 
 MS = 1_000_000
@@ -121,7 +122,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds, st.lists(asked, max_size=80))
 def test_everybody_is_answered_once_in_time_or_told_why_not(world: World, arrivals: list[Asked]) -> None:
     world.run(arrivals)
@@ -139,7 +140,7 @@ def test_everybody_is_answered_once_in_time_or_told_why_not(world: World, arriva
     assert (queue.count, queue.total_rows, queue.size_bytes) == (0, 0, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 3), st.lists(asked, max_size=80))
 def test_what_is_run_before_its_own_deadline_is_done_by_then(instances: int, arrivals: list[Asked]) -> None:
     for each in arrivals:
@@ -150,7 +151,7 @@ def test_what_is_run_before_its_own_deadline_is_done_by_then(instances: int, arr
         assert done_ns <= entry.deadline_ns, "times do not vary here: nothing is run in vain"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 3), st.lists(asked, min_size=1, max_size=80))
 def test_where_the_time_suffices_nobody_is_refused(instances: int, arrivals: list[Asked]) -> None:
     for each in arrivals:
@@ -217,7 +218,10 @@ def figures(
     return report(replay(trace, [model]), [slo_ms or 20.0], 300 * MS).total, capacity_hz
 
 
-@pytest.mark.parametrize(("load", "instances", "depth"), [(1.5, 1, 1), (2.0, 1, 1), (2.0, 1, 2), (1.5, 3, 1)])
+@pytest.mark.parametrize(
+    ("load", "instances", "depth"),
+    [(1.5, 1, 1), (2.0, 1, 1), (2.0, 1, 2), pytest.param(1.5, 3, 1, marks=pytest.mark.slow)],
+)
 def test_goodput_stays_at_capacity_beyond_it(load: float, instances: int, depth: int) -> None:
     told, capacity_hz = figures(load, 20, instances, depth)
     assert told.goodput_hz is not None
@@ -241,7 +245,7 @@ def test_giving_up_early_keeps_most_of_it_even_without_admission(load: float, mo
 
 
 @pytest.mark.parametrize("slo_ms", [6, 12, 50])
-@pytest.mark.parametrize("instances", [1, 3])
+@pytest.mark.parametrize("instances", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_below_capacity_the_promise_costs_nothing(slo_ms: float, instances: int) -> None:
     told, _ = figures(0.8, slo_ms, instances)
     assert told.answered > 0.995 * told.requests

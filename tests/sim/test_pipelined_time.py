@@ -23,6 +23,7 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.fakes import SPEC
 from tests.support.slots import Slot, request
 from tests.support.virtual_pipeline import Cost, CostModel, VirtualPipeline
@@ -180,7 +181,7 @@ def test_at_saturation_the_device_does_not_idle() -> None:
     assert world.devices[0].computing_ns / world.now_ns > 0.97
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.integers(1, 4),
     st.integers(1, 3),

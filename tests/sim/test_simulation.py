@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim import test_pipelined_time, test_virtual_time
+from tests.support.examples import examples
 from tests.support.virtual_pipeline import Cost, CostModel
 
 MS = 1_000_000
@@ -153,7 +154,7 @@ def trace_of(coming: list[tuple[int, int, int]]) -> Trace:
     return Trace(times_ns, nothing, rows, levels + 1, nothing, int(times_ns[-1]) + 1, ("m",))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     coming=arrivals,
     policy=st.builds(
@@ -183,7 +184,7 @@ def test_serial_instances_run_the_batches_of_the_virtual_scheduler(
         assert count == sum(batch.reason.value == reason for batch in world.batches)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(arrivals, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0, 40_000]))
 def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
     coming: list[tuple[int, int, int]], depth: int, instances: int, delay_ns: int

@@ -18,6 +18,7 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.slots import Slot, request
 
 
@@ -128,7 +129,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(worlds, arrivals)
 def test_every_request_is_served_once_in_order(world: World, coming: list[Arrival]) -> None:
     world.run(coming)
@@ -148,7 +149,7 @@ def test_every_request_is_served_once_in_order(world: World, coming: list[Arriva
         assert mine == accepted, "order kept within a priority"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(arrivals, st.integers(1, 40))
 def test_queue_timeouts_refuse_who_waits_and_nobody_else(coming: list[Arrival], timeout_ns: int) -> None:
     world = World(BatchPolicy(5), instances=1, levels=2, limit=1000, service_ns=60)

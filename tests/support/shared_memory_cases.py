@@ -22,8 +22,8 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
-from tests.gpu.tensorrt_networks import answers, convolutions, pictures
 from tests.support.serving import Server
+from tests.support.tensorrt_networks import answers, convolutions, pictures
 
 ROWS = 32
 ROW = (3, 16, 16)

@@ -106,7 +106,7 @@ def real_gpu() -> GpuUnderTest:
         pytest.skip("needs an NVIDIA GPU and PyCUDA")
     from headrace.cuda import devices
 
-    from tests.gpu.own_memory import own_bytes
+    from tests.support.own_memory import own_bytes
 
     if not devices.count():
         pytest.skip("needs an NVIDIA GPU")

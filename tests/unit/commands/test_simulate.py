@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from headrace.__main__ import main
 
-from tests.unit.config.onnx_models import write_model
+from tests.support.onnx_models import write_model
 
 QUICK = ("simulate", "--seconds", "2", "--rate", "500", "--profile", "450+20n")
 

@@ -11,7 +11,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.repository.loader import handle_policy
 from onnx import TensorProto
 
-from tests.unit.config.onnx_models import identity_model, write_model
+from tests.support.onnx_models import identity_model, write_model
 
 SIXTEEN = {"x": (TensorProto.FLOAT, ["b", 16])}
 GPU = "backend: tensorrt\n"

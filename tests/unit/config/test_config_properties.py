@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import model_config_pb2
 
+from tests.support.config_strategies import config_data, configs
+from tests.support.examples import examples
 from tests.support.models import read_config_text
-from tests.unit.config.config_strategies import config_data, configs
 
 EXAMPLES = {path.name: path.read_text() for path in (Path(__file__).parent / "triton_examples").iterdir()}
-quick = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Dumper(yaml.SafeDumper):

@@ -9,7 +9,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from onnx import TensorProto
 
-from tests.unit.config.onnx_models import identity_model, write_model
+from tests.support.onnx_models import identity_model, write_model
 
 FLOAT = TensorProto.FLOAT
 

@@ -10,7 +10,7 @@ from headrace.config.onnx_model import read_signature
 from headrace.core.errors import ConfigError
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
-from tests.unit.config.onnx_models import identity_model
+from tests.support.onnx_models import identity_model
 
 
 def saved(folder: Path, model: onnx.ModelProto) -> Path:

@@ -30,6 +30,8 @@ from headrace.core.errors import ConfigError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 CPU = Machine("onnxruntime", "1.31", "cpu", "avx512_vnni")
 GPU = Machine("tensorrt", "10.6.0", "NVIDIA H200", "9.0", 550)
 ONNX, CONFIG, SPEC = "a" * 64, "b" * 64, "c" * 64
@@ -275,7 +277,7 @@ def test_any_value_in_any_field_gives_a_stamp_that_comes_back_or_is_refused(
     json.dumps(stamp.to_json(), allow_nan=False)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(content=st.binary(max_size=64) | JSON.map(lambda value: json.dumps({"format": 1, "builds": value}).encode()))
 def test_any_file_is_read_or_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("version")

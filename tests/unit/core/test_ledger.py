@@ -12,6 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.examples import examples
+
 GIB = 1 << 30
 
 
@@ -180,7 +182,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestBooks.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
 
 
 def test_an_account_knows_its_own_from_others() -> None:

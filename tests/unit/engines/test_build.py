@@ -20,8 +20,8 @@ from headrace_engines.store import Store
 from headrace_engines.targets.base import Timing
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 
+from tests.support import networks
 from tests.support.engine_projects import write_project
-from tests.unit.engines import networks
 
 LABELS = np.zeros(12, np.int64)
 

@@ -31,8 +31,8 @@ from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
 
+from tests.support import networks
 from tests.support.engine_projects import write_project
-from tests.unit.engines import networks
 
 CONFIG = """backend: onnxruntime
 max_batch_size: {batch}

@@ -18,7 +18,7 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto, numpy_helper
 
-from tests.unit.engines import networks
+from tests.support import networks
 
 # What these recipes make of two networks. Another value here needs another number there: ranges.RECIPE where the same samples
 # give other ranges, else spec.RECIPE.

@@ -11,7 +11,7 @@ from headrace_engines.quantization.qdq import quantizable
 from headrace_engines.simplify import OPSET, raise_opset, simplify
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.unit.engines import networks
+from tests.support import networks
 
 
 def _same(model: onnx.ModelProto, simple: onnx.ModelProto, tolerance: float = 1e-5) -> None:

@@ -17,6 +17,8 @@ from tritonclient.grpc import InferResult
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import serialize_byte_tensor
 
+from tests.support.examples import examples
+
 NAMES = [datatype.name for datatype in DATATYPES]
 FIELDS = {
     "bool_contents": st.booleans(),
@@ -139,7 +141,7 @@ def test_any_bytes(message: bytes) -> None:
     feed(message)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(messages(), st.sampled_from([SPEC, FLAT_SPEC]))
 def test_anything_that_looks_like_a_request(message: pb.ModelInferRequest, spec: ModelSpec) -> None:
     feed(message.SerializeToString(), spec)

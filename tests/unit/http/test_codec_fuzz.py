@@ -18,6 +18,8 @@ from headrace.inference.tensor_codec import to_binary
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 NAMES = [datatype.name for datatype in DATATYPES]
 
 
@@ -122,7 +124,7 @@ def test_any_json(value: Any, tail: bytes) -> None:
     feed(SPEC, text + tail, len(text))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(messages, st.binary(max_size=64), st.sampled_from([SPEC, FLAT_SPEC]))
 def test_anything_that_looks_like_a_request(message: Any, tail: bytes, spec: ModelSpec) -> None:
     text = json.dumps(message).encode()

@@ -19,6 +19,8 @@ from headrace.repository.registry import Registry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 LIMIT = 200_000
 CALLS: list[tuple[Any, ...]] = []
 
@@ -276,7 +278,7 @@ fields = st.sampled_from(FIELDS)
 near_misses = st.dictionaries(fields, json_values | st.dictionaries(fields, json_values, max_size=3), max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(BODIES), near_misses.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60))
 def test_any_body_is_taken_or_refused(path: str, body: bytes) -> None:
     status, _, content = ask(path, body)
@@ -286,7 +288,7 @@ def test_any_body_is_taken_or_refused(path: str, body: bytes) -> None:
         refused((status, {"content-type": "application/json"}, content))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(min_size=1, max_size=300), st.sampled_from(["", "/config", "/stats", "/ready", "/trace/setting"]))
 def test_any_name_of_a_model_is_not_found(name: str, rest: str) -> None:
     status, _, content = ask(f"/v2/models/{quote(name, safe='')}{rest}", method="GET", asked=EMPTY)

@@ -15,6 +15,7 @@ from headrace.http2.frames import Setting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.http2_peer import HELLO, POST, Wire, data, read_frames, request
 
 GRPC = [*POST[:2], (b":path", b"/s/echo"), (b"te", b"trailers"), (b"content-type", b"application/grpc")]
@@ -115,7 +116,7 @@ def _cut(whole: bytes, seed: int) -> list[bytes]:
     return parts
 
 
-_few = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_few = settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,6 +9,8 @@ from headrace.http2.hpack import HeaderCache, HeaderField, HpackDecoder, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 _LIMIT = 16384
 
 
@@ -50,7 +52,7 @@ _values = st.one_of(st.binary(max_size=40), st.sampled_from([b"trailers", b"/", 
 _lists = st.lists(st.lists(st.tuples(_names, _values, st.booleans()), max_size=6), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(_lists, st.booleans(), st.lists(st.integers(0, 4096), max_size=3))
 def test_whatever_another_encoder_writes_is_read(
     lists: list[list[tuple[bytes, bytes, bool]]], huffman: bool, sizes: list[int]
@@ -63,7 +65,7 @@ def test_whatever_another_encoder_writes_is_read(
         assert decoder.decode(block) == [(name, value) for name, value, _ in fields]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300))))
 def test_what_we_encode_others_read(fields: list[HeaderField]) -> None:
     block = encode(fields)
@@ -73,7 +75,7 @@ def test_what_we_encode_others_read(fields: list[HeaderField]) -> None:
     assert decoder.changes == 0
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(st.lists(st.binary(max_size=80), max_size=4))
 def test_arbitrary_bytes_are_a_compression_error_or_fields(blocks: list[bytes]) -> None:
     decoder, judge = HpackDecoder(_LIMIT), hpack.Decoder(_LIMIT)

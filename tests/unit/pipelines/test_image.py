@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, ImageSequence
 
+from tests.support.examples import examples
+
 PHOTOGRAPHS = Path(skimage.__file__).parent / "data"
 SKLEARN = Path(sklearn.datasets.__file__).parent / "images"
 CHELSEA = PHOTOGRAPHS / "chelsea.png"
@@ -167,7 +169,7 @@ SMALL = {
 }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(kind=st.sampled_from(sorted(SMALL)), seed=st.integers(0, 2**32 - 1), cut=st.floats(0, 1))
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_files_decode_or_are_refused(kind: str, seed: int, cut: float) -> None:

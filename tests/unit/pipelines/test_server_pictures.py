@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
+from tests.support.examples import examples
+
 rng = np.random.default_rng(11)
 
 
@@ -54,7 +56,7 @@ def expected(pixels: np.ndarray, recipe: ImageRecipe) -> np.ndarray:
 
 
 @given(recipes(), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_batch_is_what_the_client_would_have_sent(recipe: ImageRecipe, rows: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (rows, *recipe.pixels), dtype=np.uint8)
     tensor = PixelSteps(recipe).apply(pixels)
@@ -66,7 +68,7 @@ def test_a_batch_is_what_the_client_would_have_sent(recipe: ImageRecipe, rows: i
 
 
 @given(recipes(), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_tables_resize_as_pillow_does(recipe: ImageRecipe, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, recipe.pixels, dtype=np.uint8)
     got = resample(pixels, Resampling.of(recipe)).astype(int)
@@ -117,7 +119,7 @@ scores = arrays.arrays(
 
 
 @given(scores, st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_the_best_classes_come_in_order_and_the_lower_of_equals_first(table: np.ndarray, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, table.shape[1]))
     assert np.array_equal(top_k(table, count), np.argsort(-table, axis=1, kind="stable")[:, :count])

@@ -16,9 +16,9 @@ from headrace.core.optimization_config import asked_precision
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
+from tests.support.control_thread import ask, index, put, run, same
 from tests.support.fake_builder import publish
 from tests.support.models import add_model, affine, sum_difference
-from tests.unit.repository.control_thread import ask, index, put, run, same
 
 INT8 = "optimization: {precision: int8}\n"
 ALL = ControlPolicy("none")

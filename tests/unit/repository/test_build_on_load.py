@@ -18,9 +18,9 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace.scheduling.handle import ModelHandle
 
+from tests.support.control_thread import EXPLICIT, Check, ask, index, put, run, same, until
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
-from tests.unit.repository.control_thread import EXPLICIT, Check, ask, index, put, run, same, until
 
 BUILT = "optimization: {precision: int8}\nbuild_on_load: true\n"
 POLL = ControlPolicy("poll", poll_interval_s=0.05, settle_s=0.2)

@@ -17,9 +17,9 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.support.control_thread import EXPLICIT, X, ask, index, run, same, until
 from tests.support.fake_streams import LateCuda
 from tests.support.models import add_model, affine
-from tests.unit.repository.control_thread import EXPLICIT, X, ask, index, run, same, until
 from tests.unit.repository.test_tensorrt_models import plan_of
 
 ALL = ControlPolicy("none")

@@ -17,9 +17,9 @@ from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
 from tests.support import fragile_backend as fragile
+from tests.support.control_thread import ask, index, put, run, same, until
 from tests.support.models import add_model, identity
 from tests.support.processes import own_children
-from tests.unit.repository.control_thread import ask, index, put, run, same, until
 
 ALL = ControlPolicy("none")
 ISOLATED = "isolation: process\n"

@@ -17,10 +17,10 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support import fake_tensorrt_child
+from tests.support.control_thread import ask, index, put, run, same
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import affine
 from tests.support.processes import own_children
-from tests.unit.repository.control_thread import ask, index, put, run, same
 
 ALL = ControlPolicy("none")
 ISOLATED = "backend: tensorrt\nmax_batch_size: 8\nisolation: process\n"

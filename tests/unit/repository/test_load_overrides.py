@@ -11,8 +11,8 @@ from headrace.core.errors import BadRequest, ConfigError, NotFound
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 
+from tests.support.control_thread import ask, everything, put, run, same, until
 from tests.support.models import affine
-from tests.unit.repository.control_thread import ask, everything, put, run, same, until
 
 
 @pytest.fixture

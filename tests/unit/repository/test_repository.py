@@ -15,8 +15,8 @@ from headrace.repository.folders import folders, scan
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
+from tests.support import control_thread
 from tests.support.models import add_model, affine
-from tests.unit.repository import control_thread
 
 NOBODY = 65534
 

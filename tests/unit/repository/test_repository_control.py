@@ -15,8 +15,8 @@ from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
+from tests.support.control_thread import ask, index, put, run, same, until
 from tests.support.models import add_model, affine, busy, table_lookup
-from tests.unit.repository.control_thread import ask, index, put, run, same, until
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
+from tests.support.control_thread import Check, ask, index, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.models import affine
-from tests.unit.repository.control_thread import Check, ask, index, put, run, same, until
 from tests.unit.repository.test_tensorrt_models import plan_of
 
 FP16 = "optimization: {precision: fp16}\n"

@@ -13,10 +13,10 @@ from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
+from tests.support.control_thread import ask, index, put, run, same, until
 from tests.support.fake_builder import command, publish
 from tests.support.fake_streams import LateCuda
 from tests.support.models import affine
-from tests.unit.repository.control_thread import ask, index, put, run, same, until
 
 ALL = ControlPolicy("none")
 TENSORRT = "backend: tensorrt\nmax_batch_size: 8\n"

@@ -26,9 +26,11 @@ from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 from onnx import TensorProto, helper, numpy_helper
 
+from tests.support.control_thread import run
 from tests.support.fake_streams import LateCuda
 from tests.support.kernels_on_host import HostKernels
-from tests.unit.repository.control_thread import run
+
+pytestmark = pytest.mark.slow
 
 NAMES = ("ant", "bee", "cat", "dog", "elk", "fox")
 CONFIG = """

@@ -11,7 +11,7 @@ from headrace.commands import validate
 from headrace.commands.validate import inspect, main
 from rich.console import Console
 
-from tests.unit.config.onnx_models import write_model
+from tests.support.onnx_models import write_model
 
 
 def run(*paths: Path) -> tuple[int, list[str]]:

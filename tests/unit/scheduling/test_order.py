@@ -11,6 +11,7 @@ from headrace.scheduling.queue import FAR_NS, HORIZON_NS, Entry, Order, Queue, S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.slots import Slot, request
 
 AGING_NS = 100 * NS_PER_MS
@@ -62,7 +63,7 @@ def test_a_level_is_overtaken_by_what_has_waited_so_much_longer(level: int, belo
     assert served(queue)[0] is first
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=20))
 def test_nobody_starves_behind_a_flood_of_higher_priority(level: int, sizes: list[int]) -> None:
     queue, clock = Queue(4, Order(AGING_NS)), 0
@@ -77,7 +78,7 @@ def test_nobody_starves_behind_a_flood_of_higher_priority(level: int, sizes: lis
         assert clock <= (level + 1) * AGING_NS * 5 // 4 + 2 * NS_PER_MS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), st.integers(1, 4)), min_size=2, max_size=4))
 def test_clients_that_always_ask_share_by_their_weights(clients: list[tuple[float, int]]) -> None:
     weights = {f"c{number}": weight for number, (weight, _) in enumerate(clients)}

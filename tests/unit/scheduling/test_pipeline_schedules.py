@@ -11,6 +11,7 @@ from headrace.scheduling.policy import BatchPolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.fake_pipeline import DIES, LOST, RAISES, FakePipeline
 from tests.support.pipeline_bench import Bench, Caller
 
@@ -87,7 +88,7 @@ def play(
     return asked
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(policies, st.integers(2, 4), st.booleans(), steps(st.sampled_from([0.0] * 8 + BAD)))
 def test_every_request_is_settled_once_with_its_own_rows(
     policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]
@@ -104,7 +105,7 @@ def test_every_request_is_settled_once_with_its_own_rows(
             assert value in BAD, "a good one failed with its neighbour"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(policies, st.integers(2, 4), st.booleans(), steps(st.sampled_from([0.0] * 16 + BAD + DEADLY)))
 def test_nobody_hangs_and_nobody_gets_another_s_rows_when_a_thread_dies(
     policy: BatchPolicy, depth: int, prompt: bool, script: list[Ask | Leave | Land]

@@ -10,6 +10,7 @@ from headrace.scheduling.queue import Entry, Runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.unit.scheduling.test_order import entry
 
 KEYS = st.integers(1, 12)  # so few that many are equal
@@ -39,7 +40,7 @@ def keyed(key: int) -> Entry:
     return new
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(STEPS)
 def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
     found, line = Runs(), []

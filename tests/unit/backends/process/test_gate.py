@@ -14,6 +14,8 @@ from headrace.core.errors import Unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 
 def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
@@ -154,7 +156,7 @@ def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
     assert isinstance(found[0], ExecutionLost)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "die"]), st.integers(0, 4)), max_size=60))
 def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[str, int]]) -> None:
     gate: Gate[int] = Gate()

@@ -14,6 +14,8 @@ from headrace_engines.demo.weights_file import WeightsFile
 from headrace_engines.errors import BuildError
 from tritonclient.grpc import model_config_pb2
 
+pytestmark = pytest.mark.slow
+
 COMMITTED = Path(__file__).parents[4] / "model_repository"
 TINY = CATALOGUE["tiny"]
 FETCHED = WeightsFile("weights.pth", "ab" * 32)

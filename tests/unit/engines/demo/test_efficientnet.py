@@ -8,6 +8,8 @@ from headrace_engines.demo import efficientnet
 from headrace_engines.errors import BuildError
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 PHOTOGRAPHS = [
     ("skimage", "data/coffee.png", {"espresso"}, 0.9),
     ("skimage", "data/camera.png", {"tripod"}, 0.9),

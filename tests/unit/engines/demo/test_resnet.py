@@ -10,6 +10,8 @@ from headrace_engines.demo.weights_file import RESNET50_IMAGENET, WeightsFile
 from headrace_engines.errors import BuildError
 from onnx import numpy_helper
 
+pytestmark = pytest.mark.slow
+
 
 def _ignore(_done: float, _note: str) -> None: ...
 

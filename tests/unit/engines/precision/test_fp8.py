@@ -16,7 +16,7 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from tests.unit.engines import networks
+from tests.support import networks
 
 
 def test_numbers_round_to_the_nearest_and_saturate() -> None:

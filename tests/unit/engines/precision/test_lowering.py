@@ -20,8 +20,8 @@ from headrace_engines.quantization.samples import Samples
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
+from tests.support import networks
 from tests.support.onnx_blocks import Network
-from tests.unit.engines import networks
 
 
 def lowered(

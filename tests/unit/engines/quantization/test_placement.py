@@ -12,7 +12,7 @@ from headrace_engines.quantization.placement import QdqPlacement, place_pairs, t
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from tests.unit.engines import networks
+from tests.support import networks
 
 
 @functools.cache

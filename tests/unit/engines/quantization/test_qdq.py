@@ -15,7 +15,7 @@ from headrace_engines.quantization.qdq import quantizable, quantize
 from headrace_engines.simplify import simplify
 from onnx import TensorProto
 
-from tests.unit.engines import networks
+from tests.support import networks
 
 FAMILIES = ["residual", "squeeze_excite", "transformer", "squeezenet", "shufflenet", *networks.DEEP]
 Ranges = dict[str, tuple[float, float]]

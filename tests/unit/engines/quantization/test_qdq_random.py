@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from tests.unit.engines import networks
+from tests.support import networks
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +95,7 @@ class _Network:
 _PLANS = st.lists(st.tuples(st.sampled_from(_STEPS), st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=14)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(_PLANS, st.integers(0, 2**16), st.integers(1, 4))
 def test_random_graphs(plan: list[tuple[str, int, int]], seed: int, every: int) -> None:
     made = _Network(seed)

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.support.examples import examples
+
 METHODS = ("minmax", "percentile", "entropy", "mse", "tensorrt")
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TENSORS = hnp.arrays(np.float32, hnp.array_shapes(max_dims=3, max_side=40), elements=FINITE)
@@ -27,7 +29,7 @@ def test_minmax_is_exact_and_holds_zero_whatever_the_batches(values, cuts):
     assert histogram.range() == (min(float(values.min()), 0.0), max(float(values.max()), 0.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TENSORS, st.sampled_from(METHODS), st.integers(0, 10_000))
 def test_batches_do_not_change_a_range(values, method, cut):
     pieces = TensorHistogram("x", method)
@@ -36,7 +38,7 @@ def test_batches_do_not_change_a_range(values, method, cut):
     assert pieces.range() == _range(values, method)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(TENSORS, st.sampled_from(METHODS))
 def test_no_range_is_wider_than_minmax_and_each_holds_zero(values, method):
     low, high = _range(values, method)
@@ -45,7 +47,7 @@ def test_no_range_is_wider_than_minmax_and_each_holds_zero(values, method):
     assert (low < high) == bool(np.any(values))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(TENSORS, st.lists(st.floats(50.1, 100), min_size=2, max_size=4))
 def test_a_higher_percentile_is_never_narrower(values, percentiles):
     ranges = [_range(values, "percentile", percentile) for percentile in sorted(percentiles)]
@@ -55,7 +57,7 @@ def test_a_higher_percentile_is_never_narrower(values, percentiles):
     assert _range(values, "percentile", 100.0) == _range(values, "minmax")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 2**32 - 1), st.floats(50.5, 99.9))
 def test_a_percentile_holds_what_it_says(seed, percentile):
     values = np.random.default_rng(seed).standard_normal(5000).astype(np.float32)

@@ -17,7 +17,7 @@ from headrace_engines.targets.tensorrt import api as tensorrt_api
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.engine_projects import write_project
-from tests.unit.engines.networks import inputs_of, residual
+from tests.support.networks import inputs_of, residual
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,9 @@
-"""`python -m tests.mutants [NAME ...]`: seeded faults, each of which some test must find.
+"""`python -m tests.support.mutants [NAME ...]`: seeded faults, each of which some test must find.
 
 Each mutant is a small change of the product: a text that occurs once in its source, and what stands there instead. It is applied
-in a copy of the tree, where the tests run that should fail; a mutant that they let pass has survived. `tests/test_mutants.py`
-checks that the texts and the tests are still there, so that a rename cannot silently switch one off.
+in a copy of the tree, where the tests run that should fail; a mutant that they let pass has survived.
+`tests/unit/support/test_mutants.py` checks that the texts and the tests are still there, so that a rename cannot silently switch
+one off.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("server", "engines")
 COPIED = (*SOURCES, "tests", "loadtest", "deploy", "docs", "pyproject.toml", "README.md", "Makefile")
 TEST_TIMEOUT_S = 30
@@ -281,7 +282,7 @@ def check_tests(mutants: Sequence[Mutant]) -> str:
 
 def main() -> int:
     """Judge the mutants whose names contain one of the words given, or all; 1 if any is not killed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser = argparse.ArgumentParser(prog="python -m tests.support.mutants")
     parser.add_argument("word", nargs="*", help="part of a mutant's name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at the same time")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The seeded faults of `tests/mutants.py` stay applicable; `python -m tests.mutants` runs them, which takes minutes."""
+"""The seeded faults of `tests/support/mutants.py` can be applied; `python -m tests.support.mutants` runs them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from tests.mutants import MUTANTS, ROOT, Mutant, killers, places, sources
+from tests.support.mutants import MUTANTS, ROOT, Mutant, killers, places, sources
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_can_be_applied(mutant: Mutant) -> None:
-    """Where a rename or a move has changed the text or a test's name, change it in `tests/mutants.py` too."""
+    """Where a rename or a move has changed the text or a test's name, change it in `tests/support/mutants.py` too."""
     files = places(mutant, ROOT)
     assert len(files) == 1, (
         f"the text of the mutant is in {[str(path.relative_to(ROOT)) for path in files]}:\n{mutant.old}"
