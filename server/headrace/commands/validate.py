@@ -35,7 +35,7 @@ from headrace.repository.gpu_model_cache import Residency
 from headrace.repository.loader import Loader
 from headrace.repository.registry import Registry
 
-TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-m", "headrace.commands.validate")
+TRIAL_LOAD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.commands.validate")
 _READY, _LOADING = "READY", "LOADING"
 
 

@@ -17,7 +17,7 @@ from typing import IO
 
 logger = logging.getLogger("headrace.builds")
 
-BUILDER: tuple[str, ...] = (sys.executable, "-m", "headrace_engines", "build", "--progress")
+BUILDER: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace_engines", "build", "--progress")
 # Serving goes first: a process of this niceness gets a tenth of what one of ours gets where both want the core.
 _NICENESS = 10
 # How long a builder that is called off may take to put away what it has begun.

@@ -64,7 +64,7 @@ def finding_of(finding: Finding) -> list[Any]:
     return [finding.path, finding.line, finding.message, finding.cure, finding.fatal]
 
 
-class Server:
+class ExecutionServer:
     """Runs batches of one instance as the server sends them.
 
     Ownership: `serve` is the instance's thread; `_flights` leads to the finisher, which sends every answer to a launch, also that
@@ -252,7 +252,7 @@ def _load(order: Message, instances: int) -> tuple[LoadedModel, Account]:
 def _start(
     model: LoadedModel, index: int, channel: Channel, opened: SimpleQueue[tuple[int, int | Exception]]
 ) -> threading.Thread:
-    server = Server(channel, lambda: model.execution(index), lambda depth: opened.put((index, depth)))
+    server = ExecutionServer(channel, lambda: model.execution(index), lambda depth: opened.put((index, depth)))
     thread = threading.Thread(target=or_die, args=(server.serve,), name=f"instance {index}", daemon=True)
     thread.start()
     return thread

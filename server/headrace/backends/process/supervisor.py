@@ -147,7 +147,7 @@ class Gate(Generic[Inside]):
         return suspect or not self._suspects
 
 
-CHILD: tuple[str, ...] = (sys.executable, "-m", "headrace.backends.process.child")
+CHILD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.backends.process.child")
 
 # Before the next process is started, by how many have died in a row; and how long one must have lived not to count.
 _PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 0.8, 2.0, 4.0, 8.0, 16.0, 30.0)

@@ -1,0 +1,80 @@
+"""Repository, registry and instances of one process, without any protocol: what a server and an embedding program share."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from headrace.core.completion import Mailbox
+from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.latency_measurement import ProfileStore
+from headrace.repository.loader import Loader
+from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
+from headrace.repository.registry import Registry
+from headrace.settings import Settings
+
+logger = logging.getLogger("headrace")
+
+
+class DataPlane:
+    """Loads the models of the repositories and keeps them served.
+
+    Ownership: the reconciler's control thread loads and closes models; it is started by `reconciler.start` and ended by
+    `reconciler.stop`.
+
+    Args:
+        settings: which models, and how they are loaded.
+        loop: the event loop on which callers of `ModelHandle.infer` wait.
+        on_loaded: called on the loop when the first loading is over, with the error if it failed as a whole.
+        only: by repository, the models that it is reduced to.
+
+    Attributes:
+        registry: versions that serve.
+        residency: models that share the memory of GPUs.
+        reconciler: the control thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        loop: asyncio.AbstractEventLoop,
+        on_loaded: Callable[[BaseException | None], None],
+        only: Mapping[Path, frozenset[str]],
+    ) -> None:
+        self.registry = Registry(settings.ready_when)
+        self.residency = Residency()
+        names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
+        desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, only)
+        state = Path(settings.state_dir) if settings.state_dir else None
+        loader = Loader(
+            Mailbox(loop),
+            settings.metrics,
+            self._instance_died,
+            self._instance_back,
+            residency=self.residency,
+            gpu_memory_fraction=settings.gpu_memory_fraction,
+            profile_s=settings.profile_s,
+            profiles=None if state is None else ProfileStore(state / "profiles"),
+            state=state,
+        )
+        control = ControlPolicy(
+            mode=settings.model_control,
+            allow_override=settings.allow_model_override,
+            poll_interval_s=settings.poll_interval_s,
+        )
+
+        def loaded(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(on_loaded, error)
+
+        self.reconciler = Reconciler(desired, loader, self.registry, loaded, control)
+
+    def _instance_died(self, name: str, number: str, left: int) -> None:
+        logger.error("model %s version %s: an instance died, %d left", name, number, left)
+        if left == 0:
+            self.registry.died(name, number)
+
+    def _instance_back(self, name: str, number: str, living: int) -> None:
+        logger.warning("model %s version %s: an instance that had died serves again, %d live", name, number, living)
+        self.registry.revived(name, number)

@@ -1,0 +1,458 @@
+"""The public Python API: `Server` runs models in the calling program, with the queue, batching and instances of the server.
+
+A request passes the same checks, queue and scheduler as one that came over HTTP or gRPC; only the protocols are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.core.clock import NS_PER_S, monotonic_ns
+from headrace.core.errors import BadRequest, ConfigError, Finding, HeadraceError, Unavailable
+from headrace.core.request import InferRequest, InferResponse
+from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
+from headrace.data_plane import DataPlane
+from headrace.inference.request_template import Draft, PlanMaker
+from headrace.repository.folders import open_paths
+from headrace.scheduling.handle import ModelHandle
+from headrace.settings import Settings
+
+logger = logging.getLogger("headrace")
+
+# Shapes of requests repeat; this many are kept for a model version.
+MAX_CHECKED_SHAPES = 256
+_THREAD = "headrace-loop"
+
+
+class Server:
+    """Serves models inside the calling program.
+
+    Used with `with`, the server has an event loop on a thread of its own. Used with `async with`, it works on the running event
+    loop, which saves `Model.infer_async` two thread switches.
+
+    Ownership: `_loop_thread` is started by `__enter__` and ended by `__exit__`; the control thread belongs to `DataPlane`.
+
+    Args:
+        *repositories: model repositories, folders of one model, or ONNX files.
+        models: names of the models to load; None loads all.
+        state_dir: folder for latency tables and built engines, which outlive the process; "" for none.
+        profile_s: seconds that each model is measured before it serves; 0 for not at all.
+        gpu_memory_fraction: part of each GPU's memory that all models together may take.
+        drain_timeout_s: seconds that leaving the context waits for requests in flight.
+
+    Example:
+        >>> with headrace.Server("model_repository") as server:
+        ...     outputs = server.model("tiny").infer({"x": np.zeros((1, 16), np.float32)})
+    """
+
+    def __init__(
+        self,
+        *repositories: str | os.PathLike[str],
+        models: Iterable[str] | None = None,
+        state_dir: str | os.PathLike[str] = "~/.cache/headrace/state",
+        profile_s: float = 0.25,
+        gpu_memory_fraction: float = 0.9,
+        drain_timeout_s: float = 30.0,
+    ) -> None:
+        if not repositories:
+            raise ValueError("no repository: name a folder of models, the folder of one model, or an ONNX file")
+        self._paths = tuple(Path(path).expanduser() for path in repositories)
+        self._settings = Settings(
+            model_repository=(),
+            model_control="none" if models is None else "explicit",
+            load_model=() if models is None else tuple(models),
+            state_dir=os.path.expanduser(state_dir),
+            profile_s=profile_s,
+            gpu_memory_fraction=gpu_memory_fraction,
+            drain_timeout_s=drain_timeout_s,
+        )
+        self._resources = ExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        self._data_plane: DataPlane | None = None
+
+    def __enter__(self) -> Server:
+        """Load the models and wait until they serve.
+
+        Raises:
+            ConfigError: a repository or one of its models cannot be served; the message has each reason.
+            RuntimeError: the server is entered already.
+        """
+        self._check_new()
+        loop = self._loop = asyncio.new_event_loop()
+        self._loop_thread = threading.Thread(target=_run, args=(loop,), name=_THREAD, daemon=True)
+        self._loop_thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._open(loop), loop).result()
+        except BaseException:
+            self._end_loop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Answer what is queued, end the instances and close the models."""
+        try:
+            self._close()
+        finally:
+            self._end_loop()
+
+    async def __aenter__(self) -> Server:
+        """As `__enter__`, on the running event loop."""
+        self._check_new()
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._open(self._loop)
+        except BaseException:
+            self._loop = None
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """As `__exit__`."""
+        try:
+            await asyncio.to_thread(self._close)
+        finally:
+            self._loop = None
+
+    def model(self, name: str, version: str = "") -> Model:
+        """A model that serves.
+
+        Args:
+            name: of the model.
+            version: number or label; "" for the latest at the time of each request.
+
+        Raises:
+            NotFound: no such model or version.
+            Unavailable: the version does not serve now.
+            RuntimeError: the server is not entered.
+        """
+        model = Model(self, name, version)
+        _ = model.spec  # raises where there is none
+        return model
+
+    def models(self) -> list[str]:
+        """Names of the models that serve, sorted."""
+        return sorted({name for name, _, _ in self._running().registry.sources()})
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        settings = self._settings
+        loaded: asyncio.Future[BaseException | None] = loop.create_future()
+
+        def on_loaded(error: BaseException | None) -> None:
+            if not loaded.done():
+                loaded.set_result(error)
+            elif error is not None:
+                logger.error("the control thread ended", exc_info=error)
+
+        try:
+            named = self._resources.enter_context(open_paths(self._paths, settings.state_dir))
+            settings = replace(settings, model_repository=named.repositories)
+            self._data_plane = DataPlane(settings, loop, on_loaded, named.only or {})
+            self._data_plane.reconciler.start()
+            error = await loaded
+            if error is not None:
+                raise error
+            failures = self._data_plane.registry.failures()
+            if failures:
+                raise ConfigError([Finding(f"{name}/{number}", None, reason) for name, number, reason in failures])
+            missing = sorted(set(settings.load_model) - {"*", *self.models()})
+            if missing:
+                cure = f"choose from {self.models()}"
+                raise ConfigError(
+                    [Finding(name, None, "no repository has a model of this name", cure) for name in missing]
+                )
+        except BaseException:
+            await asyncio.to_thread(self._close)
+            raise
+
+    def _close(self) -> None:
+        data_plane, self._data_plane = self._data_plane, None
+        try:
+            if data_plane is not None and not data_plane.reconciler.stop(self._settings.drain_timeout_s):
+                logger.error("requests still ran after %g s; their memory is not freed", self._settings.drain_timeout_s)
+        finally:
+            self._resources.close()
+
+    def _end_loop(self) -> None:
+        loop, thread = self._loop, self._loop_thread
+        self._loop = self._loop_thread = None
+        if loop is not None and thread is not None:
+            asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    def _check_new(self) -> None:
+        if self._loop is not None:
+            raise RuntimeError("the server is entered already: make a second Server for a second set of models")
+
+    def _running(self) -> DataPlane:
+        if self._data_plane is None:
+            raise RuntimeError("the server does not run: use it inside `with headrace.Server(...) as server:`")
+        return self._data_plane
+
+    def _lease(self, name: str, version: str) -> ModelHandle:
+        return self._running().registry.lease(name, version)
+
+    def _on_loop(self) -> bool:
+        return self._loop is not None and asyncio._get_running_loop() is self._loop
+
+
+class Model:
+    """A model of an embedded `Server`; from `Server.model`. Usable from any thread.
+
+    Args:
+        server: that serves it.
+        name: of the model.
+        version: number or label; "" for the latest at the time of each request.
+    """
+
+    def __init__(self, server: Server, name: str, version: str) -> None:
+        self._server = server
+        self._name = name
+        self._version = version
+        # By the version's spec: a reload has a new one. Values: datatypes and shapes that were checked.
+        self._checked: WeakKeyDictionary[ModelSpec, _CheckedShapes] = WeakKeyDictionary()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Inputs, outputs and batch size of the version that a request would reach now.
+
+        Raises:
+            HeadraceError: it does not serve.
+        """
+        handle = self._server._lease(self._name, self._version)
+        handle.release()
+        return handle.spec
+
+    def infer(
+        self,
+        inputs: Mapping[str, npt.ArrayLike],
+        *,
+        outputs: Sequence[str] = (),
+        deadline_s: float = 0.0,
+        priority: int = 0,
+        client: str = "",
+    ) -> dict[str, Array]:
+        """Run one request and wait for the answer on the calling thread.
+
+        Where nothing else waits, the calling thread runs the model itself, without a thread switch. The arrays of `inputs` are
+        read, not copied: they must not change until the answer is there.
+
+        Args:
+            inputs: arrays by input name, with the batch dimension in front where the model batches. An array must have the
+                input's dtype; lists and scalars are converted. BF16 is taken as `ml_dtypes.bfloat16` or as its bit pattern in
+                uint16, BYTES as an object array of bytes or str.
+            outputs: names of the outputs to return; none for all.
+            deadline_s: seconds after which the answer is of no use; 0 for none.
+            priority: level, 1 is the highest; 0 for the model's default.
+            client: name for quotas and fair shares; "" for none.
+
+        Returns:
+            Outputs by name, with as many rows as the inputs; BF16 as its bit pattern in uint16, BYTES as objects of bytes.
+
+        Raises:
+            BadRequest: an input or output is not what the model takes.
+            DeadlineExceeded: the deadline passed first.
+            Overloaded: the queue is full.
+            HeadraceError: any other error of the tree in `headrace.core.errors`.
+            RuntimeError: called on the server's own event loop, which must not wait: await `infer_async` there.
+        """
+        if self._server._on_loop():
+            raise RuntimeError("infer would block the server's event loop: await infer_async there")
+        received_ns = monotonic_ns()
+        handle = self._server._lease(self._name, self._version)
+        try:
+            handle.admit()
+            request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
+            wanted = _output_names(handle.spec, outputs)
+            response = handle.infer_blocking(request)
+        except HeadraceError as error:
+            handle.failed(error, received_ns)
+            raise
+        finally:
+            handle.release()
+        return _chosen(response, wanted)
+
+    async def infer_async(
+        self,
+        inputs: Mapping[str, npt.ArrayLike],
+        *,
+        outputs: Sequence[str] = (),
+        deadline_s: float = 0.0,
+        priority: int = 0,
+        client: str = "",
+    ) -> dict[str, Array]:
+        """As `infer`, for coroutines; on any event loop. A cancelled call leaves the queue.
+
+        Args:
+            inputs, outputs, deadline_s, priority, client: as in `infer`.
+
+        Returns:
+            As `infer`.
+
+        Raises:
+            HeadraceError: as `infer`.
+        """
+        loop = self._server._loop
+        if loop is None:
+            self._server._running()
+            raise Unavailable("the server is closing")
+        call = self._infer_on_loop(inputs, outputs, deadline_s, priority, client)
+        if asyncio.get_running_loop() is loop:
+            return await call
+        answer: Awaitable[dict[str, Array]] = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, loop))
+        return await answer
+
+    async def _infer_on_loop(
+        self, inputs: Mapping[str, npt.ArrayLike], outputs: Sequence[str], deadline_s: float, priority: int, client: str
+    ) -> dict[str, Array]:
+        received_ns = monotonic_ns()
+        handle = self._server._lease(self._name, self._version)
+        try:
+            handle.admit()
+            request = self._request(handle.spec, inputs, received_ns, deadline_s, priority, client)
+            wanted = _output_names(handle.spec, outputs)
+            completion = handle.infer(request)
+            try:
+                response = await completion
+            except asyncio.CancelledError:
+                completion.abandon()
+                raise
+        except HeadraceError as error:
+            handle.failed(error, received_ns)
+            raise
+        finally:
+            handle.release()
+        return _chosen(response, wanted)
+
+    def _request(
+        self,
+        spec: ModelSpec,
+        inputs: Mapping[str, npt.ArrayLike],
+        received_ns: int,
+        deadline_s: float,
+        priority: int,
+        client: str,
+    ) -> InferRequest:
+        if deadline_s < 0 or priority < 0:
+            name, value = ("deadline_s", deadline_s) if deadline_s < 0 else ("priority", priority)
+            raise BadRequest(f"{name} is {value}, it must not be negative: leave it out for the default")
+        arrays = {name: _array(spec, name, value) for name, value in inputs.items()}
+        checked = self._checked.get(spec)
+        if checked is None:
+            checked = self._checked[spec] = _CheckedShapes(spec)
+        rows, shape_key = checked.rows(arrays)
+        return InferRequest(
+            inputs=arrays,
+            rows=rows,
+            shape_key=shape_key,
+            received_ns=received_ns,
+            priority=priority,
+            deadline_ns=received_ns + int(deadline_s * NS_PER_S) if deadline_s else 0,
+            size_bytes=sum(array.nbytes for array in arrays.values()),
+            client=client,
+        )
+
+
+class _CheckedShapes:
+    """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES."""
+
+    __slots__ = ("_known", "_maker")
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._maker = PlanMaker(spec, 0)
+        self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, object]] = {}
+
+    def rows(self, arrays: Mapping[str, Array]) -> tuple[int, object]:
+        """Check names and shapes against the model.
+
+        Args:
+            arrays: by input, with the dtype of the input already.
+
+        Returns:
+            Rows of the batch dimension (1 without one), and `InferRequest.shape_key`.
+
+        Raises:
+            BadRequest: an unknown or missing input, or a shape that the model does not take.
+        """
+        key = tuple([(name, array.shape) for name, array in arrays.items()])
+        known = self._known.get(key)
+        if known is None:
+            draft = Draft(self._maker)
+            for name, array in arrays.items():
+                draft.add_given(draft.declare(name, self._maker.spec.inputs[name].datatype.name, array.shape), array)
+            plan = draft.finish((), False, {}, "")
+            if len(self._known) >= MAX_CHECKED_SHAPES:
+                self._known.clear()
+            known = self._known[key] = plan.rows, plan.shape_key
+        return known
+
+
+def _array(spec: ModelSpec, name: str, value: npt.ArrayLike) -> Array:
+    """An input as a C-contiguous array of the model's dtype.
+
+    Raises:
+        BadRequest: unknown input, or values of another type.
+    """
+    tensor = spec.inputs.get(name)
+    if tensor is None:
+        raise BadRequest(f"model '{spec.name}' has no input {name[:128]!r}; its inputs are {list(spec.inputs)}")
+    if tensor.datatype is BYTES:
+        return _texts(tensor, value)
+    dtype = tensor.datatype.dtype
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype != dtype and not (tensor.datatype is BF16 and array.dtype.name == "bfloat16"):
+            cure = f"convert it with astype(np.{dtype.name})"
+            raise BadRequest(f"input '{name}' has dtype {array.dtype}, expected {dtype} ({tensor.datatype}): {cure}")
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        return array if array.dtype == dtype else array.view(dtype)
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"input '{name}' cannot be read as {dtype}: {error}") from error
+
+
+def _texts(tensor: TensorSpec, value: npt.ArrayLike) -> Array:
+    array = np.asarray(value) if isinstance(value, np.ndarray | np.generic) else np.asarray(value, object)
+    if array.dtype.kind not in "OSU":
+        raise BadRequest(f"input '{tensor.name}' has dtype {array.dtype}, expected bytes or str in an object array")
+    texts = np.empty(array.shape, object)
+    for index, text in np.ndenumerate(array):
+        if not isinstance(text, bytes | str):
+            raise BadRequest(f"input '{tensor.name}' holds a {type(text).__name__}, expected bytes or str")
+        texts[index] = text.encode() if isinstance(text, str) else bytes(text)
+    return texts
+
+
+def _output_names(spec: ModelSpec, names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name not in spec.outputs:
+            raise BadRequest(f"model '{spec.name}' has no output {name[:128]!r}; its outputs are {list(spec.outputs)}")
+    return names or list(spec.outputs)
+
+
+def _chosen(response: InferResponse, names: Sequence[str]) -> dict[str, Array]:
+    return {name: np.asarray(response.outputs[name]) for name in names}
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
