@@ -19,14 +19,14 @@ from headrace.grpc.methods import GrpcCall, Message, StreamCall, UnaryMethod
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.models import Models, Regions, Services
 
-pb: Any = service_pb2  # its classes are made at import, where no type checker sees them
+# The classes of these modules are created at import, where no type checker sees them.
+pb: Any = service_pb2
 health_pb: Any = health_pb2
+reflection_pb: Any = reflection_pb2
 
 HEALTH_SERVICE: str = health_pb.DESCRIPTOR.services_by_name["Health"].full_name
-# Readiness is a question, not an event: a watcher learns of a change this much later at most.
+# Polling interval of Watch: readiness has no event to wait for.
 WATCH_INTERVAL_S = 1.0
-
-reflection_pb: Any = reflection_pb2
 
 _V1ALPHA = "grpc.reflection.v1alpha"
 _V1 = "grpc.reflection.v1"
@@ -35,30 +35,36 @@ REFLECTION_SERVICES = (f"{_V1}.ServerReflection", f"{_V1ALPHA}.ServerReflection"
 _NOT_FOUND = 5  # google.rpc.Code, which ErrorResponse carries as a number
 
 P = TypeVar("P", bound=Protobuf)
-# Answers a request message with Triton's JSON, which names its fields as the response message does.
+# Handles a request message; returns Triton's JSON, whose keys are the fields of the response message.
 Handler = Callable[[Any], Mapping[str, object] | Awaitable[Mapping[str, object]]]
 
 
 def parse(kind: type[P], message: bytes) -> P:
-    """A message of a kind.
+    """Parse a serialized message.
+
+    Args:
+        kind: class of the message.
+        message: serialized protobuf.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the bytes are not a message of that class.
     """
     parsed = kind()
     try:
         parsed.ParseFromString(message)
     except DecodeError as error:
-        raise BadRequest(f"the message is no {kind.DESCRIPTOR.full_name}: its protobuf encoding is broken") from error
+        raise BadRequest(
+            f"the message is not a valid {kind.DESCRIPTOR.full_name}: its protobuf encoding is broken"
+        ) from error
     return parsed
 
 
-def _unary(name: str, answer: Handler) -> UnaryMethod:
-    """The method on serialized messages of an RPC whose answer is Triton's JSON."""
+def _unary(name: str, handler: Handler) -> UnaryMethod:
+    """Make the method on serialized messages of a handler."""
     request_type, response_type = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
 
     async def method(message: bytes, call: GrpcCall) -> Message:
-        values = answer(parse(request_type, message))
+        values = handler(parse(request_type, message))
         if isinstance(values, Awaitable):
             values = await values
         response: Protobuf = json_format.ParseDict(dict(values), response_type())
@@ -68,7 +74,7 @@ def _unary(name: str, answer: Handler) -> UnaryMethod:
 
 
 def control_methods(services: Services) -> dict[str, UnaryMethod]:
-    """The RPCs of GRPCInferenceService except inference, by name.
+    """The methods of GRPCInferenceService except inference, by name.
 
     Args:
         services: of the server.
@@ -90,7 +96,7 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
         "ServerReady": lambda request: {"ready": services.models.ready()},
         "ModelReady": lambda request: {"ready": _is_ready(plane, request.name, request.version)},
         "ServerMetadata": lambda request: plane.server_metadata(),
-        # Triton's messages have no field for the engine's precision, nor for where a version runs.
+        # Triton's messages have no field for the precision of an engine and the device of a version.
         "ModelMetadata": lambda request: _without("parameters", plane.model_metadata(request.name, request.version)),
         "ModelConfig": lambda request: {"config": plane.config(request.name, request.version)},
         "ModelStatistics": lambda request: {
@@ -102,7 +108,7 @@ def control_methods(services: Services) -> dict[str, UnaryMethod]:
         "LogSettings": log_settings,
     }
     handlers |= _repository(plane) | _shared_memory("System", regions) | _shared_memory("Cuda", regions)
-    return {name: _unary(name, answer) for name, answer in handlers.items()}
+    return {name: _unary(name, handler) for name, handler in handlers.items()}
 
 
 def _repository(plane: ControlPlane) -> dict[str, Handler]:
@@ -129,7 +135,7 @@ def _shared_memory(kind: str, regions: Regions) -> dict[str, Handler]:
 
     def register(request: Any) -> Mapping[str, object]:
         if not request.name:
-            raise BadRequest("a region needs a name")
+            raise BadRequest("'name' is empty: a shared memory region needs one")
         if kind == "System":
             regions.register_system(request.name, request.key, request.offset, request.byte_size)
         else:
@@ -174,7 +180,7 @@ def _parameter_value(name: str, value: Any) -> Any:
 
 
 def _trace_value(name: str, values: list[str]) -> object:
-    """Triton's rule: no value resets a setting, `trace_level` takes a list, every other one value."""
+    """Value of a trace setting by Triton's rules: none resets it, `trace_level` is a list, every other setting has one value."""
     if not values:
         return None
     if name == "trace_level":
@@ -195,14 +201,12 @@ def _log_field(value: object) -> str:
 
 
 class HealthService:
-    """Answers Check and Watch of the standard health service, grpc.health.v1.
-
-    Of the server (""), of the inference service, and of every model by its name.
+    """The standard health service grpc.health.v1: status of the server (""), of the inference service, and of each model by name.
 
     Args:
         models: the registry.
-        service: full name of the inference service, which is as healthy as the server.
-        interval_s: how often Watch looks.
+        service: full name of the inference service, whose status is that of the server.
+        interval_s: polling interval of Watch.
     """
 
     def __init__(self, models: Models, service: str, interval_s: float = WATCH_INTERVAL_S) -> None:
@@ -211,7 +215,7 @@ class HealthService:
         self._interval_s = interval_s
 
     async def check(self, message: bytes, call: GrpcCall) -> Message:
-        """The method: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
+        """Check: one HealthCheckRequest in, one HealthCheckResponse out; raises NotFound for an unknown name."""
         name = parse(health_pb.HealthCheckRequest, message).service
         status = self._status(name)
         if status == health_pb.HealthCheckResponse.SERVICE_UNKNOWN:
@@ -219,22 +223,22 @@ class HealthService:
         return [health_pb.HealthCheckResponse(status=status).SerializeToString()]
 
     async def watch(self, call: StreamCall) -> None:
-        """The method: one HealthCheckRequest in, then a HealthCheckResponse at once and at each change, until the client leaves.
+        """Watch: one HealthCheckRequest in, then one HealthCheckResponse at once and one at each change.
 
         Raises:
-            Cancelled: the client has left.
+            Cancelled: the client disconnected.
             Unavailable: the server stops.
         """
         message = await call.read()
         if message is None:
             return
         name = parse(health_pb.HealthCheckRequest, message).service
-        sent = None
+        sent_status = None
         while True:
             status = self._status(name)
-            if status != sent:
+            if status != sent_status:
                 await call.write([health_pb.HealthCheckResponse(status=status).SerializeToString()])
-                sent = status
+                sent_status = status
             if call.stopping:
                 raise Unavailable("the server is shutting down")
             await asyncio.sleep(self._interval_s)
@@ -259,7 +263,7 @@ class HealthService:
 
 
 class ReflectionService:
-    """Answers ServerReflectionInfo with the servicer of grpcio-reflection, for grpcurl and similar clients.
+    """Server reflection for grpcurl and similar clients, by the servicer of grpcio-reflection.
 
     v1 and v1alpha are one protocol under two names.
 
@@ -268,7 +272,7 @@ class ReflectionService:
     """
 
     def __init__(self, services: Iterable[str]) -> None:
-        # The package has v1alpha alone. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
+        # The package has v1alpha only. Its messages serve both, but a client that looks up v1 must find it: in a second pool.
         v1: Any = descriptor_pool.DescriptorPool()
         v1.Add(_as_v1(reflection_pb.DESCRIPTOR))
         self._pools: tuple[Any, ...] = (descriptor_pool.Default(), v1)
@@ -276,30 +280,30 @@ class ReflectionService:
         self._servicers = [ReflectionServicer(names, pool) for pool in self._pools]
 
     async def info(self, call: StreamCall) -> None:
-        """The method: each ServerReflectionRequest is answered with one ServerReflectionResponse."""
+        """ServerReflectionInfo: one ServerReflectionResponse for each ServerReflectionRequest."""
         while (message := await call.read()) is not None:
-            response = self._answer(parse(reflection_pb.ServerReflectionRequest, message))
+            response = self._respond(parse(reflection_pb.ServerReflectionRequest, message))
             await call.write([response.SerializeToString()])
 
-    def _answer(self, request: Any) -> Any:
-        known = reflection_pb.ServerReflectionRequest()
-        known.CopyFrom(request)
+    def _respond(self, request: Any) -> Any:
+        lookup = reflection_pb.ServerReflectionRequest()
+        lookup.CopyFrom(request)
         if request.HasField("file_containing_symbol"):
-            known.file_containing_symbol = self._service_of_method(request.file_containing_symbol)
+            lookup.file_containing_symbol = self._service_of_method(request.file_containing_symbol)
         for servicer in self._servicers:
-            (response,) = servicer.ServerReflectionInfo([known], None)
+            (response,) = servicer.ServerReflectionInfo([lookup], None)
             if response.error_response.error_code != _NOT_FOUND:
                 break
         response.valid_host = request.host
         response.original_request.CopyFrom(request)
         if response.HasField("error_response"):
-            question = request.WhichOneof("message_request")
-            text = f"{question.replace('_', ' ')}: nothing of that name" if question else "the request asks for nothing"
+            kind = request.WhichOneof("message_request")
+            text = f"{kind.replace('_', ' ')}: not found" if kind else "'message_request' has no value"
             response.error_response.error_message = text
         return response
 
     def _service_of_method(self, symbol: str) -> str:
-        """The service of a method, whose full name a pool does not find; every other symbol as it is."""
+        """Full name of the service for that of a method, which a pool does not find; other symbols unchanged."""
         service, _, method = symbol.rpartition(".")
         for pool in self._pools:
             try:
@@ -311,7 +315,7 @@ class ReflectionService:
 
 
 def _as_v1(file: Any) -> Any:
-    """The FileDescriptorProto of v1: v1alpha's with another package."""
+    """Make the FileDescriptorProto of v1 from that of v1alpha."""
     proto = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
     proto.name = proto.name.replace("v1alpha", "v1")
     proto.package = _V1

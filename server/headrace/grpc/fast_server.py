@@ -1,7 +1,7 @@
 """The fast gRPC engine: HTTP/2 and gRPC in Python, on the event loop that serves HTTP.
 
-It does what inference clients need and no more: unary methods and streams of messages in both directions, deadlines,
-cancellation, compressed requests, flow control, TLS, a shutdown without a lost call. Answers are never compressed.
+It supports what inference clients use: unary and bidirectional streaming methods, deadlines, cancellation, compressed requests,
+flow control, TLS, graceful shutdown. Responses are never compressed.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ from headrace.inference.request_options import Asked
 from headrace.tls import TlsFiles
 
 _BACKLOG = 4096
-# Smaller messages are joined to one piece; larger ones go out part by part.
+# Smaller messages are joined and sent in one piece; larger ones are sent part by part.
 _JOIN_BELOW_BYTES = 16384
-# A stream's writer waits while more than this is on its way.
+# Backpressure: `StreamingCall.write` waits while more than this is pending.
 _WRITE_AHEAD_BYTES = 64 << 10
-# What a message earns for the frames around it, and a DATA frame for each 256 bytes (see `FrameBudget`).
+# Frames that a message adds to the frame budget; a DATA frame adds one for each 256 bytes.
 _MESSAGE_CREDIT = 4
 _DATA_CREDIT_SHIFT = 8
 
 
 class FastGrpcServer:
-    """A `GrpcEngine`. Ownership: the event loop it was started on.
+    """`GrpcEngine` on our HTTP/2 server.
+
+    Ownership: the event loop on which it was started.
 
     Args:
-        methods: what is answered.
-        client_limits: the limits on clients.
-        tls: files for TLS, None for HTTP/2 with prior knowledge.
-        limits: of one connection, None for those of `client_limits`.
+        methods: served methods.
+        client_limits: limits of all connections and requests.
+        tls: certificate files, None for HTTP/2 with prior knowledge.
+        limits: of one connection; None: from `client_limits`.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class FastGrpcServer:
         self._disconnected = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and give the port; raises OSError."""
+        """See `GrpcEngine.start`."""
         loop = asyncio.get_running_loop()
         self._deadline_timer = DeadlineTimer(loop)
         self._server = await loop.create_server(
@@ -94,7 +96,7 @@ class FastGrpcServer:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls at once, wait at most `grace_s` for those that run, then end them with UNAVAILABLE."""
+        """See `GrpcEngine.stop`."""
         if self._server is None:
             return
         end_ns = monotonic_ns() + int(grace_s * NS_PER_S)
@@ -106,11 +108,11 @@ class FastGrpcServer:
                     stream.notify_stopping()
             connection.timers.start_graceful_shutdown()
         await self._wait_until_disconnected((end_ns - monotonic_ns()) / NS_PER_S)
-        late = Unavailable("the server is shutting down and could not wait for this request")
+        rejection = Unavailable("the server is shutting down and could not wait for this request")
         for connection in list(self._connections):
             for stream in list(connection.streams.values()):
                 if isinstance(stream, FastCall):
-                    stream.fail(late)
+                    stream.fail(rejection)
             connection.close()
         await self._wait_until_disconnected(self._limits.linger_s + 0.5)
         self._deadline_timer.close()
@@ -142,10 +144,10 @@ class FastGrpcServer:
             return call
         if head.exceeded_limit:
             self._client_limits.hit(head.exceeded_limit)
-        answer = head.rejection_frame(stream_id)
+        response = head.rejection_frame(stream_id)
         if not end:
-            answer += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not wanted
-        connection.write_buffer.write_control(answer)
+            response += rst_stream(stream_id, ErrorCode.NO_ERROR)  # RFC 9113, section 8.1: the body is not read
+        connection.write_buffer.write_control(response)
         return None
 
     def connection_opened(self, connection: Http2Connection) -> bool:
@@ -162,7 +164,7 @@ class FastGrpcServer:
 
 
 def _http2_limits(client_limits: Door) -> Http2Limits:
-    """The limits of one connection that the operator sets."""
+    """Limits of one connection, from the options of the server."""
     limits = client_limits.limits
     return Http2Limits(
         streams=limits.max_streams,
@@ -177,12 +179,19 @@ def _http2_limits(client_limits: Door) -> Http2Limits:
 
 
 class FastCall(Http2Stream):
-    """What both kinds of calls have in common.
+    """Common part of unary and streaming calls: one object is the HTTP/2 stream and the call that its method sees.
+
+    Args:
+        connection: of the stream.
+        stream_id: its id in HTTP/2.
+        head: parsed request headers.
+        client_limits: limits of messages and bodies.
+        deadline_timer: ends the call at its deadline.
 
     Attributes:
         deadline_ns: see `GrpcCall`.
         caller: see `GrpcCall`.
-        held: what the call has of the room for bodies, from the first byte of a message on.
+        held: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
     """
 
     __slots__ = (
@@ -227,20 +236,20 @@ class FastCall(Http2Stream):
         return self._head.asked
 
     def on_closed(self) -> None:
-        """The client has gone: nobody waits for the answer any more."""
-        self._cancel_method(Cancelled("the caller has gone"))
+        """Cancel the method: the client has reset the stream or disconnected."""
+        self._cancel_method(Cancelled("the client disconnected"))
 
     def on_timeout(self) -> None:
-        """The client takes too long to send its message."""
+        """Fail the call: the message has not arrived in time."""
         self.fail(DeadlineExceeded("the request did not arrive in time"))
 
     def expire(self) -> None:
-        """The deadline has passed."""
+        """Fail the call at its deadline. A no-op if it has ended."""
         if not self.closed:
             self.fail(DeadlineExceeded("the call's deadline has passed"))
 
     def fail(self, error: HeadraceError) -> None:
-        """End the call from outside of its method, and the method with it."""
+        """End the call with an error, and cancel its method."""
         self._send_error(StatusTrailers.of_error(error))
         self._cancel_method(error)
 
@@ -252,7 +261,7 @@ class FastCall(Http2Stream):
             write_buffer.end_stream(self, status.frame(self.stream_id, self._headers_sent))
 
     def _cancel_method(self, error: HeadraceError) -> None:
-        """The stream is gone; if its method still runs, it counts against the connection until it has ended."""
+        """Cancel the method of a closed stream. It counts against the limit of the connection until it has ended."""
         task = self._task
         if task is None:
             self.held.end()
@@ -261,37 +270,44 @@ class FastCall(Http2Stream):
             self.connection.cancelled_running += 1
             task.add_done_callback(self._on_method_done)
             if self.caller is not None:
-                self.caller.settle(error)  # which resumes the method, with a better error than a cancellation
+                self.caller.settle(error)  # resumes the method with a more precise error than a cancellation
             else:
                 task.cancel()
 
     def _on_method_done(self, _task: asyncio.Task[None]) -> None:
-        self._task = (
-            None  # it keeps its CancelledError, whose traceback keeps this call: a cycle until the collector comes
-        )
-        self.held.end()  # of a task that was cancelled before it had begun
+        # The task holds its CancelledError, whose traceback holds this call: a reference cycle without this line.
+        self._task = None
+        self.held.end()  # for a task that was cancelled before its first step
         self.connection.cancelled_running -= 1
 
     def _violates_content_length(self, size_bytes: int, end: bool) -> bool:
-        """Count a part of the body; True, and the stream is reset, if it is at odds with content-length."""
+        """Count a part of the body; reset the stream and return True if the body contradicts content-length."""
         self._body_bytes += size_bytes
-        announced = self._head.content_length
-        if announced >= 0 and (self._body_bytes > announced or (end and self._body_bytes != announced)):
+        content_length = self._head.content_length
+        if content_length >= 0 and (self._body_bytes > content_length or (end and self._body_bytes != content_length)):
             self.connection.stream_error(self.stream_id, ErrorCode.PROTOCOL_ERROR)  # RFC 9113, section 8.1.1
             return True
         return False
 
     def _read_data(self, reader: MessageReader, data: bytes, start: int, stop: int) -> None:
-        """Read a part of the body, if there is room; crumbs use up the frame_budget, messages and large parts earn it."""
+        """Read a part of the body into messages.
+
+        Very small parts use up the frame budget of the connection; messages and large parts refill it.
+
+        Raises:
+            Overloaded: the budget for all bodies is used up.
+            BadRequest: the part is not valid.
+            TooLarge: a message exceeds the limit.
+        """
         self.held.grow(stop - start)
         before = reader.complete
         reader.feed(data, start, stop)
-        work = ((stop - start) >> _DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
-        self.connection.frame_budget.spend(1 - work)
+        credit = ((stop - start) >> _DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
+        self.connection.frame_budget.spend(1 - credit)
 
 
 class UnaryCall(FastCall):
-    """One message in, one out; see `GrpcCall`."""
+    """A call with one request and one response message; see `GrpcCall`."""
 
     __slots__ = ("_reader", "received_ns")
 
@@ -308,7 +324,7 @@ class UnaryCall(FastCall):
         self.received_ns = 0
 
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
-        """A part of the message; mostly all of it."""
+        """Receive a part of the message, usually all of it, and start the method when it is complete."""
         size_bytes = stop - start
         try:
             if end and self._reader is None and size_bytes >= PREFIX_BYTES:
@@ -333,13 +349,13 @@ class UnaryCall(FastCall):
             self._start_method(message)
 
     def _assemble_message(self, data: bytes, start: int, stop: int, end: bool) -> bytes | None:
-        """The message once it is whole and alone; raises BadRequest and TooLarge."""
+        """Read a part of the message; returns the message when it is complete. Raises as `_read_data`."""
         reader = self._reader
         if reader is None:
             reader = self._reader = MessageReader(self._head.encoding, self._client_limits)
         self._read_data(reader, data, start, stop)
-        whole, partial = reader.complete, reader.partial
-        if whole > 1 or (whole and partial):
+        complete, partial = reader.complete, reader.partial
+        if complete > 1 or (complete and partial):
             raise BadRequest("more than one message for a unary method")
         if not end:
             self.awaiting_body = True
@@ -348,7 +364,7 @@ class UnaryCall(FastCall):
             return None
         if partial:
             raise BadRequest("the client closed the stream in the middle of a message")
-        if not whole:
+        if not complete:
             raise BadRequest("no message for a unary method")
         message, wire_bytes = reader.pop()
         self.held.shrink(wire_bytes)
@@ -365,9 +381,9 @@ class UnaryCall(FastCall):
         method = self._head.unary
         assert method is not None
         try:
-            answer = await method(message, self)
+            response = await method(message, self)
             del message
-            self._send_response(answer)
+            self._send_response(response)
         except asyncio.CancelledError as error:
             self._send_error(StatusTrailers("CANCELLED", "the server has cancelled the call"))
             forget_frames(error)
@@ -384,12 +400,12 @@ class UnaryCall(FastCall):
         connection = self.connection
         write_buffer = connection.write_buffer
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
-            whole = message[0] if len(message) == 1 and type(message[0]) is bytes else b"".join(message)
-            if write_buffer.reserve_window(self, len(whole) + PREFIX_BYTES):
-                write_buffer.write(unary_response(self.stream_id, bytes(whole)))
+            content = message[0] if len(message) == 1 and type(message[0]) is bytes else b"".join(message)
+            if write_buffer.reserve_window(self, len(content) + PREFIX_BYTES):
+                write_buffer.write(unary_response(self.stream_id, bytes(content)))
                 connection.stream_finished(self)
                 if not connection.streams:
-                    write_buffer.flush()  # nothing else is about to be written with it
+                    write_buffer.flush()  # no other stream is open whose frames could join this write
                 return
         self._headers_sent = True
         write_buffer.write_control(initial_headers(self.stream_id))
@@ -398,7 +414,7 @@ class UnaryCall(FastCall):
 
 
 class StreamingCall(FastCall):
-    """Messages in, messages out; see `StreamCall`."""
+    """A call with a stream of messages in both directions; see `StreamCall`."""
 
     __slots__ = ("_drained", "_reader", "_waiter", "stopping")
 
@@ -419,7 +435,7 @@ class StreamingCall(FastCall):
         self._task = connection.loop.create_task(self._serve())
 
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
-        """A part of a message, or many messages."""
+        """Receive a part of a message, or many messages, and wake the reader."""
         if self._violates_content_length(stop - start, end):
             return
         reader = self._reader
@@ -439,7 +455,7 @@ class StreamingCall(FastCall):
         self._wake_reader()
 
     def on_flushed(self) -> None:
-        """Something went out: the writers may go on."""
+        """Wake the writer when few enough bytes are pending."""
         if self.pending_bytes <= _WRITE_AHEAD_BYTES:
             self._drained.set()
 
@@ -447,7 +463,7 @@ class StreamingCall(FastCall):
         """See `StreamCall`."""
         while True:
             if self.closed:
-                raise Cancelled("the client has left")
+                raise Cancelled("the client disconnected")
             if self.stopping:
                 raise Unavailable("the server is shutting down")
             if self._reader.complete:
@@ -467,17 +483,17 @@ class StreamingCall(FastCall):
     async def write(self, message: Message) -> None:
         """See `StreamCall`."""
         if self.closed:
-            raise Cancelled("the client has left")
+            raise Cancelled("the client disconnected")
         write_buffer = self.connection.write_buffer
         if not self._headers_sent:
             self._headers_sent = True
             write_buffer.write_control(initial_headers(self.stream_id))
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
-            whole = b"".join(message)
-            size_bytes = len(whole) + PREFIX_BYTES
+            content = b"".join(message)
+            size_bytes = len(content) + PREFIX_BYTES
             if write_buffer.reserve_window(self, size_bytes):
-                head = FRAME_HEADER.pack(size_bytes << 8 | DATA, 0, self.stream_id)
-                write_buffer.write((head, PREFIX.pack(0, len(whole)), whole))
+                header = FRAME_HEADER.pack(size_bytes << 8 | DATA, 0, self.stream_id)
+                write_buffer.write((header, PREFIX.pack(0, len(content)), content))
                 self.connection.frame_budget.available += _MESSAGE_CREDIT
                 return
         write_buffer.queue_data(self, _with_prefix(message))
@@ -485,10 +501,10 @@ class StreamingCall(FastCall):
             self._drained.clear()
             await self._drained.wait()
         if self.closed:
-            raise Cancelled("the client has left")
+            raise Cancelled("the client disconnected")
 
     def notify_stopping(self) -> None:
-        """The server stops: whoever reads learns it now."""
+        """Set `stopping`, and end a `read` in progress with Unavailable."""
         self.stopping = True
         self._wake_reader()
 
@@ -502,7 +518,7 @@ class StreamingCall(FastCall):
             self._waiter.set_result(None)
 
     def _restore_window(self) -> None:
-        """All that had come was read: the client may send as much again."""
+        """Reopen the receive window after all received messages are read."""
         self.connection.window_grants.release(self)
         window_bytes = self.connection.limits.stream_window_bytes
         if self.receive_window < window_bytes >> 1:
@@ -535,14 +551,19 @@ class StreamingCall(FastCall):
 
 
 def _with_prefix(message: Message) -> Message:
-    """A message with its prefix, for the parts' size in bytes whatever their items are."""
+    """Prepend the length prefix of a message. Sizes are in bytes, also for memoryviews of larger items."""
     return [PREFIX.pack(0, sum(memoryview(part).nbytes for part in message)), *message]
 
 
 class DeadlineTimer:
-    """Ends calls whose time is over: one heap and one timer for all of them. Ownership: the event loop.
+    """Ends calls at their deadlines, with one heap and one event loop timer for all calls.
 
-    Calls that are gone are not kept: what a client has sent of one must not stay until a deadline that it chose.
+    The heap holds weak references: the memory of an ended call must not stay until a deadline that its client chose.
+
+    Ownership: the event loop.
+
+    Args:
+        loop: event loop of the calls.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -554,11 +575,11 @@ class DeadlineTimer:
         self._armed_ns = 0
 
     def add(self, call: FastCall) -> None:
-        """Call `call.expire` at its deadline, unless it is gone by then."""
+        """Call `call.expire` at its deadline if the call is still open."""
         heap = self._heap
         heappush(heap, (call.deadline_ns, next(self._numbers), ref(call)))
         if len(heap) >= self._purge_at:
-            # Most calls end long before: without this, a second of calls would stay for as long as their deadline_timer.
+            # Most calls end long before their deadline: without the purge their entries would stay until then.
             heap[:] = [entry for entry in heap if _is_open(entry[2])]
             heapify(heap)
             self._purge_at = max(1024, 2 * len(heap))
@@ -566,7 +587,7 @@ class DeadlineTimer:
             self._arm(call.deadline_ns)
 
     def close(self) -> None:
-        """No deadline is kept any more."""
+        """Forget all deadlines."""
         self._heap.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -589,5 +610,5 @@ class DeadlineTimer:
 
 
 def _is_open(call: ref[FastCall]) -> bool:
-    found = call()
-    return found is not None and not found.closed
+    target = call()
+    return target is not None and not target.closed

@@ -1,6 +1,6 @@
-"""gRPC on HTTP/2, its bytes: request headers, length-prefixed messages, status trailers.
+"""Wire format of gRPC on HTTP/2: request headers, length-prefixed messages, status trailers.
 
-After the gRPC project's "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" and "StatusTrailers codes" documents.
+Follows the gRPC project's documents "gRPC over HTTP2" (PROTOCOL-HTTP2.md), "Compression" and "Status codes".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _UNIT_NS = {
     b"u": NS_PER_US,
     b"n": 1,
 }
-# A longer time-out is none.
+# A longer timeout counts as none.
 _MAX_TIMEOUT_NS = 365 * 24 * 3600 * NS_PER_S
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")
@@ -45,11 +45,12 @@ PREFIX = Struct(">BI")
 PREFIX_BYTES = PREFIX.size
 unpack_prefix = PREFIX.unpack_from
 
-# --- Answers -----------------------------------------------------------------------------------------------------------
+# --- Responses ---------------------------------------------------------------------------------------------------------
 
 _INITIAL_HEADERS = encode([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPT_ENCODING])
 _OK = encode([(b"grpc-status", b"0")])
-# HEADERS, the head of the DATA frame and the message's prefix; then the message; then the trailers.
+# A unary response: the HEADERS frame, the header of the DATA frame and the message's prefix; the message; the trailers.
+# *_WORD: length and kind of a frame.
 _RESPONSE_HEAD = Struct(f">IBI{len(_INITIAL_HEADERS)}sIBIBI")
 _TRAILERS = Struct(f">IBI{len(_OK)}s")
 _HEADERS_WORD = len(_INITIAL_HEADERS) << 8 | HEADERS
@@ -57,7 +58,7 @@ _TRAILERS_WORD = len(_OK) << 8 | HEADERS
 
 
 def unary_response(stream_id: int, message: bytes) -> tuple[bytes, bytes, bytes]:
-    """HEADERS, DATA and trailers of a unary call that succeeded, for a message that fits into one frame."""
+    """Encode HEADERS, DATA and trailers of a successful unary call whose message fits into one frame."""
     size_bytes = len(message)
     data_word = size_bytes + PREFIX_BYTES << 8 | DATA
     return (
@@ -70,23 +71,23 @@ def unary_response(stream_id: int, message: bytes) -> tuple[bytes, bytes, bytes]
 
 
 def initial_headers(stream_id: int) -> bytes:
-    """The HEADERS frame before the first message."""
+    """Encode the HEADERS frame before the first message."""
     return FRAME_HEADER.pack(_HEADERS_WORD, END_HEADERS, stream_id) + _INITIAL_HEADERS
 
 
 def ok_trailers(stream_id: int) -> bytes:
-    """The HEADERS frame that ends a call that succeeded."""
+    """Encode the HEADERS frame that ends a successful call."""
     return _TRAILERS.pack(_TRAILERS_WORD, END_HEADERS | END_STREAM, stream_id, _OK)
 
 
 @dataclass(frozen=True, slots=True)
 class StatusTrailers:
-    """How a call ended other than well.
+    """Status of a failed call, in its wire encoding.
 
     Attributes:
         code: a name in `CODES`.
-        message: what the client reads.
-        metadata: more trailers.
+        message: for `grpc-message`.
+        metadata: further trailers.
     """
 
     code: str
@@ -95,13 +96,21 @@ class StatusTrailers:
 
     @classmethod
     def of_error(cls, error: Exception) -> StatusTrailers:
-        """The status of an error, to be called while it is handled; see `grpc_status.failure`."""
-        end = error_status(error)
-        return cls(end.code, end.text, tuple((name.encode(), _metadata_value(value)) for name, value in end.metadata))
+        """Encode the status of an error; must be called in its exception handler, see `error_status`."""
+        status = error_status(error)
+        metadata = tuple((name.encode(), _metadata_value(value)) for name, value in status.metadata)
+        return cls(status.code, status.text, metadata)
 
-    def frame(self, stream_id: int, opened: bool) -> bytes:
-        """The HEADERS frame that ends the call; `opened` if `initial_headers` was sent before."""
-        fields: list[HeaderField] = [] if opened else [(b":status", b"200"), (b"content-type", b"application/grpc")]
+    def frame(self, stream_id: int, headers_sent: bool) -> bytes:
+        """Encode the HEADERS frame that ends the call.
+
+        Args:
+            stream_id: of the call.
+            headers_sent: True if `initial_headers` was sent before.
+        """
+        fields: list[HeaderField] = (
+            [] if headers_sent else [(b":status", b"200"), (b"content-type", b"application/grpc")]
+        )
         fields.append((b"grpc-status", b"%d" % CODES[self.code]))
         if self.message:
             fields.append((b"grpc-message", percent_encode(self.message)))
@@ -109,12 +118,12 @@ class StatusTrailers:
 
 
 def _metadata_value(value: str | bytes) -> bytes:
-    """Bytes travel in base64 without padding."""
+    """Encode a metadata value; binary values are sent in base64 without padding."""
     return value.encode() if isinstance(value, str) else b2a_base64(value, newline=False).rstrip(b"=")
 
 
 def percent_encode(text: str) -> bytes:
-    """A grpc-message: printable ASCII but for "%" as it is, every other byte of the UTF-8 form as %XX."""
+    """Encode a grpc-message: printable ASCII except "%" unchanged, every other byte of the UTF-8 text as %XX."""
     coded = bytearray()
     for byte in text.encode("utf-8", "replace"):
         coded += b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
@@ -131,18 +140,18 @@ def _trailers_frame(stream_id: int, fields: Iterable[HeaderField]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """What the header fields of a call say.
+    """Parsed request headers of a call.
 
     Attributes:
-        unary: the method, if the path names one of that kind.
-        stream: the method, if the path names one of that kind.
-        timeout_ns: until the client stops waiting; -1 if it never does.
+        unary: the method, if the path names a unary one.
+        stream: the method, if the path names a streaming one.
+        timeout_ns: grpc-timeout; -1 for none.
         encoding: of messages with the compressed flag; "" for none.
-        content_length: announced bytes of the body; -1 if none are.
-        asked: what else the fields ask.
-        rejection: the status to answer with at once.
-        exceeded_limit: which one the fields go over, "" for none.
-        http_status: the HTTP status to answer with at once, 0 for none.
+        content_length: body size in bytes from content-length; -1 for none.
+        asked: request options from the metadata.
+        rejection: status of the immediate response, None if the call can be served.
+        exceeded_limit: name of the limit that the headers exceed, "" for none.
+        http_status: HTTP status of the immediate response to a request that is not gRPC, 0 for none.
     """
 
     unary: UnaryMethod | None = None
@@ -156,9 +165,9 @@ class RequestHead:
     exceeded_limit: str = ""
 
     def rejection_frame(self, stream_id: int) -> bytes:
-        """The frame that answers a call with `rejection` or `http_status`."""
+        """Encode the immediate response with `rejection` or `http_status`."""
         if self.rejection is not None:
-            return self.rejection.frame(stream_id, opened=False)
+            return self.rejection.frame(stream_id, headers_sent=False)
         fields: list[HeaderField] = [(b":status", b"%d" % self.http_status)]
         if self.http_status == 405:
             fields.append((b"allow", b"POST"))
@@ -166,14 +175,22 @@ class RequestHead:
 
 
 def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -> RequestHead:
-    """Read the header fields of a request (None: too large); raises MalformedHeadersError for what is no HTTP/2 request."""
+    """Parse the header fields of a request.
+
+    Args:
+        methods: served methods.
+        fields: header fields in order; None if they are too large.
+
+    Raises:
+        MalformedHeadersError: the fields are no HTTP/2 request.
+    """
     if fields is None:
         rejection = StatusTrailers("RESOURCE_EXHAUSTED", "the request's metadata are too large")
         return RequestHead(rejection=rejection, exceeded_limit="max_header_bytes")
     headers = _validate_headers(fields)
     length = headers.get(b"content-length", b"")
     if length and not (length.isdigit() and len(length) < 20):
-        raise MalformedHeadersError("content-length is no number")
+        raise MalformedHeadersError("content-length is not a number")
     if headers[b":method"] != b"POST":
         return RequestHead(http_status=405)
     kind = headers.get(b"content-type", b"").lower()
@@ -186,13 +203,13 @@ def parse_request_head(methods: Methods, fields: Sequence[HeaderField] | None) -
 
 
 def _validate_headers(fields: Sequence[HeaderField]) -> dict[bytes, bytes]:
-    """RFC 9113, section 8.2 and 8.3; the last value of each name."""
+    """Check header fields (RFC 9113, sections 8.2 and 8.3); returns the last value of each name."""
     headers: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
         if name.startswith(b":"):
             if regular or name not in _PSEUDO or name in headers:
-                raise MalformedHeadersError("pseudo-header fields are unknown, twice or behind others")
+                raise MalformedHeadersError("a pseudo-header field is unknown, repeated or after other fields")
         else:
             regular = True
             if not _NAME.fullmatch(name) or name in _HOP_BY_HOP or (name == b"te" and value != b"trailers"):
@@ -211,10 +228,12 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
     if unary is None and stream is None:
         return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", f"no such method: {path[:256]}"))
     if b"te" not in headers:
-        raise BadRequest("the header 'te: trailers' is missing; is a proxy in the way that cannot gRPC?")
+        raise BadRequest(
+            "the header 'te: trailers' is missing: check that every proxy in front of the server supports gRPC"
+        )
     encoding = headers.get(b"grpc-encoding", b"identity")
     if encoding not in _ENCODINGS:
-        text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not known here; identity, deflate and gzip are"
+        text = f"grpc-encoding {encoding[:32].decode('latin-1')!r} is not supported: use identity, deflate or gzip"
         return RequestHead(rejection=StatusTrailers("UNIMPLEMENTED", text, (_ACCEPT_ENCODING,)))
     return RequestHead(
         unary,
@@ -235,24 +254,22 @@ def _request_options(asked_headers: AskedHeaders, headers: dict[bytes, bytes]) -
 def _timeout_ns(value: bytes | None) -> int:
     if value is None:
         return -1
-    found = _TIMEOUT.fullmatch(value)
-    if found is None:
+    match = _TIMEOUT.fullmatch(value)
+    if match is None:
         raise BadRequest("grpc-timeout is not 1 to 8 digits with one of the units H, M, S, m, u, n")
-    timeout_ns = int(found[1]) * _UNIT_NS[found[2]]
+    timeout_ns = int(match[1]) * _UNIT_NS[match[2]]
     return timeout_ns if timeout_ns <= _MAX_TIMEOUT_NS else -1
 
 
 class MessageReader:
-    """Puts the messages of one call together.
+    """Assembles the length-prefixed messages of one call from parts of its body.
 
     Args:
         encoding: see `RequestHead`.
-        client_limits: the limits of a message, as it comes and unpacked.
+        client_limits: limits of a message, both as received and decompressed.
 
     Attributes:
-        complete: how many whole messages there are to `take`.
-        missing_bytes: of the message that is incomplete; 0 if none is (or its length is not known yet).
-        partial: True if a message has begun and is incomplete.
+        missing_bytes: of the incomplete message; 0 if there is none or its prefix is incomplete.
     """
 
     def __init__(self, encoding: str, client_limits: Door) -> None:
@@ -266,16 +283,16 @@ class MessageReader:
 
     @property
     def complete(self) -> int:
-        """See the class."""
+        """Number of complete messages to `pop`."""
         return len(self._messages)
 
     @property
     def partial(self) -> bool:
-        """See the class."""
+        """True if a message has begun and is incomplete."""
         return bool(self.missing_bytes or self._prefix)
 
     def feed(self, data: bytes, start: int, stop: int) -> None:
-        """Bytes `start` to `stop` of `data` have come; raises TooLarge and BadRequest."""
+        """Read bytes `start` to `stop` of `data`; raises TooLarge and BadRequest."""
         while start < stop:
             if not self.missing_bytes:
                 end = min(stop, start + PREFIX_BYTES - len(self._prefix))
@@ -304,7 +321,7 @@ class MessageReader:
         self._compressed = flag == 1
 
     def _add(self, data: bytes, start: int, stop: int) -> None:
-        """Large pieces are kept as they are, small ones are gathered: a million crumbs must not be a million objects."""
+        """Store a piece of a message. Small pieces are merged, so that a million of them are not a million objects."""
         parts = self._parts
         if stop - start >= 8192:
             parts.append(data[start:stop])
@@ -318,11 +335,14 @@ class MessageReader:
         self._messages.append((b"".join(parts), self._compressed))
 
     def pop(self) -> tuple[bytes, int]:
-        """The oldest whole message, unpacked only now, when there is a taker, and how many bytes had come for it.
+        """Remove the oldest complete message; it is decompressed only now, when a reader needs it.
+
+        Returns:
+            The message, and its size in bytes as received.
 
         Raises:
-            TooLarge: it unpacks to more than is taken.
-            BadRequest: it cannot be unpacked.
+            TooLarge: the decompressed message exceeds the limit.
+            BadRequest: the message cannot be decompressed.
         """
         message, compressed = self._messages.popleft()
         wire_bytes = PREFIX_BYTES + len(message)

@@ -1,7 +1,7 @@
-"""The gRPC engine on grpcio: complete and trusted, the measure for the other one.
+"""The gRPC engine on grpcio: the complete reference implementation, with which the fast engine is compared.
 
-What grpcio does not tell a server is which compression a request came with: it unpacks what clients send (identity, deflate,
-gzip) and answers are sent as they are, which is what Triton does unless it is told otherwise.
+grpcio decompresses requests (identity, deflate, gzip) and does not expose their encoding to the server. Responses are sent
+uncompressed, which is Triton's default.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from headrace.grpc.status import error_status
 from headrace.inference.request_options import Asked, AskedHeaders
 from headrace.tls import TlsFiles
 
-# Clients may ping this often, also without a call in flight; twice more often and the connection is closed.
+# Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
+# closed.
 MIN_PING_INTERVAL_S = 10
-# We ping connections that are silent: a peer that vanished must not hold its requests for ever.
+# Keep-alive PINGs of the server: a client that vanished must not hold its requests forever.
 KEEPALIVE_S = 60
 KEEPALIVE_TIMEOUT_S = 20
 HANDSHAKE_TIMEOUT_S = 20
 
-# What those who are refused at the end of the drain may take to hear of it.
+# Extra time at the end of a shutdown to send UNAVAILABLE to the remaining calls.
 _REJECTION_S = 1.0
 
 
 def _is_server_error(record: logging.LogRecord) -> bool:
-    """False for what grpcio logs with a traceback when a client leaves before its answer, or before its call has been looked at:
-    any client could fill the log so."""
+    """Log filter for grpcio: drop tracebacks of clients that disconnect before their response.
+
+    grpcio logs one for each such call, also for calls whose method has not started: any client could fill the log.
+    """
     if record.exc_info is None:
         return True
     error = record.exc_info[1]
@@ -44,14 +47,16 @@ def _is_server_error(record: logging.LogRecord) -> bool:
 
 
 class GrpcioServer:
-    """A `GrpcEngine`.
+    """`GrpcEngine` on grpcio.
+
+    Ownership: the event loop on which it was started.
 
     Args:
-        methods: what is served.
-        client_limits: which grpcio keeps in its own way: it counts none, knows no time-outs but its own, and
-            stops unpacking at the largest message, whatever the ratio. The bound on all bodies is ours, and counts messages
-            from when they are whole: grpcio does not show them before.
-        tls: the operator's files, None for plain text.
+        methods: served methods.
+        client_limits: limits of all connections and requests. grpcio enforces them in its own way: it does not count their
+            violations, has its own timeouts, and stops decompression at the largest message, whatever the ratio. The limit of
+            all bodies is enforced here. It counts complete messages only: grpcio does not expose parts of them.
+        tls: certificate files, None for plain text.
     """
 
     def __init__(self, methods: Methods, client_limits: Door, tls: TlsFiles | None) -> None:
@@ -65,7 +70,7 @@ class GrpcioServer:
         self._server: Any = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises OSError: the address cannot be had, or a TLS file is wrong."""
+        """See `GrpcEngine.start`; raises OSError also for invalid TLS files."""
         credentials = None if self._tls is None else self._tls.grpc_credentials()
         if port:
             _check_address(host, port)
@@ -78,8 +83,8 @@ class GrpcioServer:
                 chosen = self._server.add_insecure_port(address)
             else:
                 chosen = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:  # grpcio keeps the reason to itself
-            raise OSError(None, f"{host}:{port}: gRPC cannot listen there") from error
+        except RuntimeError as error:  # grpcio does not report the reason
+            raise OSError(None, f"{host}:{port}: gRPC cannot listen on this address") from error
         await self._server.start()
         return int(chosen)
 
@@ -90,20 +95,20 @@ class GrpcioServer:
         self._stopping = True
         for stream in list(self._streams):
             stream.stop()
-        ending = asyncio.ensure_future(self._server.stop(grace_s + _REJECTION_S))
-        await asyncio.wait({ending}, timeout=grace_s)
-        late = Unavailable("the server is shutting down and could not wait for this request")
+        server_stop = asyncio.ensure_future(self._server.stop(grace_s + _REJECTION_S))
+        await asyncio.wait({server_stop}, timeout=grace_s)
+        rejection = Unavailable("the server is shutting down and could not wait for this request")
         for call in list(self._calls):
             if call.caller is not None:
-                call.caller.settle(late)
+                call.caller.settle(rejection)
         for stream in list(self._streams):
-            stream.end(late)
-        await ending
+            stream.end(rejection)
+        await server_stop
 
     def _options(self) -> list[tuple[str, int]]:
         limits = self._limits
         return [
-            ("grpc.so_reuseport", 0),  # a port in use is an error, not a port shared
+            ("grpc.so_reuseport", 0),  # a port in use is an error, and not shared
             ("grpc.max_receive_message_length", limits.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", limits.max_header_bytes),
@@ -175,7 +180,7 @@ class _Handlers(grpc.GenericRpcHandler):
 
 
 class _UnaryCall:
-    """See `GrpcCall`. The client's leaving comes as the cancellation of the method's task."""
+    """`GrpcCall` of grpcio, which cancels the task of the method when the client disconnects."""
 
     __slots__ = ("_asked_headers", "_context", "caller", "deadline_ns", "received_ns")
 
@@ -192,11 +197,11 @@ class _UnaryCall:
 
 
 class _StreamCall:
-    """See `StreamCall`.
+    """`StreamCall` of grpcio.
 
     Attributes:
-        task: of the method.
-        ended: why `end` has cancelled it.
+        task: task of the method.
+        end_reason: error with which `end` has cancelled the task, None if it has not.
     """
 
     def __init__(self, context: Any, asked_headers: AskedHeaders, held: HeldBody, stopping: bool) -> None:
@@ -225,7 +230,7 @@ class _StreamCall:
             self.task.uncancel()
             raise _shutting_down() from None
         except grpc.aio.BaseError as error:
-            raise Cancelled("the client has left") from error
+            raise Cancelled("the client disconnected") from error
         finally:
             self._reading = False
         return None if message is grpc.aio.EOF else bytes(message)
@@ -234,23 +239,23 @@ class _StreamCall:
         try:
             await self._context.write(b"".join(message))
         except grpc.aio.BaseError as error:
-            raise Cancelled("the client has left") from error
+            raise Cancelled("the client disconnected") from error
 
     def stop(self) -> None:
-        """Take on nothing new; a read in progress ends."""
+        """Set `stopping`, and end a `read` in progress with Unavailable."""
         self.stopping = True
         if self._reading:
             self.task.cancel()
 
-    def end(self, why: Unavailable) -> None:
-        """End the method wherever it is."""
-        self.end_reason = why
+    def end(self, error: Unavailable) -> None:
+        """Cancel the method; the call ends with the error."""
+        self.end_reason = error
         self.task.cancel()
 
 
 def _deadline_ns(context: Any, now_ns: int) -> int:
-    left_s = context.time_remaining()
-    return 0 if left_s is None else now_ns + int(left_s * NS_PER_S)
+    remaining_s = context.time_remaining()
+    return 0 if remaining_s is None else now_ns + int(remaining_s * NS_PER_S)
 
 
 def _request_options(asked_headers: AskedHeaders, context: Any) -> Asked:
@@ -263,16 +268,16 @@ def _shutting_down() -> Unavailable:
 
 
 async def _abort(context: Any, error: Exception) -> None:
-    """End the call with the status of an error; raises what grpcio expects to come through."""
-    if isinstance(error, grpc.aio.BaseError):  # the client has left in between, or the call was aborted
+    """End the call with the status of an error; raises the error by which grpcio ends the method."""
+    if isinstance(error, grpc.aio.BaseError):  # the client has disconnected, or the call is aborted already
         raise error
-    end = error_status(error)
+    status = error_status(error)
     forget_frames(error)
-    await context.abort(grpc.StatusCode[end.code], end.text, end.metadata)
+    await context.abort(grpc.StatusCode[status.code], status.text, status.metadata)
 
 
 def _check_address(host: str, port: int) -> None:
-    """grpcio only says that it failed; the system says why."""
+    """Bind to the address once: grpcio reports only that it failed, the system reports the reason. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

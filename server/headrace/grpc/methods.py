@@ -1,8 +1,8 @@
-"""What the gRPC engines and the service agree on: methods that take bytes and give bytes.
+"""Interface between the gRPC engines and the services: methods on serialized messages.
 
-An engine (`grpc_server` on grpcio, `grpc_fast` on our own HTTP/2) knows HTTP/2, deadlines and message framing and nothing of
-inference; the service (`grpc_service`) knows inference and nothing of HTTP/2. Messages are serialized protobuf on both sides,
-so that the hot path can do without message objects.
+An engine (`grpcio_server`, or `fast_server` on our HTTP/2) implements HTTP/2, deadlines and message framing, and is independent
+of inference. The services (`service`) implement inference and control, and are independent of HTTP/2. Messages are serialized
+protobuf on both sides, so that the hot path needs no message objects.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Message = list[bytes | memoryview]
 
 
 class GrpcCall(Protocol):
-    """What a method may know of the call it serves.
+    """A unary call, as its method sees it.
 
     Attributes:
-        received_ns: monotonic, when the request had arrived.
-        deadline_ns: monotonic, when the client stops waiting; 0 if it never does.
-        asked: what the call's metadata ask; raises BadRequest if they cannot be read.
-        caller: set by the method while it waits; abandoned by the engine when the client leaves.
+        received_ns: monotonic time at which the request had arrived.
+        deadline_ns: monotonic time at which the client stops waiting; 0 for none.
+        asked: request options from the call's metadata; raises BadRequest if they are invalid.
+        caller: completion for which the method waits, set by the method. The engine settles or abandons it when the client
+            disconnects.
     """
 
     received_ns: int
@@ -39,14 +40,14 @@ class GrpcCall(Protocol):
 
 
 class StreamCall(Protocol):
-    """A call with many messages both ways. One task may read while another writes.
+    """A call with a stream of messages in both directions. One task may read while another writes.
 
     Attributes:
         deadline_ns: as in `GrpcCall`.
-        asked: as in `GrpcCall`; of each message of the stream.
-        held: what the stream has of the room for bodies. A message that was read counts no more unless the method takes it there,
-            and gives it back; whatever is left at its end, the engine does.
-        stopping: True once the server stops; the method then takes on nothing new and ends when it can.
+        asked: as in `GrpcCall`; for each message of the stream.
+        held: reservation of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
+            keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
+        stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
     """
 
     deadline_ns: int
@@ -58,15 +59,19 @@ class StreamCall(Protocol):
         """See the class."""
 
     async def read(self) -> bytes | None:
-        """The next message, None once the client has half-closed.
+        """Wait for the next message; None once the client has half-closed.
 
         Raises:
-            Cancelled: the client has left.
-            Unavailable: the server stops (also while this waits); answers in flight can still be written.
+            Cancelled: the client disconnected.
+            Unavailable: the server stops, also during the wait; responses can still be written.
         """
 
     async def write(self, message: Message) -> None:
-        """Send a message, waiting while the client reads slowly. Raises Cancelled if the client has left."""
+        """Send a message, after a wait if the client reads slowly (backpressure).
+
+        Raises:
+            Cancelled: the client disconnected.
+        """
 
 
 UnaryMethod = Callable[[bytes, GrpcCall], Awaitable[Message]]
@@ -75,15 +80,15 @@ StreamMethod = Callable[[StreamCall], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Methods:
-    """Everything a server answers to, by path ("/inference.GRPCInferenceService/ModelInfer").
+    """All methods of a server by path, such as "/inference.GRPCInferenceService/ModelInfer".
 
-    A method raises HeadraceError for what the client reads (`status.grpc_code`); anything else is a fault of ours, which the
-    engine logs under a reference and answers with INTERNAL.
+    A method raises HeadraceError for errors that the client reads (`status.grpc_code`). Any other exception is an error of the
+    server: the engine logs it with a reference and responds with INTERNAL.
 
     Attributes:
-        unary: one message in, one out.
-        streams: messages in, messages out.
-        asked_headers: what engines read of a call's metadata.
+        unary: methods with one request and one response message.
+        streams: methods with streams of messages in both directions.
+        asked_headers: parser of the request options in a call's metadata.
     """
 
     unary: Mapping[str, UnaryMethod]
@@ -92,10 +97,25 @@ class Methods:
 
 
 class GrpcEngine(Protocol):
-    """A gRPC server; made with `Methods`, limits and TLS files."""
+    """A gRPC server, constructed with `Methods`, limits and TLS files."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, and give the port (for `port` 0: the one that the system chose); raises OSError."""
+        """Listen on an address.
+
+        Args:
+            host: address or name.
+            port: 0 for a free one.
+
+        Returns:
+            The port.
+
+        Raises:
+            OSError: the address is not available.
+        """
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls at once (GOAWAY), wait at most `grace_s` for those that run, then end them with UNAVAILABLE."""
+        """Shut down gracefully: refuse new calls (GOAWAY), wait for running calls, then end the rest with UNAVAILABLE.
+
+        Args:
+            grace_s: longest wait for running calls, in seconds.
+        """

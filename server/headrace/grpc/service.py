@@ -1,4 +1,4 @@
-"""All services of the gRPC port, as methods on bytes that any engine can serve."""
+"""All services of the gRPC port, as methods on serialized messages for every engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].f
 
 
 def grpc_methods(services: Services, max_message_bytes: int, asked_headers: AskedHeaders | None = None) -> Methods:
-    """Every RPC: inference and its control, health, reflection.
+    """Make all methods: inference, control, health, reflection.
 
     Args:
         services: of the server.
-        max_message_bytes: the largest request; engines hold messages to it, and a stream takes on no more at a time.
-        asked_headers: what is read of a call's metadata.
+        max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
+        asked_headers: parser of the request options in a call's metadata.
     """
     infer = InferService(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)

@@ -1,4 +1,4 @@
-"""How a gRPC call ends when its method raises: code, text and trailing metadata, for every engine alike."""
+"""Status of a failed gRPC call: code, text and trailing metadata, the same for every engine."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _MAX_ASCII = 2048
 _MAX_OTHER = 512
 DETAILS_TRAILER = "grpc-status-details-bin"
 _TYPE = "type.googleapis.com/google.rpc."
-# Of the text, which `grpc-message` has in full: clients bound all trailers together.
+# Characters of the text in the details; `grpc-message` has all of it. Clients limit the size of all trailers together.
 _MAX_TEXT = 256
-_ANYBODY = "clients without a name"
+_ANONYMOUS = "clients without a name"
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorStatus:
-    """The end of a call that failed.
+    """Status of a failed call.
 
     Attributes:
-        code: the name of the gRPC code.
-        text: for `grpc-message`; no lone surrogates, and not too long for a header.
-        metadata: trailing, e.g. (("retry-after", "1"),); bytes where the name ends in "-bin".
+        code: name of the gRPC code, such as "NOT_FOUND".
+        text: for `grpc-message`; without lone surrogates, and short enough for a header.
+        metadata: trailing metadata such as (("retry-after", "1"),); values are bytes for names that end in "-bin".
     """
 
     code: str
@@ -57,56 +57,61 @@ class ErrorStatus:
 
 
 def error_status(error: Exception) -> ErrorStatus:
-    """What the caller is told of an exception; one that is no HeadraceError is a fault of ours and is logged.
+    """Status of an exception. Counts it, and logs it if it is not a HeadraceError; call it in the exception handler.
 
-    Counts the error. To be called while the exception is handled.
+    Args:
+        error: the exception that is being handled.
+
+    Returns:
+        Its status; that of an internal error with a reference to the log if it is not a HeadraceError.
     """
-    told = error if isinstance(error, HeadraceError) else fault()
-    text = str(told).encode("utf-8", "replace").decode()
-    ERRORS.count("grpc", told.reason)
+    reported = error if isinstance(error, HeadraceError) else fault()
+    text = str(reported).encode("utf-8", "replace").decode()
+    ERRORS.count("grpc", reported.reason)
     limit = _MAX_ASCII if text.isascii() and text.isprintable() else _MAX_OTHER
     if len(text) > limit:
         text = text[: limit - 3] + "..."
-    code = grpc_code(told)
-    more = details(told, CODES[code], text)
-    if more is None:
+    code = grpc_code(reported)
+    details = _status_details(reported, CODES[code], text)
+    if details is None:
         return ErrorStatus(code, text)
-    return ErrorStatus(code, text, (("retry-after", str(retry_after_s(told))), (DETAILS_TRAILER, more)))
+    return ErrorStatus(code, text, (("retry-after", str(retry_after_s(reported))), (DETAILS_TRAILER, details)))
 
 
-def details(error: HeadraceError, code: int, text: str) -> bytes | None:
-    """A serialized google.rpc.Status, None where there is nothing to add.
+def _status_details(error: HeadraceError, code: int, text: str) -> bytes | None:
+    """Serialize google.rpc.Status with RetryInfo and QuotaFailure, which gRPC clients can read; None without a retry delay.
 
-    With RetryInfo and QuotaFailure (google/rpc/status.proto, error_details.proto), which gRPC's clients know how to read. Three
-    small messages of strings and numbers: written by hand, they need no package of generated code.
+    Follows google/rpc/status.proto and error_details.proto. These three small messages are encoded by hand, which saves a
+    dependency with generated code.
 
     Args:
-        error: why the call failed.
-        code: the number of its gRPC code.
+        error: of the call.
+        code: number of its gRPC code.
         text: as in `grpc-message`.
     """
     delay_s = retry_delay_s(error)
     if delay_s is None:
         return None
-    told = text[:_MAX_TEXT].encode()
+    message = text[:_MAX_TEXT].encode()
     seconds, nanos = divmod(round(delay_s * NS_PER_S), NS_PER_S)
     duration = _number(1, seconds) + _number(2, nanos)
-    found = [_any("RetryInfo", _field(1, duration))]
+    entries = [_any("RetryInfo", _field(1, duration))]
     if isinstance(error, QuotaExceeded):
-        violation = _field(1, f"client:{error.client or _ANYBODY}".encode()) + _field(2, told)
-        found.append(_any("QuotaFailure", _field(1, violation)))
-    return _number(1, code) + _field(2, told) + b"".join(_field(3, message) for message in found)
+        violation = _field(1, f"client:{error.client or _ANONYMOUS}".encode()) + _field(2, message)
+        entries.append(_any("QuotaFailure", _field(1, violation)))
+    return _number(1, code) + _field(2, message) + b"".join(_field(3, entry) for entry in entries)
 
 
 def _any(name: str, message: bytes) -> bytes:
+    """Encode a google.protobuf.Any of a google.rpc message."""
     return _field(1, (_TYPE + name).encode()) + _field(2, message)
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited field."""
+    """Encode a length-delimited field."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 def _number(number: int, value: int) -> bytes:
-    """A varint field; 0 is left out."""
+    """Encode a varint field; 0 is omitted."""
     return varint(number << 3) + varint(value) if value else b""

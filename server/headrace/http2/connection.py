@@ -1,4 +1,4 @@
-"""The protocol of one socket: cuts what comes into frames (RFC 9113, section 4), opens streams and ends them."""
+"""HTTP/2 connection: parses frames (RFC 9113, section 4), opens and closes streams, enforces timeouts, shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -30,58 +30,82 @@ from headrace.http2.stream import FrameBudget, Http2Limits, Http2Stream, WindowG
 
 logger = logging.getLogger(__name__)
 
-_unpack_head = FRAME_HEADER.unpack_from
+_unpack_header = FRAME_HEADER.unpack_from
 _COMPLETE_HEADERS = (END_HEADERS, END_HEADERS | END_STREAM)
-# What a stream that ends as it should earns for the frames around it (see `FrameBudget`).
+# Frames that a stream adds to the frame budget when it ends normally.
 _STREAM_CREDIT = 8
-# A header block may come in this many CONTINUATION frames; more of them only cost.
+# Maximum CONTINUATION frames of one header block; more of them only cost processing time.
 _MAX_CONTINUATIONS = 32
+# Cost of a frame by kind in the frame budget; 1 for every other kind.
 _FRAME_COSTS = {frames.SETTINGS: 4}
 _KEEPALIVE_PING = b"alive?  "
 _SHUTDOWN_PING = b"draining"
-# From the reset of a stream to the end of its task: the completion's wake-up, the task's step, its callback; and one to spare.
+# Event loop iterations from the reset of a stream to the end of its task: the completion's wake-up, the task's step, the task's
+# callback, and one spare.
 MAX_PAUSED_ITERATIONS = 4
 
 
 class MalformedHeadersError(Exception):
-    """Header fields that RFC 9113, section 8, does not allow; the stream is reset with PROTOCOL_ERROR."""
+    """Header fields that RFC 9113, section 8, does not allow. The stream is reset with PROTOCOL_ERROR."""
 
 
 class Application(Protocol):
-    """What is served; a "head" is whatever it makes of a request's header fields."""
+    """The application behind a connection, here the gRPC engine. A "head" is its own type for parsed header fields."""
 
     def parse_head(self, fields: Sequence[HeaderField] | None) -> Any:
-        """The head, from nothing but the fields (None: they are too large); raises MalformedHeadersError."""
+        """Parse header fields into a head.
+
+        The result must depend on the fields only: it is cached by header block.
+
+        Args:
+            fields: names and values in order; None if they exceed `header_list_bytes`.
+
+        Raises:
+            MalformedHeadersError: the fields are no HTTP/2 request.
+        """
 
     def open_stream(self, connection: Http2Connection, stream_id: int, head: Any, end: bool) -> Http2Stream | None:
-        """A request begins (and has no body if `end`); None if it was answered, with END_STREAM, right here."""
+        """Create the stream of a new request; None if the request was answered here, with END_STREAM.
+
+        Args:
+            connection: on which the request arrived.
+            stream_id: of the request.
+            head: from `parse_head`.
+            end: True if the request has no body.
+        """
 
     def connection_opened(self, connection: Http2Connection) -> bool:
-        """A peer has connected; False: it is to be turned away."""
+        """Accept or refuse a new connection; False refuses it."""
 
     def connection_closed(self, connection: Http2Connection) -> None:
-        """It is gone, with all its streams."""
+        """Called once after the connection and all its streams are closed."""
 
 
 class Http2Connection(asyncio.Protocol):
-    """One peer.
+    """Server side of one HTTP/2 connection.
 
     Ownership: the event loop.
 
     Args:
-        application: what is served.
+        application: opens streams and is notified of connections.
         limits: of this connection.
-        loop: on which it lives.
+        loop: event loop of the transport.
 
     Attributes:
-        streams: open ones by their id.
-        lingering: streams that are gone while their work is not.
-        epoch: counts the ticks of `lifetime`.
-        last_id: of the newest stream of the peer.
-        heard: True if anything came since it was last set to False.
-        greeted: True once the preface and the first SETTINGS have come.
-        closing: True once nothing new is accepted: after the last GOAWAY of a shutdown, or on a closed transport.
-        unfinished_ns: monotonic, when the frame or header block that is incomplete began; 0 if none is.
+        limits: see Args.
+        loop: see Args.
+        streams: open streams by id.
+        frame_budget: limits frames that carry no work.
+        window_grants: receive windows for large bodies.
+        write_buffer: frames to send.
+        timers: timeouts, keep-alive, graceful shutdown.
+        cancelled_running: closed streams whose method still runs. They count against `limits.streams`.
+        ticks: ticks of `timers` since the connection was made.
+        last_stream_id: largest stream id that the peer has opened.
+        received_since_tick: True if bytes arrived since the last tick.
+        settings_received: True after the preface and the first SETTINGS frame.
+        closing: True once no new stream is accepted: after the final GOAWAY of a shutdown, or when the transport is closed.
+        partial_frame_since_ns: monotonic time at which the incomplete frame or header block began; 0 if there is none.
     """
 
     write_buffer: WriteBuffer
@@ -100,25 +124,26 @@ class Http2Connection(asyncio.Protocol):
         self._header_cache: HeaderCache[Any] = HeaderCache(limits.header_list_bytes, application.parse_head)
         self._read_pause = ReadPause(self)
         self._receive_window, self._preface_received, self._unparsed = frames.DEFAULT_WINDOW, False, b""
-        # A DATA frame of which a part is still to come: its stream (None: nobody wants it), end flag, bytes, padding.
+        # An incomplete DATA frame: its stream (None: its bytes are dropped) and END_STREAM flag, missing body bytes, and bytes to
+        # skip after them (padding, or the payload of an unknown frame).
         self._partial_body: tuple[Http2Stream | None, bool] = (None, False)
         self._partial_body_bytes = self._skip_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet: the server's preface is its SETTINGS frame."""
+        """Send the server's connection preface, a SETTINGS frame, or refuse the connection."""
         self.transport = cast(asyncio.Transport, transport)
         self.write_buffer = WriteBuffer(self.loop, self.transport, self.limits)
-        welcome, tls = self._application.connection_opened(self), transport.get_extra_info("ssl_object")
-        # RFC 9113, section 3.2: HTTP/2 over TLS is agreed on by ALPN.
-        if not welcome or (tls is not None and tls.selected_alpn_protocol() != "h2"):
-            self.close()  # without SETTINGS, at which a client believes that it is served, and begins its calls
+        accepted, tls = self._application.connection_opened(self), transport.get_extra_info("ssl_object")
+        # RFC 9113, section 3.2: HTTP/2 over TLS is negotiated by ALPN.
+        if not accepted or (tls is not None and tls.selected_alpn_protocol() != "h2"):
+            self.close()  # without SETTINGS: on SETTINGS a client considers the connection ready and sends its calls
             return
         self.timers.start()
         self.write_buffer.write_control(self._control.server_settings())
         self._restore_window()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer is gone, and so are its streams."""
+        """Close all streams."""
         self.closing, self._partial_body, self._unparsed = True, (None, False), b""
         self.write_buffer.close()
         self.timers.stop()
@@ -126,15 +151,15 @@ class Http2Connection(asyncio.Protocol):
         self._application.connection_closed(self)
 
     def pause_writing(self) -> None:
-        """The transport is full."""
+        """Stop writing: the transport's buffer is full."""
         self.write_buffer.paused = True
 
     def resume_writing(self) -> None:
-        """It has room again."""
+        """Write again: the transport's buffer has room."""
         self.write_buffer.resume()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of any number of frames."""
+        """Read all complete frames; keep the rest until more bytes arrive."""
         self.received_since_tick = True
         if self._unparsed:
             data = self._unparsed + data
@@ -144,9 +169,9 @@ class Http2Connection(asyncio.Protocol):
             self.close_with_error(error)
             return
         except Exception:
-            logger.exception("an HTTP/2 connection failed")
+            logger.exception("HTTP/2 connection failed")
             self.close_with_error(
-                Http2ConnectionError(ErrorCode.INTERNAL_ERROR, "the server failed; its log has the cause")
+                Http2ConnectionError(ErrorCode.INTERNAL_ERROR, "internal error; see the server's log")
             )
             return
         self._unparsed = data[position:] if position < len(data) else b""
@@ -167,22 +192,23 @@ class Http2Connection(asyncio.Protocol):
         return self._read_frames(data, size)
 
     def _read_frames(self, data: bytes, position: int) -> int:
-        """Take all whole frames and parts of DATA; the position of the first byte that was not taken."""
+        """Read all complete frames, and DATA as far as it has arrived; returns the position of the first unread byte."""
         size = len(data)
         if self._partial_body_bytes or self._skip_bytes:
             position = self._read_body(data, position)
-        known, streams = self._header_cache.entries, self.streams
-        largest_word = self.limits.frame_bytes << 8 | 0xFF
-        plain = self.settings_received and not self._control.in_header_block
+        cached_heads, streams = self._header_cache.entries, self.streams
+        max_length_kind = self.limits.frame_bytes << 8 | 0xFF
+        fast_path = self.settings_received and not self._control.in_header_block
         while size - position >= FRAME_HEADER_BYTES:
-            word, flags, stream_id = _unpack_head(data, position)
+            length_kind, flags, stream_id = _unpack_header(data, position)
             start = position + FRAME_HEADER_BYTES
-            end = start + (word >> 8)
-            kind = word & 0xFF
+            end = start + (length_kind >> 8)
+            kind = length_kind & 0xFF
             if self.cancelled_running and kind == HEADERS and self._read_pause.pause_if_full():
                 break
-            # The two frames of nearly every call, whole and without extras; all else goes the long way.
-            if plain and end <= size and word <= largest_word:
+            # Fast path for the two frames of nearly every call: a complete, unpadded DATA frame, and a complete HEADERS frame
+            # with a cached header block.
+            if fast_path and end <= size and length_kind <= max_length_kind:
                 if kind == DATA:
                     stream = streams.get(stream_id)
                     if stream is not None and stream.remote_open and not flags & PADDED and end > start:
@@ -197,21 +223,21 @@ class Http2Connection(asyncio.Protocol):
                         position = end
                         continue
                 elif kind == HEADERS and flags in _COMPLETE_HEADERS:
-                    head = known.get(data[start:end])
+                    head = cached_heads.get(data[start:end])
                     if head is not None:
                         self._open_stream(stream_id, head, flags & END_STREAM != 0)
                         position = end
                         continue
-            after = self._read_any_frame(data, position, word, flags, stream_id & 0x7FFFFFFF)
+            after = self._read_any_frame(data, position, length_kind, flags, stream_id & 0x7FFFFFFF)
             if after < 0:
                 break
-            plain = self.settings_received and not self._control.in_header_block
+            fast_path = self.settings_received and not self._control.in_header_block
             position = after
         return position
 
-    def _read_any_frame(self, data: bytes, position: int, word: int, flags: int, stream_id: int) -> int:
-        """Any frame; the position behind what was taken of it, or -1 to wait for more."""
-        kind, length = word & 0xFF, word >> 8
+    def _read_any_frame(self, data: bytes, position: int, length_kind: int, flags: int, stream_id: int) -> int:
+        """Read a frame of any kind; returns the position after the bytes read, or -1 if more bytes are needed."""
+        kind, length = length_kind & 0xFF, length_kind >> 8
         if length > self.limits.frame_bytes:
             raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
         self._control.check_order(kind, flags, stream_id)
@@ -236,7 +262,7 @@ class Http2Connection(asyncio.Protocol):
         return end
 
     def _count_data(self, size_bytes: int) -> None:
-        """DATA came: count it, padding included, and keep the connection's window open."""
+        """Count received DATA, padding included, against the connection's window; reopen the window when half is used."""
         self._receive_window -= size_bytes
         if self._receive_window < self.limits.connection_window_bytes >> 1:
             if self._receive_window < 0:
@@ -251,13 +277,13 @@ class Http2Connection(asyncio.Protocol):
         self.write_buffer.write_control(frames.window_update(0, increment))
 
     def _begin_body(self, data: bytes, position: int, length: int, flags: int, stream_id: int) -> int:
-        """A DATA frame that is padded, empty, incomplete or for no open stream."""
+        """Read the header of a DATA frame that is padded, empty, incomplete or for no open stream."""
         start, padding = position + FRAME_HEADER_BYTES, 0
         if not stream_id & 1 or (stream_id > self.last_stream_id and not self.closing):
             raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, f"DATA on stream {stream_id}, which was never opened")
         if flags & PADDED:
             if not length:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
+                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without a padding length")
             if start == len(data):
                 return -1
             padding = data[start] + 1
@@ -287,7 +313,7 @@ class Http2Connection(asyncio.Protocol):
         return self._read_body(data, start)
 
     def _read_body(self, data: bytes, position: int) -> int:
-        """Take what has come of the frame that was begun; the position behind it."""
+        """Pass on the part of an incomplete frame that has arrived; returns the position after it."""
         if self._partial_body_bytes:
             stream, end = self._partial_body
             stop = min(len(data), position + self._partial_body_bytes)
@@ -307,7 +333,7 @@ class Http2Connection(asyncio.Protocol):
     # --- Streams ------------------------------------------------------------------------------------------------------
 
     def on_header_block(self, stream_id: int, block: bytes, end: bool) -> None:
-        """A whole header block has come."""
+        """Open a stream, or end its request body, for a complete header block."""
         head = self._header_cache.entries.get(block)
         if head is None:
             try:
@@ -321,7 +347,7 @@ class Http2Connection(asyncio.Protocol):
             self._on_trailers(stream_id & 0x7FFFFFFF, end)
             return
         if self.closing:
-            return  # the GOAWAY has told the peer that this one is not served
+            return  # the GOAWAY frame says that this stream is not served
         self.last_stream_id = stream_id
         if head is None:
             self.stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
@@ -337,7 +363,7 @@ class Http2Connection(asyncio.Protocol):
                     stream.on_data(b"", 0, 0, True)
 
     def _on_trailers(self, stream_id: int, end: bool) -> None:
-        """A second header block of a stream, or one that may not be."""
+        """Handle a second header block of a stream, and HEADERS on a stream id that cannot be opened."""
         stream = self.streams.get(stream_id)
         if stream is None:
             code = (
@@ -355,11 +381,11 @@ class Http2Connection(asyncio.Protocol):
             stream.on_data(b"", 0, 0, True)
 
     def stream_finished(self, stream: Http2Stream) -> None:
-        """All of an answer is on its way, END_STREAM included."""
+        """Close a stream whose response is written, END_STREAM included."""
         stream.closed = True
         del self.streams[stream.stream_id]
         if stream.remote_open:
-            # RFC 9113, section 8.1: the rest of the request is not wanted.
+            # RFC 9113, section 8.1: the response is complete, so the rest of the request is not read.
             self.write_buffer.write_control(frames.rst_stream(stream.stream_id, ErrorCode.NO_ERROR))
         self.frame_budget.available += _STREAM_CREDIT
         self.window_grants.release(stream)
@@ -367,17 +393,21 @@ class Http2Connection(asyncio.Protocol):
             self.loop.call_soon(self.close)
 
     def stream_error(self, stream_id: int, code: ErrorCode) -> None:
-        """The peer broke a rule on one stream; raises Http2ConnectionError if it does that all the time."""
+        """Reset a stream for a protocol error of the peer.
+
+        Raises:
+            Http2ConnectionError: the frame budget is used up: the peer commits too many errors.
+        """
         self.frame_budget.spend(1)
         self.reset_stream(stream_id, code)
 
     def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
-        """End one stream at once."""
+        """Send RST_STREAM and close a stream."""
         self.write_buffer.write_control(frames.rst_stream(stream_id, code))
         self.close_stream(stream_id)
 
     def close_stream(self, stream_id: int) -> None:
-        """One stream is over, whatever it was doing."""
+        """Close a stream in any state, without a frame to the peer. A no-op if it is closed."""
         stream = self.streams.pop(stream_id, None)
         if stream is not None:
             stream.closed = True
@@ -391,17 +421,17 @@ class Http2Connection(asyncio.Protocol):
         for stream_id in list(self.streams):
             self.close_stream(stream_id)
 
-    # --- The end ------------------------------------------------------------------------------------------------------
+    # --- Closing ------------------------------------------------------------------------------------------------------
 
     def close_with_error(self, error: Http2ConnectionError) -> None:
-        """The peer broke the protocol: tell it why, and close."""
+        """Send GOAWAY with a connection error, and close."""
         if not self.transport.is_closing():
             logger.debug("HTTP/2 connection closed: %s: %s", error.code.name, error)
             self.write_buffer.write_control(frames.goaway(self.last_stream_id, error.code, str(error)))
             self.close()
 
     def close(self) -> None:
-        """Close the transport once it has sent what it holds."""
+        """Close all streams, and the transport once its buffer is sent."""
         if self.transport.is_closing():
             return
         self.closing = True
@@ -412,12 +442,12 @@ class Http2Connection(asyncio.Protocol):
 
 
 class ControlFrames:
-    """Everything but DATA and plain HEADERS: frames that steer a connection (RFC 9113, section 6), and those that flood it.
+    """Handles every frame except DATA and cached HEADERS (RFC 9113, section 6), and counts floods of them.
 
     Holds the state between frames of one connection.
 
     Attributes:
-        in_header_block: True while CONTINUATION frames of a header block are to come.
+        in_header_block: True between a HEADERS frame without END_HEADERS and its last CONTINUATION frame.
     """
 
     def __init__(self, connection: Http2Connection) -> None:
@@ -428,7 +458,7 @@ class ControlFrames:
         self._block_end = False
 
     def server_settings(self) -> bytes:
-        """The SETTINGS frame that tells our limits."""
+        """The server's SETTINGS frame, from the limits of the connection."""
         limits = self._connection.limits
         return frames.settings(
             {
@@ -440,14 +470,14 @@ class ControlFrames:
         )
 
     def check_order(self, kind: int, flags: int, stream_id: int) -> None:
-        """Raises Http2ConnectionError if a frame may not come now."""
+        """Check that a frame is allowed at this point; raises Http2ConnectionError."""
         if self.in_header_block and (kind != frames.CONTINUATION or stream_id != self._block_stream_id):
             raise _protocol_error("a header block was interrupted by another frame")
         if not self._connection.settings_received and (kind != frames.SETTINGS or flags & frames.ACK):
-            raise _protocol_error("the first frame is no SETTINGS frame")
+            raise _protocol_error("the first frame is not a SETTINGS frame")
 
     def handle(self, kind: int, payload: bytes, flags: int, stream_id: int) -> None:
-        """One whole frame that is not DATA; raises Http2ConnectionError and Http2StreamError."""
+        """Handle one complete frame that is not DATA; raises Http2ConnectionError and Http2StreamError."""
         if kind == frames.HEADERS:
             self._headers(payload, flags, stream_id)
             return
@@ -462,7 +492,9 @@ class ControlFrames:
             if not stream_id:
                 raise _protocol_error("PRIORITY on stream 0")
             if len(payload) != 5:
-                raise Http2StreamError(stream_id, ErrorCode.FRAME_SIZE_ERROR, "PRIORITY has 5 bytes")
+                raise Http2StreamError(
+                    stream_id, ErrorCode.FRAME_SIZE_ERROR, f"PRIORITY has {len(payload)} bytes instead of 5"
+                )
         elif kind == frames.PUSH_PROMISE:
             raise _protocol_error("a client cannot push")
         elif stream_id:
@@ -472,7 +504,7 @@ class ControlFrames:
         elif kind == frames.PING:
             self._ping(payload, flags)
         elif kind == frames.GOAWAY and len(payload) < 8:
-            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "GOAWAY has 8 bytes at least")
+            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY has {len(payload)} bytes, fewer than 8")
 
     # --- Header blocks ------------------------------------------------------------------------------------------------
 
@@ -494,19 +526,18 @@ class ControlFrames:
         self._block_frames += 1
         if len(self._block) > self._connection.limits.header_bytes or self._block_frames > _MAX_CONTINUATIONS:
             self._connection.limits.on_limit_reached("max_header_bytes")
-            raise Http2ConnectionError(
-                ErrorCode.ENHANCE_YOUR_CALM, "a header block that does not end"
-            )  # CVE-2024-27316
+            # CVE-2024-27316
+            raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a header block that is too long")
         if flags & frames.END_HEADERS:
             self.in_header_block = False
             block, self._block = self._block, b""
             self._connection.on_header_block(self._block_stream_id, block, self._block_end)
 
-    # --- Windows and streams ------------------------------------------------------------------------------------------
+    # --- Flow control and resets --------------------------------------------------------------------------------------
 
     def _window_update(self, payload: bytes, stream_id: int) -> None:
         connection = self._connection
-        increment = frames.parse_uint31(payload, "WINDOW_UPDATE") & 0x7FFFFFFF
+        increment = frames.parse_uint32(payload, "WINDOW_UPDATE") & 0x7FFFFFFF
         if not stream_id:
             if not increment:
                 raise _protocol_error("WINDOW_UPDATE by 0")
@@ -524,21 +555,23 @@ class ControlFrames:
         connection.write_buffer.schedule_stream(stream)
 
     def _rst_stream(self, payload: bytes, stream_id: int) -> None:
-        frames.parse_uint31(payload, "RST_STREAM")
+        frames.parse_uint32(payload, "RST_STREAM")
         self._check_not_idle(stream_id, "RST_STREAM")
         self._connection.close_stream(stream_id)
 
-    def _check_not_idle(self, stream_id: int, what: str) -> None:
+    def _check_not_idle(self, stream_id: int, frame_name: str) -> None:
         if not stream_id & 1 or (stream_id > self._connection.last_stream_id and not self._connection.closing):
-            raise _protocol_error(f"{what} on stream {stream_id}, which was never opened")
+            raise _protocol_error(f"{frame_name} on stream {stream_id}, which was never opened")
 
-    # --- The connection -----------------------------------------------------------------------------------------------
+    # --- Settings and PING --------------------------------------------------------------------------------------------
 
     def _settings(self, payload: bytes, flags: int) -> None:
         connection = self._connection
         if flags & frames.ACK:
             if payload:
-                raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS is empty")
+                raise Http2ConnectionError(
+                    ErrorCode.FRAME_SIZE_ERROR, f"an acknowledgement of SETTINGS with {len(payload)} bytes instead of 0"
+                )
             return
         write_buffer = connection.write_buffer
         for name, value in frames.read_settings(payload):
@@ -568,9 +601,10 @@ def _protocol_error(text: str) -> Http2ConnectionError:
 
 
 class ConnectionTimers:
-    """What ends a connection: a handshake or a frame that does not get done, a dead or idle peer, a shutdown without a lost call.
+    """Timeouts, keep-alive PINGs and graceful shutdown of one connection.
 
-    One timer a connection, which ticks a few times in the shortest of its limits; nothing is armed for a stream or a frame.
+    Each connection has one timer, which ticks a few times within the shortest timeout. Streams and frames have no timer of their
+    own: their age is counted in ticks.
 
     Ownership: the event loop.
     """
@@ -591,25 +625,28 @@ class ConnectionTimers:
         self._last_stream_id = 0
 
     def start(self) -> None:
-        """The connection is made."""
+        """Start ticking."""
         self._schedule_tick()
 
     def stop(self) -> None:
-        """The connection is lost."""
+        """Cancel all timers."""
         for timer in (self._timer, self._drain_timer):
             if timer is not None:
                 timer.cancel()
 
     def abort_after_linger(self) -> None:
-        """The transport was closed: give the peer a moment to read what it still holds."""
+        """Abort the closed transport after `linger_s`, in which the peer can read the last bytes."""
         self.stop()
         connection = self._connection
         self._timer = connection.loop.call_later(connection.limits.linger_s, connection.transport.abort)
 
     def start_graceful_shutdown(self) -> None:
-        """Shut down gracefully (RFC 9113, section 6.8): a warning, one round trip, the last stream that is served, its end.
+        """Shut down without losing a call (RFC 9113, section 6.8).
 
-        So, too, where the peer's preface has not come: its first calls may be under way already, since it has our SETTINGS.
+        First a GOAWAY that announces the shutdown and a PING. After the round trip, a final GOAWAY with the last stream that is
+        served. The connection is closed when that stream has ended.
+
+        The same is done before the peer's preface has arrived: the peer has our SETTINGS, so its first calls may be on the way.
         """
         connection = self._connection
         if self._drain_timer is not None or connection.closing:
@@ -620,12 +657,12 @@ class ConnectionTimers:
         self._drain_timer = connection.loop.call_later(connection.limits.drain_s, self._send_final_goaway)
 
     def on_ping_ack(self, payload: bytes) -> None:
-        """A PING of ours came back."""
+        """Handle the acknowledgement of a PING of ours: that of the shutdown is followed by the final GOAWAY."""
         if payload == _SHUTDOWN_PING and self._drain_timer is not None:
             self._send_final_goaway()
 
     def _send_final_goaway(self) -> None:
-        """Whatever the peer opens from now on, it knows that it will not be served."""
+        """Send the id of the last stream that is served; streams opened later are ignored."""
         connection = self._connection
         if not connection.closing:
             connection.closing = True
@@ -648,14 +685,14 @@ class ConnectionTimers:
         )
         if not connection.settings_received and connection.ticks * self._tick_s >= limits.handshake_s:
             limits.on_limit_reached("header_timeout_s")
-            connection.close_with_error(Http2ConnectionError(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS in time"))
+            connection.close_with_error(Http2ConnectionError(ErrorCode.SETTINGS_TIMEOUT, "no SETTINGS frame in time"))
         elif unfinished_s > limits.frame_s:
             limits.on_limit_reached("header_timeout_s")
             connection.close_with_error(
                 Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a frame or header block was not finished in time")
             )
         elif silent_s > limits.keepalive_s + limits.keepalive_timeout_s:
-            connection.transport.abort()  # a dead peer reads no GOAWAY
+            connection.transport.abort()  # without GOAWAY: the peer does not answer PINGs
         else:
             if silent_s > limits.keepalive_s and not self._keepalive_sent:
                 self._keepalive_sent = True
@@ -682,14 +719,14 @@ class ConnectionTimers:
 
 
 class ReadPause:
-    """Reading on later, where reading on now would refuse an honest peer.
+    """Pauses reading while cancelled streams still count against max_streams, instead of refusing the next stream.
 
-    A peer may cancel thousands of calls in one breath and open the next within its rights: by its own count none is open. Here
-    the methods of the cancelled ones need a few turns of the event loop to end. Until they have, the connection is not read,
-    rather than the new call refused. Work that does not end keeps nobody waiting for more than `MAX_PAUSED_ITERATIONS` turns.
+    A peer may cancel thousands of calls at once and then open the next one. The protocol allows that: by the peer's count no
+    stream is open. In the server the methods of the cancelled calls need a few iterations of the event loop to end. Reading
+    pauses until they have ended. Methods that do not end delay the connection by at most `MAX_PAUSED_ITERATIONS` iterations.
 
     Args:
-        connection: whose reading is put off.
+        connection: whose transport is paused.
     """
 
     __slots__ = ("_cancelled_running", "_connection", "_iterations")
@@ -700,7 +737,7 @@ class ReadPause:
         self._iterations = 0
 
     def pause_if_full(self) -> bool:
-        """True if a new stream must wait, its frame and all behind it unread; they are read again by and by."""
+        """Pause reading if there is no free stream; True if the next frame must stay unread until reading resumes."""
         connection = self._connection
         if len(connection.streams) + connection.cancelled_running < connection.limits.streams:
             return False

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 (RFC 9113, sections 4 and 6): their layout, how to build the ones we send, and what a peer can do wrong."""
+"""HTTP/2 frames (RFC 9113, sections 4 and 6): layout, encoding, decoding, and the errors of a peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_FRAME_BYTES = 16384
 MAX_FRAME_BYTES = 2**24 - 1
 MAX_WINDOW = 2**31 - 1
 
-# A frame's head: length and kind in one word (length << 8 | kind), flags, stream.
+# Header of a frame: length and kind in one 32-bit number (length << 8 | kind), flags, stream id.
 FRAME_HEADER = Struct(">IBI")
 _WORD = Struct(">I")
 _TWO_WORDS = Struct(">II")
@@ -28,7 +28,7 @@ _SETTING = Struct(">HI")
 
 
 class Setting(IntEnum):
-    """RFC 9113, section 6.5.2."""
+    """Names of settings (RFC 9113, section 6.5.2)."""
 
     HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
@@ -39,7 +39,7 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """RFC 9113, section 7."""
+    """Error codes of RST_STREAM and GOAWAY (RFC 9113, section 7)."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -58,11 +58,11 @@ class ErrorCode(IntEnum):
 
 
 class Http2ConnectionError(Exception):
-    """The peer broke the protocol so that the connection cannot go on (RFC 9113, section 5.4.1).
+    """Connection error (RFC 9113, section 5.4.1): the connection is closed with GOAWAY.
 
     Args:
-        code: for the GOAWAY.
-        text: for its debug data.
+        code: of the GOAWAY frame.
+        text: debug data of the GOAWAY frame.
     """
 
     def __init__(self, code: ErrorCode, text: str) -> None:
@@ -71,12 +71,12 @@ class Http2ConnectionError(Exception):
 
 
 class Http2StreamError(Exception):
-    """The peer broke the protocol on one stream (RFC 9113, section 5.4.2).
+    """Stream error (RFC 9113, section 5.4.2): one stream is reset.
 
     Args:
         stream_id: of the stream to reset.
-        code: for the RST_STREAM.
-        text: for whoever debugs.
+        code: of the RST_STREAM frame.
+        text: for logs.
     """
 
     def __init__(self, stream_id: int, code: ErrorCode, text: str) -> None:
@@ -86,12 +86,12 @@ class Http2StreamError(Exception):
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
+    """Encode a frame of any kind."""
     return FRAME_HEADER.pack(len(payload) << 8 | kind, flags, stream_id) + payload
 
 
 def settings(values: dict[Setting, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Encode a SETTINGS frame."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(name, value) for name, value in values.items()))
 
 
@@ -99,35 +99,35 @@ SETTINGS_ACK = frame(SETTINGS, ACK, 0)
 
 
 def ping(payload: bytes, ack: bool) -> bytes:
-    """A PING frame; `payload` has 8 bytes."""
+    """Encode a PING frame; `payload` has 8 bytes."""
     return frame(PING, ACK if ack else 0, 0, payload)
 
 
 def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
-    """A RST_STREAM frame."""
+    """Encode a RST_STREAM frame."""
     return frame(RST_STREAM, 0, stream_id, _WORD.pack(code))
 
 
 def window_update(stream_id: int, increment_bytes: int) -> bytes:
-    """A WINDOW_UPDATE frame; stream 0 is the connection."""
+    """Encode a WINDOW_UPDATE frame; stream 0 is the connection."""
     return frame(WINDOW_UPDATE, 0, stream_id, _WORD.pack(increment_bytes))
 
 
 def goaway(last_stream_id: int, code: ErrorCode, text: str = "") -> bytes:
-    """A GOAWAY frame."""
+    """Encode a GOAWAY frame."""
     return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + text.encode())
 
 
-def parse_uint31(payload: bytes, what: str) -> int:
-    """The only 32-bit number of a payload, less the reserved bit; raises Http2ConnectionError if it is not alone."""
+def parse_uint32(payload: bytes, frame_name: str) -> int:
+    """Decode a payload of one 32-bit number; raises Http2ConnectionError if its size is not 4 bytes."""
     if len(payload) != 4:
-        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"a {what} of {len(payload)} bytes instead of 4")
+        raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"a {frame_name} of {len(payload)} bytes instead of 4")
     number: int = _WORD.unpack(payload)[0]
     return number
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """The (name, value) pairs of a SETTINGS frame, unknown ones included; raises Http2ConnectionError."""
+    """Decode the (name, value) pairs of a SETTINGS frame, unknown names included; raises Http2ConnectionError."""
     if len(payload) % _SETTING.size:
         raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes, not a multiple of 6")
     pairs: list[tuple[int, int]] = list(_SETTING.iter_unpack(payload))
@@ -142,11 +142,11 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 def unpad(payload: bytes, flags: int) -> bytes:
-    """A HEADERS payload without padding and priority fields (RFC 9113, section 6.2); raises Http2ConnectionError."""
+    """Strip padding and priority fields from a HEADERS payload (RFC 9113, section 6.2); raises Http2ConnectionError."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without the padding's length")
+            raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, "a padded frame without a padding length")
         start, end = 1, end - payload[0]
     if flags & WITH_PRIORITY:
         start += 5

@@ -1,8 +1,8 @@
-"""HPACK (RFC 7541) for a server that sees the same few header blocks again and again.
+"""HPACK header compression (RFC 7541) for a server that receives the same few header blocks repeatedly.
 
-Decoding is our own and not the `hpack` package's, whose Huffman table it uses: it is some four times faster, bounded in every
-step, and knows whether a block changed the dynamic table. As long as none does, equal blocks mean equal headers, and a block is
-a dictionary look-up (`HeaderCache`). Our own answers are encoded without Huffman code and dynamic table, once, as constants.
+The decoder is ours; of the `hpack` package it uses the Huffman table. It is about four times faster, every step is bounded, and
+it reports whether a block changed the dynamic table. While no block does, equal blocks have equal header fields, and decoding is
+one dictionary look-up (`HeaderCache`). Responses are encoded without Huffman code and dynamic table, mostly once, as constants.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _STATIC: tuple[HeaderField, ...] = tuple(HeaderTable.STATIC_TABLE)
 _STATIC_COUNT = len(_STATIC)
 _STATIC_NAMES = {name: index for index, (name, _) in reversed(list(enumerate(_STATIC, 1)))}
 _STATIC_INDEX = {field: index for index, field in enumerate(_STATIC, 1)}
-# What an entry costs beside its name and value (RFC 7541, section 4.1).
+# Overhead of a table entry beside its name and value (RFC 7541, section 4.1).
 _ENTRY_BYTES = 32
-# We never announce another SETTINGS_HEADER_TABLE_SIZE.
+# The default of SETTINGS_HEADER_TABLE_SIZE; the server announces no other value.
 TABLE_BYTES = 4096
-# Nothing in a header block we accept is larger; a longer integer is an attack.
-_LARGEST_INTEGER = 1 << 24
-_MEMORY_BLOCKS = 256
-_MEMORY_BLOCK_BYTES = 512
+# No accepted header block needs a larger integer.
+_MAX_INTEGER = 1 << 24
+_CACHED_BLOCKS = 256
+_CACHED_BLOCK_BYTES = 512
 
 
 class HpackDecoder:
-    """One connection's decoding state.
+    """HPACK decoder of one connection, with its dynamic table.
 
     Args:
-        max_list_bytes: names, values and 32 bytes a field, all together, of one block.
+        max_list_bytes: largest decoded header block: names, values and 32 bytes per field.
 
     Attributes:
-        changes: counts blocks that changed the dynamic table.
+        changes: number of blocks that changed the dynamic table.
     """
 
     def __init__(self, max_list_bytes: int) -> None:
@@ -52,10 +52,13 @@ class HpackDecoder:
         self.changes = 0
 
     def decode(self, block: bytes) -> list[HeaderField] | None:
-        """The fields of a whole block, or None if they are larger than `max_list_bytes` (the table is right nevertheless).
+        """Decode a complete header block.
+
+        Returns:
+            The fields in order, or None if they exceed `max_list_bytes`; the dynamic table is updated either way.
 
         Raises:
-            Http2ConnectionError: COMPRESSION_ERROR; the connection cannot go on.
+            Http2ConnectionError: the block is invalid (COMPRESSION_ERROR).
         """
         try:
             return self._decode(block)
@@ -78,7 +81,7 @@ class HpackDecoder:
             elif first >= 0x20:
                 capacity, position = _integer(block, position, 0x1F)
                 if total:
-                    raise _compression_error("a change of the table's size behind the first field")
+                    raise _compression_error("a change of the table size after the first field")
                 changed = changed or capacity != self._capacity
                 self._resize(capacity)
                 continue
@@ -96,7 +99,7 @@ class HpackDecoder:
             return _STATIC[index - 1]
         index -= _STATIC_COUNT
         if not 0 < index <= len(self._entries):
-            raise _compression_error("an index outside of the tables")
+            raise _compression_error("an index outside the tables")
         return self._entries[-index]
 
     def _literal(self, block: bytes, index: int, position: int) -> tuple[HeaderField, int]:
@@ -128,14 +131,14 @@ class HpackDecoder:
 
 
 class HeaderCache(Generic[T]):
-    """What the header blocks of one connection mean, each decoded and understood once where that is possible.
+    """Cache of decoded and parsed header blocks of one connection.
 
     Args:
         max_list_bytes: see `HpackDecoder`.
-        parse: from fields (None: too many) to what the application makes of them; must depend on nothing else.
+        parse: parses header fields (None: too large). Its result must depend on the fields only.
 
     Attributes:
-        known: from a block to its value; right until the next `learn`. The connection looks here first.
+        entries: parsed value by header block; valid until the next `decode`. The connection looks here first.
     """
 
     def __init__(self, max_list_bytes: int, parse: Callable[[list[HeaderField] | None], T]) -> None:
@@ -144,7 +147,12 @@ class HeaderCache(Generic[T]):
         self.entries: dict[bytes, T] = {}
 
     def decode(self, block: bytes) -> T:
-        """Decode a block that is not in `known`; raises Http2ConnectionError, and what `parse` raises."""
+        """Decode and parse a block that is not in `entries`.
+
+        Raises:
+            Http2ConnectionError: the block is invalid.
+            Exception: any error of `parse`.
+        """
         decoder = self._decoder
         before = decoder.changes
         fields = decoder.decode(block)
@@ -152,15 +160,15 @@ class HeaderCache(Generic[T]):
             self.entries.clear()
             return self._parse(fields)
         value = self._parse(fields)
-        if len(block) <= _MEMORY_BLOCK_BYTES:
-            if len(self.entries) >= _MEMORY_BLOCKS:
+        if len(block) <= _CACHED_BLOCK_BYTES:
+            if len(self.entries) >= _CACHED_BLOCKS:
                 self.entries.clear()
             self.entries[block] = value
         return value
 
 
 def encode(fields: Iterable[HeaderField]) -> bytes:
-    """A header block without Huffman code that neither uses nor changes a dynamic table."""
+    """Encode a header block without Huffman code and dynamic table."""
     block = bytearray()
     for name, value in fields:
         if index := _STATIC_INDEX.get((name, value)):
@@ -175,7 +183,7 @@ def encode(fields: Iterable[HeaderField]) -> bytes:
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """RFC 7541, section 5.1; raises IndexError at the block's end."""
+    """Decode an integer (RFC 7541, section 5.1); raises IndexError at the end of the block."""
     number = block[position] & mask
     position += 1
     if number < mask:
@@ -190,13 +198,13 @@ def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
             break
         if shift > 28:
             raise _compression_error("an integer of too many bytes")
-    if number > _LARGEST_INTEGER:
-        raise _compression_error("an integer out of all proportion")
+    if number > _MAX_INTEGER:
+        raise _compression_error(f"an integer above {_MAX_INTEGER}")
     return number, position
 
 
 def _string(block: bytes, position: int) -> tuple[bytes, int]:
-    """RFC 7541, section 5.2; raises IndexError at the block's end, HPACKDecodingError for bad Huffman code."""
+    """Decode a string (RFC 7541, section 5.2); raises IndexError at the end of the block, HPACKDecodingError for Huffman code."""
     coded = block[position] >= 0x80
     length, position = _integer(block, position, 0x7F)
     end = position + length

@@ -1,17 +1,14 @@
-"""Streams and flow control (RFC 9113, section 5): what a peer may still send, and what we may still send, and how.
+"""HTTP/2 streams and flow control (RFC 9113, section 5): limits of a connection, receive windows, write buffer.
 
-What a peer may still send: grants for bodies larger than a stream's window, and the allowance for frames that carry no work.
+Receiving. Memory is bounded by the windows of the streams. Each stream starts with a small window. The application requests the
+rest of a body as soon as it knows the size (`Http2Stream.request_window`). A connection has one budget for all such grants. A
+grant covers the rest of a whole body, so every body with a grant completes, and the waiting ones follow. The window of the
+connection is always kept open: it would only be a second bound over the same bytes, and a way to deadlock.
 
-Memory is bounded by the streams' windows. Each stream starts with a small one; the application tells how much more a body
-needs as soon as it knows (`request_window`), and a connection has one budget for all grants. A
-grant covers the rest of a whole body, so granted bodies always get finished and the waiting ones come to their turn. The
-window of the connection is kept open: it would only add a second bound over the same bytes, and a way to deadlock.
-
-What we may still send on a connection, and how: one write an iteration of the loop, whatever became ready in it.
-
-An answer that fits into all windows goes straight into the list of the next write (`admit`, then `write`). What does not fit
-waits in its stream, and the streams that may send take turns, a frame each. While the transport is full nothing new is handed
-to it, so that what is not read by the peer lies in streams, where it counts against their number.
+Sending. A connection makes one write per event loop iteration, with all frames that became ready in it. A response that fits
+into all windows goes directly into the next write (`reserve_window`, then `write`). Other data waits in its stream; streams that
+may send take turns, one frame each. While the transport's buffer is full, nothing is written to it. So unread responses stay in
+streams, where they count against the number of streams.
 """
 
 from __future__ import annotations
@@ -35,43 +32,43 @@ from headrace.http2.frames import (
     window_update,
 )
 
-# One turn of one stream, and one round of all of them before the transport gets it.
+# Largest DATA frame of a stream in one round, and all DATA of one round. The transport gets a round in one write.
 _MAX_DATA_FRAME_BYTES = 64 << 10
 _MAX_ROUND_BYTES = 256 << 10
-# What the transport may hold before it says that it is full.
+# The transport pauses the writer above this.
 _TRANSPORT_BUFFER_BYTES = 512 << 10
 
 
 def _ignore_limit(_limit: str) -> None:
-    """Counts nothing."""
+    """Default of `Http2Limits.on_limit_reached`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Http2Limits:
-    """What one connection may take.
+    """Limits and timeouts of one connection.
 
     Attributes:
-        streams: open at once; a stream that was reset counts until its work has ended.
-        stream_window_bytes: what a stream may send before anything was granted.
-        connection_window_bytes: in flight to us, all streams together.
-        frame_bytes: of one DATA frame.
-        header_bytes: of one header block as it comes.
-        header_list_bytes: of one header block, decoded.
-        max_granted_bytes: all grants of a connection at once; at least the largest body.
-        max_unsent_bytes: answers that the peer does not read; above, new streams are refused.
-        control_bytes: of frames other than DATA while the peer does not read at all; above, the connection is cut.
-        frame_burst: frames without work at once, and `per_s` more each second.
-        frames_per_s: see `burst`.
-        handshake_s: from the connection to the first SETTINGS frame (and, before that, for TLS).
-        frame_s: to complete a frame, or a header block with its CONTINUATIONs.
-        message_s: to complete a body that is wanted.
-        stall_s: without progress while there is something to read for the peer.
-        keepalive_s: silence after which a PING asks whether the peer lives.
-        keepalive_timeout_s: for anything to come after that.
-        idle_s: without a stream until the connection is shut down.
-        drain_s: for the PING that parts the two GOAWAYs of a shutdown.
-        linger_s: for a peer to read the last bytes of a closed connection.
-        on_limit_reached: called with the name in `headrace.core.limits.Limits` of one that a peer has reached, for the metrics.
+        streams: open streams. A stream that was reset counts until its method has ended.
+        stream_window_bytes: initial receive window of a stream.
+        connection_window_bytes: receive window of the connection, for all streams together.
+        frame_bytes: payload of one DATA frame.
+        header_bytes: one header block as received.
+        header_list_bytes: one header block after decoding, with 32 bytes per field.
+        max_granted_bytes: all window grants of a connection at a time; at least the largest body.
+        max_unsent_bytes: response bytes that the peer has not read; above, new streams are refused.
+        control_bytes: frames other than DATA that wait while the peer reads nothing; above, the connection is aborted.
+        frame_burst: size of the frame budget.
+        frames_per_s: refill rate of the frame budget.
+        handshake_s: timeout from the connection to the first SETTINGS frame; the TLS handshake has the same timeout before that.
+        frame_s: timeout to complete a frame, or a header block with its CONTINUATION frames.
+        message_s: timeout to complete a request body.
+        stall_s: timeout without progress while the peer has response bytes to read.
+        keepalive_s: silence of the peer after which the server sends a PING.
+        keepalive_timeout_s: timeout for any bytes after that PING.
+        idle_s: time without a stream after which the connection is shut down.
+        drain_s: timeout for the PING between the two GOAWAY frames of a shutdown.
+        linger_s: time for the peer to read the last bytes of a closed connection.
+        on_limit_reached: called with the name of a limit that the peer has reached (see `headrace.core.limits`), for metrics.
     """
 
     streams: int = 1024
@@ -98,13 +95,17 @@ class Http2Limits:
 
 
 class FrameBudget:
-    """How many frames without work a peer may still send: PING, RST_STREAM, crumbs of DATA and the like.
+    """Rate limiter for frames that carry no work: PING, RST_STREAM, very small DATA frames and the like.
 
-    Work earns allowance and so does time, so a connection may live for ever and do any number of calls, while a flood of
-    cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses it up.
+    Requests and time refill the budget. So a connection may stay open for any time and serve any number of calls, while a flood
+    of cheap frames (CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2025-8671) uses up the budget.
+
+    Args:
+        burst: size of the budget, in frames.
+        per_s: refill rate, in frames per second.
 
     Attributes:
-        left: what is left; whoever does work adds to it.
+        available: frames left. Code that handles a request adds to it.
     """
 
     __slots__ = ("_burst", "_filled_ns", "_per_s", "available")
@@ -115,7 +116,7 @@ class FrameBudget:
         self.available = burst
 
     def spend(self, cost: int) -> None:
-        """Take `cost` off; raises Http2ConnectionError when nothing is left."""
+        """Subtract `cost`; raises Http2ConnectionError if the budget is used up."""
         self.available -= cost
         if self.available < 0:
             now_ns = monotonic_ns()
@@ -125,15 +126,15 @@ class FrameBudget:
                 raise Http2ConnectionError(ErrorCode.ENHANCE_YOUR_CALM, "a flood of frames that carry no work")
 
     def cap(self) -> None:
-        """Forget what was saved up beyond a burst; to be called now and then."""
+        """Limit the budget to `burst`; called on each tick of the connection."""
         self.available = min(self.available, self._burst)
 
 
 class WindowGrants:
-    """The budget of a connection for bodies larger than a stream's first window.
+    """Budget of a connection for bodies larger than the initial window of a stream; requests are granted in order.
 
     Args:
-        size_bytes: of the budget.
+        size_bytes: the budget.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -141,12 +142,17 @@ class WindowGrants:
         self._waiting: deque[tuple[Http2Stream, int]] = deque()
 
     def request(self, stream: Http2Stream, size_bytes: int) -> None:
-        """Open the window of `stream` by `size_bytes` (at most the budget), now or when its turn comes."""
+        """Increase the window of a stream now or when earlier requests are granted.
+
+        Args:
+            stream: that receives the body.
+            size_bytes: the increase; at most the budget.
+        """
         self._waiting.append((stream, size_bytes))
         self._grant_waiting()
 
     def release(self, stream: Http2Stream) -> None:
-        """Whatever `stream` was granted has been used up, or will never be."""
+        """Return the grant of a stream to the budget, after its body is read or the stream is closed."""
         if stream.granted_bytes:
             self._free_bytes += stream.granted_bytes
             stream.granted_bytes = 0
@@ -169,15 +175,7 @@ class WindowGrants:
 
 
 class StreamConnection(Protocol):
-    """What a stream uses of its connection.
-
-    Attributes:
-        limits: of the connection.
-        frame_budget: for frames that carry no work.
-        grants: for large bodies.
-        write_buffer: what is sent.
-        ticks: see `Http2Connection`.
-    """
+    """The part of `Http2Connection` that streams and the write buffer use; see there."""
 
     limits: Http2Limits
     frame_budget: FrameBudget
@@ -186,31 +184,37 @@ class StreamConnection(Protocol):
     ticks: int
 
     def stream_finished(self, stream: Http2Stream) -> None:
-        """All of an answer is on its way, END_STREAM included."""
+        """See `Http2Connection.stream_finished`."""
 
     def reset_stream(self, stream_id: int, code: ErrorCode) -> None:
-        """End one stream at once."""
+        """See `Http2Connection.reset_stream`."""
 
 
 class Http2Stream(ABC):
-    """To be subclassed by the application: `received`, `lost` and `too_slow` are called by the connection.
+    """One request and its response. The application subclasses it; the connection calls the `on_` methods.
 
-    Ownership: the event loop. A stream is in `connection.streams` until both sides are done or one has reset it; afterwards it
-    is `gone`, and nothing it sends gets anywhere.
+    Ownership: the event loop. A stream is in `connection.streams` until both sides have ended it or one has reset it. After that
+    it is `closed`, and frames for it are dropped.
+
+    Args:
+        connection: of the stream.
+        stream_id: its id in HTTP/2.
 
     Attributes:
-        stream_id: of HTTP/2.
-        send_window: bytes that the peer still takes of this stream.
-        receive_window: bytes that the peer may still send.
+        connection: see Args.
+        stream_id: see Args.
+        send_window: bytes that may be sent to the peer.
+        receive_window: bytes that the peer may send.
         remote_open: False once the peer has sent END_STREAM.
-        gone: True once nothing more can be sent.
-        receiving: True while the application lacks a part of a body that it needs.
-        since: the connection's epoch when `receiving` began or, if answers are blocked, when last a part of them went out.
+        closed: True once nothing more can be sent.
+        awaiting_body: True while the application waits for the rest of a body.
+        progress_tick: tick of the connection at which `awaiting_body` began or, while a response is blocked by flow control, at
+            which its last part was sent.
         granted_bytes: see `WindowGrants`.
-        pending: parts of the answer that the windows hold back, None if there never were any.
+        pending: parts of the response that are blocked by flow control; None if there never were any.
         pending_bytes: their size.
-        ending: the frames that end the stream, to go out behind `pending`; b"" if it goes on.
-        queued: True while the write buffer has this stream in its round.
+        final_frames: frames that end the stream after `pending`; b"" while the response is incomplete.
+        in_send_queue: True while the stream is in the send queue of the write buffer.
     """
 
     __slots__ = (
@@ -246,46 +250,64 @@ class Http2Stream(ABC):
 
     @abstractmethod
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
-        """Bytes `start` to `stop` of `data` came as a part of the body; `end` with the last of them."""
+        """Receive a part of the request body.
+
+        Args:
+            data: bytes received from the socket.
+            start: first byte of the part in `data`.
+            stop: end of the part in `data`.
+            end: True for the last part.
+        """
 
     @abstractmethod
     def on_closed(self) -> None:
-        """The peer has reset the stream or is gone; the stream is `gone` already."""
+        """Called after the stream is closed before its end: the peer has reset it or disconnected, or the server has reset it."""
 
     @abstractmethod
     def on_timeout(self) -> None:
-        """The peer has not sent, or not read, what it should have in time."""
+        """Called when the body has not arrived within `message_s`."""
 
-    def on_flushed(self) -> None:  # noqa: B027 - to be overridden by who waits for it, not by all
-        """Something pending went out."""
+    def on_flushed(self) -> None:  # noqa: B027 - only streams that wait for it override it
+        """Called when a part of `pending` was sent."""
 
     def request_window(self, size_bytes: int) -> None:
-        """The body needs `size_bytes` more than have come: see that the peer may send them."""
+        """Request a receive window for the rest of a body.
+
+        Args:
+            size_bytes: bytes that have not arrived.
+        """
         missing = size_bytes - self.receive_window
         if missing > 0:
             self.connection.window_grants.request(self, missing)
 
     def increase_window(self, size_bytes: int) -> None:
-        """Let the peer send `size_bytes` more."""
+        """Increase the receive window: send WINDOW_UPDATE."""
         if self.remote_open and not self.closed:
             self.receive_window += size_bytes
             self.connection.write_buffer.write_control(window_update(self.stream_id, size_bytes))
 
     def reset(self, code: ErrorCode) -> None:
-        """End the stream at once, whatever is pending."""
+        """Send RST_STREAM, close the stream and discard `pending`. A no-op if it is closed."""
         if not self.closed:
             self.connection.reset_stream(self.stream_id, code)
 
 
 class WriteBuffer:
-    """Ownership: the event loop.
+    """Frames to send on a connection, under flow control: one write per event loop iteration.
+
+    Ownership: the event loop.
+
+    Args:
+        loop: event loop of the transport.
+        transport: of the connection.
+        limits: of the connection.
 
     Attributes:
-        window: bytes of DATA that the peer still takes on the connection.
-        initial_window: of a new stream; the peer's setting.
-        frame_bytes: of the largest payload; the peer's setting.
-        paused: True while the transport is full.
-        held_bytes: pending in all streams.
+        window: bytes of DATA that may be sent on the connection.
+        initial_window: send window of a new stream, from the peer's SETTINGS.
+        frame_bytes: largest payload of a frame, from the peer's SETTINGS.
+        paused: True while the transport's buffer is full.
+        unsent_bytes: pending bytes of all streams.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Http2Limits) -> None:
@@ -307,11 +329,19 @@ class WriteBuffer:
 
     @property
     def is_full(self) -> bool:
-        """True if the peer reads so little of its answers that it gets no new stream."""
+        """True if the peer has so many unread response bytes that new streams are refused."""
         return self.unsent_bytes > self._limits.max_unsent_bytes
 
     def reserve_window(self, stream: Http2Stream, size_bytes: int) -> bool:
-        """Take one DATA frame off the windows; False, and nothing done, if it must go through `queue`."""
+        """Subtract one DATA frame from the windows of stream and connection.
+
+        Args:
+            stream: that sends the frame.
+            size_bytes: its payload.
+
+        Returns:
+            False, with nothing subtracted, if the data must be sent by `queue_data`.
+        """
         if (
             size_bytes > self.window
             or size_bytes > stream.send_window
@@ -325,14 +355,14 @@ class WriteBuffer:
         return True
 
     def write(self, chunks: Iterable[bytes | memoryview]) -> None:
-        """Frames for the next write."""
+        """Add frames to the next write."""
         self._chunks += chunks
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
     def write_control(self, frames: bytes) -> None:
-        """Frames without DATA; if too many of them wait for a peer that does not read, the connection is cut."""
+        """Add frames other than DATA to the next write; abort the connection if too many wait for a peer that does not read."""
         if self.paused:
             self._control_bytes += len(frames)
             if self._control_bytes > self._limits.control_bytes:
@@ -344,7 +374,7 @@ class WriteBuffer:
             self._loop.call_soon(self.flush)
 
     def queue_data(self, stream: Http2Stream, parts: Iterable[bytes | memoryview]) -> None:
-        """DATA for when the windows let it through."""
+        """Send a body as DATA frames as soon as flow control allows it."""
         pending = stream.pending
         if pending is None:
             pending = stream.pending = deque()
@@ -359,7 +389,7 @@ class WriteBuffer:
         self.schedule_stream(stream)
 
     def end_stream(self, stream: Http2Stream, frames: bytes) -> None:
-        """The frames that end a stream, behind whatever is pending."""
+        """Send the frames that end a stream, after its pending data."""
         if stream.pending:
             stream.final_frames = frames
         else:
@@ -367,19 +397,19 @@ class WriteBuffer:
             stream.connection.stream_finished(stream)
 
     def schedule_stream(self, stream: Http2Stream) -> None:
-        """Put a stream with something pending into the round, if its window lets it send."""
+        """Add a stream with pending data to the send queue, if its window is open."""
         if stream.pending and not stream.in_send_queue and stream.send_window > 0:
             stream.in_send_queue = True
             self._send_queue.append(stream)
             self.schedule_flush()
 
     def discard(self, stream: Http2Stream) -> None:
-        """The stream is gone: forget what was pending."""
+        """Discard the pending data of a stream."""
         self.unsent_bytes -= stream.pending_bytes
         stream.pending, stream.pending_bytes, stream.final_frames = None, 0, b""
 
     def increase_window(self, increment: int) -> None:
-        """The peer takes more on the connection; raises Http2ConnectionError."""
+        """Increase the send window of the connection; raises Http2ConnectionError if it overflows."""
         self.window += increment
         if self.window > MAX_WINDOW:
             raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "the window of the connection overflows")
@@ -387,14 +417,14 @@ class WriteBuffer:
             self.schedule_flush()
 
     def resume(self) -> None:
-        """The transport has room again."""
+        """Write again after the transport's buffer was full."""
         if not self._closed:
             self.paused = False
             self._control_bytes = 0
             self.schedule_flush()
 
     def close(self, flush: bool = False) -> None:
-        """Nothing goes out any more, but for what is ready if `flush`."""
+        """Stop writing, after a last write of the frames that are ready if `flush`."""
         if flush:
             self.flush()
         self._closed = self.paused = True
@@ -402,45 +432,45 @@ class WriteBuffer:
         self._send_queue.clear()
 
     def schedule_flush(self) -> None:
-        """See to a flush in the loop's next iteration."""
+        """Flush in the next iteration of the event loop."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        """Hand everything that may go out to the transport."""
+        """Write all frames that flow control allows to the transport."""
         self._scheduled = False
         if self.paused:
             return
         if self._send_queue:
             self._send_round()
-        out = self._chunks
-        if not out:
+        chunks = self._chunks
+        if not chunks:
             return
         self._chunks = []
         if self._transport.is_closing():
-            return  # the peer has gone, of which the protocol will hear in a moment
+            return  # the peer has disconnected; `connection_lost` follows
         if self._use_writelines:
             self._use_writelines = False
-            self._transport.writelines(out)
+            self._transport.writelines(chunks)
         else:
-            self._transport.write(b"".join(out))
+            self._transport.write(b"".join(chunks))
         if self._send_queue and self.window > 0:
             self.schedule_flush()
 
     def _send_round(self) -> None:
-        ready, round_bytes = self._send_queue, _MAX_ROUND_BYTES
-        turn_bytes = min(self.frame_bytes, _MAX_DATA_FRAME_BYTES)
-        while ready and self.window > 0 and round_bytes > 0:
-            stream = ready.popleft()
-            size = min(self.window, stream.send_window, turn_bytes, stream.pending_bytes)
+        send_queue, round_bytes = self._send_queue, _MAX_ROUND_BYTES
+        max_frame_bytes = min(self.frame_bytes, _MAX_DATA_FRAME_BYTES)
+        while send_queue and self.window > 0 and round_bytes > 0:
+            stream = send_queue.popleft()
+            size = min(self.window, stream.send_window, max_frame_bytes, stream.pending_bytes)
             if not stream.pending or size <= 0:
-                stream.in_send_queue = False  # it is gone, or waits for its window
+                stream.in_send_queue = False  # closed, or waiting for a WINDOW_UPDATE
                 continue
             round_bytes -= size
             self._write_data_frame(stream, size)
             if stream.pending:
-                ready.append(stream)
+                send_queue.append(stream)
                 continue
             stream.in_send_queue = False
             if stream.final_frames:
@@ -448,7 +478,7 @@ class WriteBuffer:
                 stream.connection.stream_finished(stream)
 
     def _write_data_frame(self, stream: Http2Stream, size: int) -> None:
-        """One DATA frame of `size` bytes out of what is pending."""
+        """Write one DATA frame with `size` bytes of a stream's pending data."""
         pending = stream.pending
         assert pending is not None
         self._use_writelines = self._use_writelines or size > 4096

@@ -70,7 +70,7 @@ def test_padding_longer_than_its_frame_is_refused(payload: bytes, flags: int, co
 
 
 def test_a_number_is_alone_in_its_frame() -> None:
-    assert frames.parse_uint31(b"\0\0\1\0", "X") == 256
+    assert frames.parse_uint32(b"\0\0\1\0", "X") == 256
     for payload in (b"", b"\0\0\1", b"\0\0\1\0\0"):
         with pytest.raises(Http2ConnectionError, match="instead of 4"):
-            frames.parse_uint31(payload, "X")
+            frames.parse_uint32(payload, "X")
