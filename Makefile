@@ -83,7 +83,7 @@ soak: $(VENV)/.dev ## ten minutes of everything at once, judged (SOAK_SECONDS=60
 
 docs: $(VENV)/.serve ## write the generated pages of docs/
 	$(BIN)/python -m headrace.config.documentation docs
-	$(BIN)/python -m headrace.observability.metrics_docs docs
+	$(BIN)/python -m headrace.observability.metrics_table docs
 	$(BIN)/python -m deploy.grafana.dashboards
 
 lock: ## resolve the dependencies anew (needs uv)

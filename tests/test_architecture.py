@@ -66,7 +66,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "third": "rich",
     },
     "server/headrace/simulation": {
-        "ours": "headrace.core headrace.config headrace.scheduling headrace.observability.recorder headrace.backends.base "
+        "ours": "headrace.core headrace.config headrace.scheduling headrace.observability.counters headrace.backends.base "
         "headrace.repository.loader.handle_policy",
         "third": "numpy rich",
     },
@@ -74,8 +74,7 @@ ROOMS: dict[str, dict[str, str]] = {
     "server/headrace/app.py": {"ours": "*", "third": "fastapi grpc orjson rich starlette uvicorn uvloop"},
     "server/headrace/accounting.py": {"ours": "headrace.core headrace.observability headrace.settings"},
     "server/headrace/listen.py": {"ours": "*", "third": "fastapi starlette uvicorn"},
-    "server/headrace/tls.py": {"ours": "headrace.core headrace.certificates", "third": "grpc"},
-    "server/headrace/certificates.py": {"ours": "headrace.core"},
+    "server/headrace/tls.py": {"ours": "headrace.core", "third": "grpc"},
     "server/headrace/__main__.py": {"ours": "*", "third": "rich uvloop"},
     "server/headrace/triton_flags.py": {},
     "server/headrace/banner.py": {"ours": "headrace.core headrace.observability", "third": "orjson rich"},
@@ -96,7 +95,7 @@ ROOMS: dict[str, dict[str, str]] = {
 EXTRA: dict[str, str] = {
     "server/headrace/core/*_config.py": "pydantic",
     "server/headrace/core/config_*.py": "pydantic",
-    "server/headrace/core/console.py": "rich",
+    "server/headrace/core/command_line.py": "rich",
     "server/headrace/backends/onnxruntime.py": "onnxruntime",
     "server/headrace/http/bodies.py": "pydantic",
     "server/headrace/http/openapi.py": "pydantic",
@@ -462,8 +461,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ("server/headrace/repository/loader.py", "import rich", "imports rich"),
     ("server/headrace/http/application.py", "import headrace.backends.base", "imports headrace.backends.base"),
     ("server/headrace/http/application.py", "import importlib; importlib.import_module('headrace.cuda')", "headrace.cuda"),
-    ("server/headrace/commands/http_get.py", "import requests", "imports requests"),
-    ("server/headrace/pipelines/image.py", "from headrace.commands import http_get", "imports headrace.commands"),
+    ("server/headrace/commands/health.py", "import requests", "imports requests"),
+    ("server/headrace/pipelines/image.py", "from headrace.commands import health", "imports headrace.commands"),
     ("server/headrace/simulation/x.py", "from headrace.repository.loader import Loader",
      "imports headrace.repository.loader.Loader"),
     ("server/headrace/somewhere/new.py", "", "nobody has said"),

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     # No logging is set up: warnings then go to what is standard error at the moment, which a progress bar takes over.
 
-    from headrace.core.console import open_console
+    from headrace.core.command_line import open_console
 
     run: Any = command.run
     try:

@@ -32,7 +32,7 @@ from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 

@@ -11,16 +11,13 @@ from collections.abc import Callable
 
 from headrace.core.clock import monotonic_ns
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.core.telemetry import RequestLogMode
+from headrace.core.telemetry import RequestLogMode, trace_context
 from headrace.core.tensor import ModelSpec
-from headrace.core.trace_context import trace_context
 from headrace.inference.request_context import Story
 from headrace.inference.request_options import NOTHING
-from headrace.observability.account import Account
-from headrace.observability.accounts import Accounts
-from headrace.observability.recorder import Recorder
-from headrace.observability.request_log import RequestLog, as_json, fields
-from headrace.observability.traces import Tracer
+from headrace.observability.access_log import Account, RequestLog, as_json, fields
+from headrace.observability.counters import Recorder
+from headrace.observability.tracing import Accounts, Tracer
 
 _SPEC = ModelSpec("resnet50", "1", "onnxruntime_onnx", {}, {}, 8)
 _ROUNDS = 5

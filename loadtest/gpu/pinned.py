@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.core.resident import PINNED, ResidentRows, as_input
+from headrace.core.tensor import PINNED, ResidentRows, as_input
 
 from loadtest.protocol import Array
 

@@ -17,7 +17,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import WouldMiss
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import ModelSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import UnderWay
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Quota, RateLimits, Sharing

@@ -19,8 +19,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from headrace import settings, triton_flags
-from headrace.core.command_line import Parser
-from headrace.core.console import open_console
+from headrace.core.command_line import Parser, open_console
 from headrace.core.errors import ConfigError
 from headrace.observability.logs import JsonFormatter, LineFormatter, TextFormatter, log_uncaught
 

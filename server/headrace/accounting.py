@@ -8,10 +8,9 @@ from urllib.parse import urlsplit
 
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.telemetry import Telemetry
-from headrace.observability.accounts import Accounts
-from headrace.observability.redaction import is_secret, redact
-from headrace.observability.request_log import RequestLog, open_stream
-from headrace.observability.traces import Spans, Tracer
+from headrace.observability.access_log import RequestLog, open_stream
+from headrace.observability.logs import is_secret, redact
+from headrace.observability.tracing import Accounts, Spans, Tracer
 from headrace.settings import Settings
 
 _EXTRA = "pip install 'headrace[otel]'"

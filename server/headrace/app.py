@@ -15,7 +15,6 @@ from pathlib import Path
 
 from headrace.accounting import open_accounts
 from headrace.banner import Addresses
-from headrace.certificates import certificate_expiry_s
 from headrace.core.errors import ConfigError
 from headrace.core.limits import Bodies, Door
 from headrace.cuda.devices import Nvml
@@ -34,7 +33,7 @@ from headrace.listen import (
     shown,
     tls_files,
 )
-from headrace.observability.log_settings import LogSettings
+from headrace.observability.logs import LogSettings
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from headrace.repository.reconciler import Reconciler
@@ -42,7 +41,7 @@ from headrace.repository.registry import Registry
 from headrace.repository.reports import Explainer, Overview
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
-from headrace.tls import TlsFiles
+from headrace.tls import TlsFiles, certificate_expiry_s
 
 logger = logging.getLogger("headrace")
 

@@ -13,7 +13,7 @@ import orjson
 from rich.table import Table
 from rich.text import Text
 
-from headrace.core.console import open_console
+from headrace.core.command_line import open_console
 from headrace.observability.logs import FIELDS
 
 logger = logging.getLogger("headrace")

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from headrace.core.limits import LIMIT_HELP, Limits
-from headrace.core.names import CLIENT_HEADER
+from headrace.core.limits import CLIENT_HEADER, LIMIT_HELP, Limits
 from headrace.core.telemetry import OTLP_PROTOCOLS, REQUEST_LOG_MODES, Telemetry, TritonMetrics
 from headrace.triton_flags import ALIASES
 

@@ -1,15 +1,65 @@
-"""The TLS files of the operator, as each server wants them; with a client CA, clients must show a certificate of it."""
+"""TLS files of the server, in the form each protocol's server needs, and the expiry time of its certificate.
+
+Python's TLS reports the expiry time of a peer's certificate only, so the certificate file is parsed here. A certificate is nested
+values, each a tag, a length and content (DER, X.690). Only the validity field is read: the fifth field (RFC 5280, section 4.1),
+or the fourth in a certificate without a version.
+"""
 
 from __future__ import annotations
 
 import errno
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import grpc
+
+_END = "-----END CERTIFICATE-----"
+_VERSION = 0xA0
+_UTC_TIME, _GENERALIZED_TIME = 0x17, 0x18
+
+
+def certificate_expiry_s(path: str) -> float | None:
+    """When the first certificate in a PEM file expires, in seconds since 1970; None if that cannot be read."""
+    try:
+        first, end, _ = Path(path).read_text("ascii", "replace").partition(_END)
+        begin = first.index("-----BEGIN CERTIFICATE-----")
+        return _not_after(ssl.PEM_cert_to_DER_cert(first[begin:] + end)).timestamp()
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _not_after(certificate: bytes) -> datetime:
+    """Raises ValueError or IndexError if it is no certificate."""
+    (_, whole), *_ = _values(certificate)
+    (_, signed), *_ = _values(whole)
+    fields = list(_values(signed))
+    _, validity = fields[4 if fields[0][0] == _VERSION else 3]
+    _, (tag, text) = _values(validity)
+    digits = text.decode("ascii")
+    if tag == _UTC_TIME:  # two digits of the year: 50 and later are of the last century
+        digits = ("19" if int(digits[:2]) >= 50 else "20") + digits
+    elif tag != _GENERALIZED_TIME:
+        raise ValueError("no time")
+    return datetime.strptime(digits, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC)
+
+
+def _values(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and content of each value, one after the other."""
+    at = 0
+    while at < len(content):
+        tag, length = content[at], content[at + 1]
+        at += 2
+        if length & 0x80:
+            size = length & 0x7F
+            length = int.from_bytes(content[at : at + size], "big")
+            at += size
+        yield tag, content[at : at + length]
+        at += length
 
 
 @dataclass(frozen=True, slots=True)

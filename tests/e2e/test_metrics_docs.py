@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headrace.observability.metrics_docs import NAME, page
-from headrace.observability.metrics_table import families
+from headrace.observability.metrics_table import NAME, families, page
 
 from tests.support.prometheus import read_page
 from tests.support.serving import ROOT, Server

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from headrace.observability.request_log import SAMPLED_ONE_IN
+from headrace.observability.access_log import SAMPLED_ONE_IN
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.test_grpc_stream import Collector, tensor

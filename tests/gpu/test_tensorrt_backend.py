@@ -24,7 +24,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace_engines.progress import silent

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.errors import ModelFailed
-from headrace.core.resident import ResidentRows
+from headrace.core.tensor import ResidentRows
 from headrace.cuda.driver import current, loaded
 from headrace.cuda.kernels.stages import ClassStage, PictureStage
 from headrace.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows

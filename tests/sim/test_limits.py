@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
 from headrace.scheduling.latency_table import Profile
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits

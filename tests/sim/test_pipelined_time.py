@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from headrace.core.completion import settle_all
 from headrace.core.request import InferResponse
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
 from headrace.scheduling.pipeline import Pace, Pipeline, _Run
 from headrace.scheduling.policy import BatchPolicy

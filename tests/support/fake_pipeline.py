@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from headrace.backends.base import ExecutionLost, Flight
-from headrace.core.resident import PINNED, is_resident
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array, is_resident
 
 from tests.support.fakes import InstanceKilledError
 from tests.support.residents import read

@@ -9,7 +9,7 @@ import numpy as np
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 

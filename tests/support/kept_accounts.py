@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.core.trace_context import TraceContext
-from headrace.observability.account import Account
-from headrace.observability.accounts import Choice, Exemplars
-from headrace.observability.traces import Pick
+from headrace.core.telemetry import TraceContext
+from headrace.observability.access_log import Account
+from headrace.observability.tracing import Choice, Exemplars, Pick
 
 
 class KeptAccounts:

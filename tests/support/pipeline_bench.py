@@ -14,7 +14,7 @@ from headrace.core.completion import settle_all
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
 from headrace.scheduling.instance import Instance, OnDeath, Runner
 from headrace.scheduling.pipeline import Pace, Pipeline

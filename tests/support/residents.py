@@ -6,8 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
-from headrace.core.resident import PINNED, ResidentRows
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array, ResidentRows
 
 
 @dataclass(eq=False)

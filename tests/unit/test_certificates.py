@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from headrace.certificates import certificate_expiry_s
+from headrace.tls import certificate_expiry_s
 
 
 @pytest.mark.parametrize("expires", [datetime(2031, 2, 3, 4, 5, 6, tzinfo=UTC), datetime(2055, 1, 1, tzinfo=UTC)])

@@ -19,7 +19,7 @@ from headrace.config.edit import read_config_file
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
 from headrace.config.serving_plan import GpuRuntime, Plan, cpu_pin, engine_folder, serving_plan
-from headrace.core.console import open_console, pickup_text
+from headrace.core.command_line import open_console, pickup_text
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS
 from headrace.cuda import devices as gpus

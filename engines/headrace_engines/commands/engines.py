@@ -23,7 +23,7 @@ from headrace.config.manifest import (
     read_stamps,
     stamp_fits,
 )
-from headrace.core.console import fit_title
+from headrace.core.command_line import fit_title
 from headrace.core.errors import ConfigError
 from rich.console import Console
 from rich.table import Table

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from headrace.config.durable import write_durably
 from headrace.config.manifest import LAYERS_FILE
-from headrace.core.console import is_pipe
+from headrace.core.command_line import is_pipe
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table

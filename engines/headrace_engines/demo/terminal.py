@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from headrace.core.console import fit_title, is_pipe
+from headrace.core.command_line import fit_title, is_pipe
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table

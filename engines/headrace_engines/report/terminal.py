@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from headrace.core.console import PIPE_WIDTH, fit_title, is_pipe
+from headrace.core.command_line import PIPE_WIDTH, fit_title, is_pipe
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 from headrace.core.errors import BadRequest
-from headrace.core.resident import ResidentRows
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, ResidentRows
 
 
 class InputRefused(BadRequest):

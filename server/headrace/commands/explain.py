@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from headrace.commands.http_get import get
+from headrace.commands.health import get
 from headrace.commands.show import printable
-from headrace.core.console import open_console
+from headrace.core.command_line import open_console
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"

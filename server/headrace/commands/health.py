@@ -1,6 +1,6 @@
-"""`headrace health`: exit status 0 while a server is ready. For the health checks of containers, which need no curl then.
+"""`headrace health`: exit status 0 while a server is ready. For health checks of containers, which then need no curl.
 
-It is run every few seconds, so it imports nothing but the standard library.
+It runs every few seconds, so this module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,8 +14,41 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
-from headrace.commands.http_get import get
+
+def get(
+    url: str, path: str, timeout_s: float, context: ssl.SSLContext | None = None, max_bytes: int | None = None
+) -> tuple[int, bytes]:
+    """Send a GET request and return the response's status and body.
+
+    Args:
+        url: of the server, e.g. "http://127.0.0.1:8000"; the scheme may be missing, a path is a prefix of every route.
+        path: of the route, quoted.
+        timeout_s: for connecting, and for every wait for bytes.
+        context: for a URL with TLS; None trusts the system's authorities.
+        max_bytes: of the body to read; None reads all.
+
+    Raises:
+        ValueError: not a URL of HTTP.
+        OSError: no server listens, TLS fails, or there is no answer in time.
+        http.client.HTTPException: the peer does not speak HTTP, or closes the connection early.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("no URL of an HTTP server")
+    connection = (
+        http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
+        if parts.scheme == "http"
+        else http.client.HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
+    )
+    try:
+        connection.request("GET", parts.path.rstrip("/") + path)
+        response = connection.getresponse()
+        return response.status, response.read(max_bytes)
+    finally:
+        connection.close()
+
 
 _MOST_BYTES = 4096
 

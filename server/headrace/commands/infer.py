@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headrace.commands import pictures, show, tensor_files
 from headrace.core.clock import NS_PER_MS
-from headrace.core.console import open_console
+from headrace.core.command_line import open_console
 from headrace.core.errors import HeadraceError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from headrace.config.model_folder import find_model_folder, read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, monotonic_ns
-from headrace.core.console import open_console
+from headrace.core.command_line import open_console
 from headrace.core.errors import ConfigError, NotFound
 from headrace.core.svg_plot import curve_picture
 from headrace.repository.loader import handle_policy

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.core.clock import NS_PER_MS
-from headrace.core.console import fit_title, is_pipe, open_console, pickup_text
+from headrace.core.command_line import fit_title, is_pipe, open_console, pickup_text
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""What clients may send and how long they may take: one table of limits, and a count of who ran into which.
+"""Limits on clients: sizes, counts and timeouts, and how often each was reached; formats of names that clients send.
 
-Every limit has a count of its own in the metrics, under its name. Most are options of `headrace serve`; three are constants.
+Every limit has its own count in the metrics, under its name. Most are options of `headrace serve`; three are constants.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headrace.core.errors import BadRequest, Overloaded, TooLarge
+
+# Of a shared memory region; the same over every protocol, so that what one has registered the other can name.
+REGION_PATTERN = "^[A-Za-z0-9_][A-Za-z0-9_.:@+=, -]{0,127}$"
+
+# Of a client, in a header: visible ASCII, without a blank.
+CLIENT_PATTERN = "^[!-~]{1,128}$"
+# ... and the header itself, unless the operator names another.
+CLIENT_HEADER = "x-headrace-client"
 
 
 def _limit(default: Any, text: str) -> Any:

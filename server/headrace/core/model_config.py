@@ -30,7 +30,7 @@ from headrace.core.config_base import (
     Version,
     one_of,
 )
-from headrace.core.names import CLIENT_PATTERN
+from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.optimization_config import (
     HEADRACE_OPTIMIZATION_FIELDS,
     Optimization,

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.core.ledger import HOST, Account, Kind, Reservation
-from headrace.core.resident import PINNED, ResidentRows
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda import driver
 from headrace.cuda.driver import DeviceError, Stream, check, current, loaded, succeeded
 

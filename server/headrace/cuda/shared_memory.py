@@ -26,9 +26,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import BadRequest, HeadraceError, Unsupported
-from headrace.core.resident import ResidentRows
-from headrace.core.shared_range import check_range
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, ResidentRows, check_range
 from headrace.cuda.driver import DeviceError, load, loaded, primary_context, pushed
 from headrace.cuda.memory import PinnedMapping, Release
 

@@ -15,10 +15,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from headrace.core.classification import classify
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec
+from headrace.core.tensor import BYTES, Array, Datatype, ModelSpec, TensorSpec, classify
 from headrace.grpc.contents import from_contents
 from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec

@@ -22,7 +22,7 @@ from headrace.inference.request_context import Story
 from headrace.inference.request_options import NOTHING, Asked
 from headrace.inference.status import grpc_code
 from headrace.inference.timing import timing
-from headrace.observability.accounts import Choice
+from headrace.observability.tracing import Choice
 
 logger = logging.getLogger("headrace.grpc")
 

@@ -9,7 +9,7 @@ from headrace.core.errors import HeadraceError, QuotaExceeded
 from headrace.grpc.codec import varint
 from headrace.grpc.infer import fault
 from headrace.inference.status import grpc_code, retry_after_s, retry_delay_s
-from headrace.observability.tally import ERRORS
+from headrace.observability.counters import ERRORS
 
 CODES = {
     "OK": 0,

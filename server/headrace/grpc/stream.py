@@ -20,7 +20,7 @@ from headrace.grpc.codec import scan, varint
 from headrace.grpc.infer import InferService, Pending, fault
 from headrace.grpc.methods import Message, StreamCall
 from headrace.inference.status import retry_after_ms
-from headrace.observability.tally import ERRORS
+from headrace.observability.counters import ERRORS
 
 # Requests of one stream between their arrival and the sending of their answers.
 MAX_IN_FLIGHT = 256

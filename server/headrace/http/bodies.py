@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.core.names import CLIENT_PATTERN
+from headrace.core.limits import CLIENT_PATTERN
 from headrace.core.tensor import DATATYPES
 
 _Bytes = Annotated[int, Meta(ge=1, le=2**62)]

@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import orjson
 
-from headrace.core.classification import classify
 from headrace.core.errors import BadRequest
 from headrace.core.limits import Door
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.tensor import BYTES, ModelSpec, TensorSpec
+from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
 from headrace.http.json_bounds import check_json, check_unique, parse_non_finite
 from headrace.inference import tensor_codec
 from headrace.inference.body import BodyBytes

@@ -20,8 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
-from headrace.core.limits import Door
-from headrace.core.names import REGION_PATTERN
+from headrace.core.limits import REGION_PATTERN, Door
 from headrace.http.infer_endpoint import error_answer
 from headrace.http.json_bounds import check_json, unique
 from headrace.http.openapi import TAGS, add_route, document, infer_routes

@@ -29,8 +29,8 @@ from headrace.inference.request_context import Story
 from headrace.inference.request_options import NOTHING, AskedHeaders
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.timing import timing, timing_headers
-from headrace.observability.accounts import Choice
-from headrace.observability.tally import ERRORS
+from headrace.observability.counters import ERRORS
+from headrace.observability.tracing import Choice
 
 logger = logging.getLogger("headrace.http")
 

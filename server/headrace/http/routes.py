@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.core.names import REGION_PATTERN
+from headrace.core.limits import REGION_PATTERN
 from headrace.http import bodies as bodies
 from headrace.inference.control_plane import ControlPlane
 from headrace.inference.models import Services

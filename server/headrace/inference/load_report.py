@@ -8,7 +8,7 @@ from typing import NamedTuple
 import orjson
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US
-from headrace.core.load import Load
+from headrace.core.request import Load
 from headrace.inference.models import Handle
 
 # Within this time a version's load is told as it was: it changes with every request, and nobody steers by less.

@@ -8,14 +8,12 @@ from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
-from headrace.core.load import Load
-from headrace.core.request import InferRequest
-from headrace.core.resident import ResidentRows
-from headrace.core.tensor import Array, ModelSpec
-from headrace.core.trace_context import TraceContext
-from headrace.observability.account import Account
-from headrace.observability.accounts import Choice, Exemplars
-from headrace.observability.recorder import Recorder
+from headrace.core.request import InferRequest, Load
+from headrace.core.telemetry import TraceContext
+from headrace.core.tensor import Array, ModelSpec, ResidentRows
+from headrace.observability.access_log import Account
+from headrace.observability.counters import Recorder
+from headrace.observability.tracing import Choice, Exemplars
 
 
 class Profile(Protocol):
@@ -154,7 +152,7 @@ class Regions(Protocol):
 
 
 class TraceControl(Protocol):
-    """Triton's trace settings; see `headrace.observability.traces.Tracer`."""
+    """Triton's trace settings; see `headrace.observability.tracing.Tracer`."""
 
     def settings(self, model: str) -> Mapping[str, object]:
         """In force for a model, or for all if `model` is ""; values are strings, `trace_level` a list of them."""
@@ -169,7 +167,7 @@ class TraceControl(Protocol):
 
 
 class Accounts(Protocol):
-    """Who traces and logs requests; see `headrace.observability.accounts.Accounts`."""
+    """Who traces and logs requests; see `headrace.observability.tracing.Accounts`."""
 
     @property
     def active(self) -> bool:
@@ -186,7 +184,7 @@ class Accounts(Protocol):
 
 
 class LogControl(Protocol):
-    """Triton's log settings; see `headrace.observability.log_settings.LogSettings`."""
+    """Triton's log settings; see `headrace.observability.logs.LogSettings`."""
 
     def settings(self) -> Mapping[str, bool | int | str]:
         """In force now."""

@@ -6,7 +6,7 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferResponse
 from headrace.core.tensor import ModelSpec
 from headrace.inference.request_options import NOTHING, Asked
-from headrace.observability.account import OK, Account
+from headrace.observability.access_log import OK, Account
 
 
 class Story:

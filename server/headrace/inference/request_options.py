@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS
 from headrace.core.errors import BadRequest
-from headrace.core.names import CLIENT_HEADER, CLIENT_PATTERN
-from headrace.core.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
+from headrace.core.limits import CLIENT_HEADER, CLIENT_PATTERN
+from headrace.core.telemetry import TRACEPARENT_HEADER, TRACESTATE_HEADER, TraceContext, trace_context
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 TIMING_HEADER = "headrace-timing"

@@ -16,8 +16,7 @@ import numpy as np
 
 from headrace.core.clock import NS_PER_US
 from headrace.core.errors import BadRequest, Forbidden, TooLarge
-from headrace.core.resident import as_input
-from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import BYTES, Array, ModelSpec, TensorSpec, as_input
 from headrace.inference import tensor_codec
 from headrace.inference.models import Region, Regions
 from headrace.inference.request_options import MAX_TIMEOUT_NS, earlier

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from headrace.observability.tally import DROPPED
+from headrace.observability.counters import DROPPED
 
 logger = logging.getLogger("headrace.background")
 

@@ -1,22 +1,25 @@
-"""The metrics of the server itself: readiness, states of models, refusals, the event loop, the process."""
+"""Collects the metrics of the server: readiness, model states, limits, the event loop, the process, and GPUs.
+
+The memory that models hold on a GPU comes from the ledger, everything else about a GPU from the driver.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import platform
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
+from headrace.core.ledger import HOST, Ledger
 from headrace.core.limits import Door
 from headrace.observability import metrics_table as table
-from headrace.observability.histogram import Histogram
-from headrace.observability.tally import BUILDS, DROPPED, ERRORS, LOADS, Tally
+from headrace.observability.counters import BUILDS, DROPPED, ERRORS, LOADS, Histogram, Tally
 
 _LOOK_S = 0.25
 
@@ -151,3 +154,171 @@ _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
     (table.ENGINE_BUILDS, BUILDS),
     (table.TELEMETRY_DROPPED, DROPPED),
 )
+
+
+class Loads(Protocol):
+    """How often a version was loaded; see `headrace.repository.gpu_model_cache.Loads`."""
+
+    count: int
+    time_ns: int
+    last_ns: int
+    on_demand: int
+    evictions: int
+
+
+class Memory(Protocol):
+    """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.Residency`."""
+
+    ledger: Ledger
+
+    def loads(self) -> Iterable[tuple[str, str, Loads]]:
+        """Model, version and how often it was loaded."""
+
+
+class Reading(Protocol):
+    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.Reading`.
+
+    Attributes:
+        gpu: its number among those that the server sees.
+        name, uuid, driver: what it is; "" if it is lost.
+        up: the driver answers for it.
+        utilization: share of the last moments in which a kernel ran, 0 to 1.
+        clocks_hz: by what they drive: sm, memory.
+        ecc_errors: by kind: corrected, uncorrected.
+        slowed: by reason, whether it keeps the clocks down now.
+    """
+
+    gpu: int
+    name: str
+    uuid: str
+    driver: str
+    up: bool
+    utilization: float | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    power_w: float | None
+    power_limit_w: float | None
+    energy_j: float | None
+    temperature_c: float | None
+    clocks_hz: Mapping[str, float]
+    ecc_errors: Mapping[str, int]
+    slowed: Mapping[str, bool]
+
+
+class Gpus(Protocol):
+    """See `headrace.cuda.devices.Nvml`."""
+
+    def readings(self) -> Iterable[Reading]:
+        """Of every GPU; none where there is no driver. Takes some milliseconds."""
+
+
+class MemoryCollector(Collector):
+    """Makes the metrics of models' memory out of the ledger."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: the GPUs are known once something is loaded."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        held, limit = table.GPU_MEMORY.gauge(), table.GPU_MEMORY_LIMIT.gauge()
+        for gpu, model, version, kind, size_bytes in self._memory.ledger.holdings():
+            held.add_metric(["host" if gpu == HOST else str(gpu), model, version, kind], size_bytes)
+        for gpu, size_bytes in sorted(self._memory.ledger.limits.items()):
+            limit.add_metric([str(gpu)], size_bytes)
+        yield from (held, limit)
+        pinned_bytes = self._memory.ledger.held(HOST)
+        for family in table.TRITON_PINNED.values():
+            pinned = family.gauge()
+            pinned.add_metric([], pinned_bytes)
+            yield pinned
+        yield from self._moves()
+
+    def _moves(self) -> Iterator[Metric]:
+        seconds, on_demand, evictions = (
+            table.LOAD_SECONDS.summary(), table.ON_DEMAND_LOADS.counter(), table.EVICTIONS.counter(),
+        )  # fmt: skip
+        last = table.TRITON_LOAD_SECONDS.gauge()
+        for model, version, loads in self._memory.loads():
+            labels = [model, version]
+            last.add_metric(labels, loads.last_ns / NS_PER_S)
+            seconds.add_metric(labels, loads.count, loads.time_ns / NS_PER_S)
+            on_demand.add_metric(labels, loads.on_demand)
+            evictions.add_metric(labels, loads.evictions)
+        yield from (seconds, on_demand, evictions, last)
+
+
+class GpuCollector(Collector):
+    """Makes the metrics of the GPUs themselves, asking the driver at each scrape."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
+        self._first_j: dict[str, float] = {}  # energy at the first scrape, by UUID
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing ahead of time: nobody asks the driver before he must."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families; without a driver they have no series."""
+        readings = list(self._gpus.readings())
+        for family, read in _PLAIN:
+            metric = family.counter() if family.kind == "counter" else family.gauge()
+            for reading in readings:
+                if (value := getattr(reading, read)) is not None:
+                    metric.add_metric([str(reading.gpu)], float(value))
+            yield metric
+        info, ecc = table.GPU_INFO.gauge(), table.GPU_ECC.counter()
+        clocks, slowed = table.GPU_CLOCK.gauge(), table.GPU_SLOWED.gauge()
+        for reading in readings:
+            gpu = str(reading.gpu)
+            info.add_metric([gpu, reading.name, reading.uuid, reading.driver], 1)
+            for clock, hertz in reading.clocks_hz.items():
+                clocks.add_metric([gpu, clock], hertz)
+            for kind, count in reading.ecc_errors.items():
+                ecc.add_metric([gpu, kind], count)
+            for reason, now in reading.slowed.items():
+                slowed.add_metric([gpu, reason], now)
+        yield from (info, clocks, ecc, slowed)
+        yield from _triton(readings)
+        yield self._energy(readings)
+
+    def _energy(self, readings: list[Reading]) -> Metric:
+        """Energy as Triton counts it: from the server's start, not the driver's."""
+        metric = table.TRITON_ENERGY.unknown()
+        for reading in readings:
+            if reading.uuid and reading.energy_j is not None:
+                first_j = self._first_j.setdefault(reading.uuid, reading.energy_j)
+                metric.add_sample(metric.name, {"gpu_uuid": reading.uuid}, max(reading.energy_j - first_j, 0.0))
+        return metric
+
+
+def _triton(readings: list[Reading]) -> Iterator[GaugeMetricFamily]:
+    for name, read in _TRITON.items():
+        metric = table.TRITON_GPU[name].gauge()
+        for reading in readings:
+            if reading.uuid and (value := getattr(reading, read)) is not None:
+                metric.add_metric([reading.uuid], float(value))
+        yield metric
+
+
+_PLAIN = (
+    (table.GPU_UP, "up"),
+    (table.GPU_UTILIZATION, "utilization"),
+    (table.GPU_MEMORY_USED, "memory_used_bytes"),
+    (table.GPU_MEMORY_TOTAL, "memory_total_bytes"),
+    (table.GPU_POWER, "power_w"),
+    (table.GPU_POWER_LIMIT, "power_limit_w"),
+    (table.GPU_ENERGY, "energy_j"),
+    (table.GPU_TEMPERATURE, "temperature_c"),
+)
+_TRITON = {
+    "gpu_utilization": "utilization",
+    "gpu_memory_total_bytes": "memory_total_bytes",
+    "gpu_memory_used_bytes": "memory_used_bytes",
+    "gpu_power_usage": "power_w",
+    "gpu_power_limit": "power_limit_w",
+}

@@ -36,10 +36,10 @@ from opentelemetry.trace import (
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.request import BatchTimes
-from headrace.observability.account import Account, phases
+from headrace.observability.access_log import Account, phases
 from headrace.observability.background import CAPACITY, Background
-from headrace.observability.redaction import redact
-from headrace.observability.tally import DROPPED
+from headrace.observability.counters import DROPPED
+from headrace.observability.logs import redact
 
 logger = logging.getLogger("headrace.trace")
 

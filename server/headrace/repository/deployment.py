@@ -22,7 +22,7 @@ from headrace.config.serving_plan import Plan, asks_for_tensorrt, samples_seen
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
 from headrace.core.ledger import NoRoom
-from headrace.observability.tally import BUILDS, LOADS
+from headrace.observability.counters import BUILDS, LOADS
 from headrace.repository.builds import Builds, Order
 from headrace.repository.folders import GONE, Look, look_at_version, look_at_versions, without_builds
 from headrace.repository.loader import Loader, told_of

@@ -24,7 +24,7 @@ from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import Steps, steps_of, with_pictures
 from headrace.repository.gpu_model_cache import Residency
 from headrace.repository.latency_measurement import NOTHING_KEPT, KeptProfile, Measuring, ProfileStore, cores

@@ -16,7 +16,7 @@ from typing import Literal
 
 from headrace.core.errors import BadRequest, HeadraceError, NotFound, Unavailable
 from headrace.core.model_config import is_version, name_problem
-from headrace.observability.statistics import to_triton
+from headrace.observability.counters import to_triton
 from headrace.scheduling.handle import ModelHandle
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from headrace.config.manifest import is_artefact_name, read_layers
 from headrace.core.clock import NS_PER_MS, NS_PER_US, Clock, monotonic_ns
 from headrace.core.errors import ConfigError, NotFound
-from headrace.observability.histogram import FIRST_NATIVE, SCHEMA
+from headrace.observability.counters import FIRST_NATIVE, SCHEMA
 from headrace.repository.folders import find
 from headrace.repository.registry import PLACEMENT, Registry
 from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers

@@ -28,10 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.core.errors import BadRequest, Conflict, Forbidden, NotFound, TooLarge, Unavailable, Unsupported
-from headrace.core.names import REGION_PATTERN
-from headrace.core.resident import PINNED, ResidentRows
-from headrace.core.shared_range import check_range
-from headrace.core.tensor import Array
+from headrace.core.limits import REGION_PATTERN
+from headrace.core.tensor import PINNED, Array, ResidentRows, check_range
 
 SYSTEM = "system"
 CUDA = "cuda"

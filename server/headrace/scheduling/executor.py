@@ -23,9 +23,8 @@ from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Completion, Outcome
 from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.core.resident import is_resident
-from headrace.core.tensor import Array, ModelSpec
-from headrace.observability.recorder import Recorder
+from headrace.core.tensor import Array, ModelSpec, is_resident
+from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import Outlook, UnderWay
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import Profile

@@ -18,10 +18,9 @@ from headrace.backends.base import Execution, LoadedModel, Standing, is_pipeline
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
-from headrace.core.load import LevelLoad, Load
-from headrace.core.request import InferRequest, InferResponse
+from headrace.core.request import InferRequest, InferResponse, LevelLoad, Load
 from headrace.core.tensor import BYTES, ModelSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import Outlook, Quotas
 from headrace.scheduling.batching import Planner
 from headrace.scheduling.entries import Admission, Sequencer

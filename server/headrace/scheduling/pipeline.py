@@ -34,8 +34,7 @@ import numpy as np
 from headrace.backends.base import ExecutionLost, Flight, PipelinedExecution, is_prompt
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
-from headrace.core.resident import PINNED, ResidentRows, is_resident
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
 from headrace.scheduling.admission import UnderWay
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.executor import Answers, SerialRunner

@@ -28,7 +28,7 @@ from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import HeadraceError
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import Array, ModelSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import UnderWay
 from headrace.scheduling.batching import WaitUntil
 from headrace.scheduling.executor import Answers

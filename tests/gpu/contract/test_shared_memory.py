@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
-from headrace.core.resident import PINNED
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array
 from headrace.cuda.driver import DeviceError, Stream, current, loaded
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows

@@ -18,7 +18,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed
 from headrace.core.request import InferRequest
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 from headrace_engines.targets.base import ShapeRange, TargetSpec

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.core.classification import classify
-from headrace.core.tensor import BY_NAME, TensorSpec
+from headrace.core.tensor import BY_NAME, TensorSpec, classify
 
 
 @pytest.mark.parametrize(

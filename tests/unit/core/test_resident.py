@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-from headrace.core.resident import PINNED, as_input, is_resident
+from headrace.core.tensor import PINNED, as_input, is_resident
 
 from tests.support.residents import HostOwner, read, resident
 

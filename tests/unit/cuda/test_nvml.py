@@ -10,7 +10,7 @@ import pytest
 from headrace.cuda import devices
 from headrace.cuda.devices import Nvml
 from headrace.observability.metrics import MetricsPage
-from headrace.observability.metrics_gpus import GpuCollector
+from headrace.observability.metrics_server import GpuCollector
 
 from tests.support import fake_nvml
 from tests.support.fake_nvml import FakeNvml

@@ -20,16 +20,14 @@ from headrace.core.errors import (
     Unavailable,
 )
 from headrace.core.limits import Door
-from headrace.core.load import Load
-from headrace.core.request import InferRequest, InferResponse
+from headrace.core.request import InferRequest, InferResponse, Load
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import InferService
 from headrace.grpc.status import error_status
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
 from headrace.inference.request_options import NOTHING, Asked
-from headrace.observability.recorder import Recorder
-from headrace.observability.tally import ERRORS
+from headrace.observability.counters import ERRORS, Recorder
 from tritonclient.grpc import service_pb2
 
 from tests.support.kept_accounts import KeptAccounts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from headrace.core.resident import NOWHERE, PINNED, is_resident
+from headrace.core.tensor import NOWHERE, PINNED, is_resident
 
 from tests.support.residents import read
 from tests.unit.http.test_codec_shared_memory import (

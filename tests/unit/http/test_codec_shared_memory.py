@@ -11,8 +11,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from headrace.core.errors import BadRequest, Forbidden, NotFound, TooLarge
 from headrace.core.request import InferRequest, InferResponse
-from headrace.core.resident import ResidentRows
-from headrace.core.tensor import BYTES, FP32, Array, ModelSpec, TensorSpec
+from headrace.core.tensor import BYTES, FP32, Array, ModelSpec, ResidentRows, TensorSpec
 from headrace.grpc.codec import GrpcCodec, scan
 from headrace.http.codec import ModelCodec
 from headrace.inference.request_template import Plan

@@ -24,13 +24,12 @@ from headrace.core.errors import (
     WouldMiss,
 )
 from headrace.core.limits import Door, Limits
-from headrace.core.load import LevelLoad, Load
-from headrace.core.request import BatchTimes, InferRequest, InferResponse
+from headrace.core.request import BatchTimes, InferRequest, InferResponse, LevelLoad, Load
+from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
-from headrace.core.trace_context import TraceContext
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.models import Services
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 
 from tests.support.kept_accounts import KeptAccounts
 from tests.support.rings import left_frames

@@ -8,14 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 from headrace.core.request import BatchTimes
-from headrace.core.telemetry import RequestLogMode
-from headrace.core.trace_context import TraceContext
-from headrace.observability.account import Account
-from headrace.observability.accounts import Accounts
-from headrace.observability.recorder import Recorder
-from headrace.observability.request_log import RequestLog
-from headrace.observability.tally import DROPPED
-from headrace.observability.traces import Tracer
+from headrace.core.telemetry import RequestLogMode, TraceContext
+from headrace.observability.access_log import Account, RequestLog
+from headrace.observability.counters import DROPPED, Recorder
+from headrace.observability.tracing import Accounts, Tracer
 
 from tests.unit.observability.test_spans import Sink
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from headrace.observability.background import Background
-from headrace.observability.tally import DROPPED
+from headrace.observability.counters import DROPPED
 
 from tests.support.processes import eventually
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.request import BatchTimes
-from headrace.observability.recent import SECONDS
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import SECONDS, Recorder
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 
 from headrace.backends.base import Standing
 from headrace.core.clock import NS_PER_S
-from headrace.core.load import LevelLoad, Load
-from headrace.core.request import BatchTimes
+from headrace.core.request import BatchTimes, LevelLoad, Load
 from headrace.core.tensor import ModelSpec
-from headrace.observability.histogram import BUCKETS_S, Histogram
+from headrace.observability.counters import BUCKETS_S, Histogram, Recorder, to_triton
 from headrace.observability.metrics import MetricsPage
-from headrace.observability.recorder import Recorder
-from headrace.observability.statistics import to_triton
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from headrace.observability.redaction import Pseudonyms, is_secret, redact
+from headrace.observability.logs import Pseudonyms, is_secret, redact
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,12 +12,12 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import Forbidden
 from headrace.core.request import BatchTimes
-from headrace.core.trace_context import TraceContext
-from headrace.observability import traces
-from headrace.observability.account import Account, phases
+from headrace.core.telemetry import TraceContext
+from headrace.observability import tracing
+from headrace.observability.access_log import Account, phases
+from headrace.observability.counters import DROPPED
 from headrace.observability.spans import SpanWriter, otlp_exporter
-from headrace.observability.tally import DROPPED
-from headrace.observability.traces import Pick, Tracer
+from headrace.observability.tracing import Pick, Tracer
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -202,7 +202,7 @@ def test_rate_0_and_a_used_up_count_leave_those_whose_callers_trace_them() -> No
 
 
 def test_clients_cannot_have_more_traced_than_so_much_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traces, "_MAX_ASKED_HZ", 10)
+    monkeypatch.setattr(tracing, "_MAX_ASKED_HZ", 10)
     now_ns = [0]
     tracer = Tracer("", spans=Sink(), clock=lambda: now_ns[0])
     before = dict(DROPPED.items()).get(("spans",), 0)

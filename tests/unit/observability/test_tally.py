@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 
-from headrace.observability.tally import Tally
+from headrace.observability.counters import Tally
 
 
 def test_counts_of_many_threads_are_exact() -> None:

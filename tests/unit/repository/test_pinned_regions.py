@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
-from headrace.core.resident import PINNED
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array
 from headrace.repository.shared_memory import SYSTEM, Pinned, SharedMemoryRegions
 
 from tests.support.residents import read

@@ -12,7 +12,7 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 

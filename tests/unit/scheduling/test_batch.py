@@ -9,8 +9,7 @@ import pytest
 from headrace.backends.base import Flight
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
-from headrace.core.resident import as_input
-from headrace.core.tensor import Array
+from headrace.core.tensor import Array, as_input
 from headrace.scheduling.entries import cut
 from headrace.scheduling.executor import Staging
 from headrace.scheduling.pipeline import Filler

@@ -16,7 +16,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest, DeadlineExceeded, HeadraceError, ModelFailed, QueueTimeout, Unavailable
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.pipeline import _SHORT_BYTES
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy

@@ -16,8 +16,7 @@ from headrace.backends.base import Flight
 from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
-from headrace.core.resident import ResidentRows
-from headrace.core.tensor import FP32, Array, TensorSpec
+from headrace.core.tensor import FP32, Array, ResidentRows, TensorSpec
 from headrace.scheduling import pipeline as filling
 from headrace.scheduling.pipeline import Filler, _shares
 from headrace.scheduling.queue import Entry

@@ -12,7 +12,7 @@ import pytest
 from headrace.backends.base import Execution
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, ModelFailed, Unavailable
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
 

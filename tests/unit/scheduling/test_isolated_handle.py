@@ -16,8 +16,8 @@ from headrace.backends.process.backend import IsolatedBackend
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.request import InferResponse
+from headrace.observability.counters import Recorder
 from headrace.observability.metrics import MetricsPage
-from headrace.observability.recorder import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 

@@ -15,7 +15,7 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
 from headrace.core.tensor import FP32, Array, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import PictureExecution
 from headrace.scheduling.executor import OutputCheck, OutputMismatch, ReshapingExecution
 from headrace.scheduling.handle import ModelHandle

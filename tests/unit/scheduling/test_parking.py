@@ -12,7 +12,7 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, DeadlineExceeded, ModelFailed, Unavailable
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 

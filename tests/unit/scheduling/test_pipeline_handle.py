@@ -15,7 +15,7 @@ from headrace.backends.base import Execution
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
 from headrace.core.tensor import BYTES, FP32, ModelSpec, TensorSpec
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy

@@ -14,8 +14,7 @@ import pytest
 from headrace.core.completion import Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
-from headrace.core.resident import PINNED, ResidentRows, as_input
-from headrace.core.tensor import Array
+from headrace.core.tensor import PINNED, Array, ResidentRows, as_input
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.policy import BatchPolicy
 

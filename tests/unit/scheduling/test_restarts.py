@@ -13,7 +13,7 @@ import pytest
 from headrace.backends.base import Execution, ExecutionLost
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed, Unavailable
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import Recorder
 from headrace.scheduling import instance as restarts
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.instance import LONGEST_PAUSE_S, Restarts

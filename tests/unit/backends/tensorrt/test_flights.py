@@ -17,7 +17,7 @@ import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.backends.tensorrt.contexts import Lane
-from headrace.core.resident import PINNED
+from headrace.core.tensor import PINNED
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import launching, loading
 from headrace.cuda.kernels.stages import ClassStage, PictureStage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from headrace.core.trace_context import TraceContext, trace_context
+from headrace.core.telemetry import TraceContext, trace_context
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,9 +12,9 @@ import pytest
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.request import BatchTimes
 from headrace.inference.models import TraceControl
-from headrace.observability import trace_file
-from headrace.observability.account import Account
-from headrace.observability.traces import Pick, Tracer
+from headrace.observability import tracing
+from headrace.observability.access_log import Account
+from headrace.observability.tracing import Pick, Tracer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,7 +181,7 @@ def test_any_json_is_taken_or_refused(model: str, changes: dict[str, object]) ->
 
 
 def test_the_number_of_models_with_settings_is_bounded(monkeypatch: pytest.MonkeyPatch, tracer: Tracer) -> None:
-    monkeypatch.setattr("headrace.observability.traces._MAX_MODELS", 2)
+    monkeypatch.setattr("headrace.observability.tracing._MAX_MODELS", 2)
     tracer.update("a", {"trace_level": "OFF"})
     tracer.update("b", {"trace_rate": "5"})
     with pytest.raises(TooLarge):
@@ -324,10 +324,10 @@ def test_close_writes_what_waits_and_ends_the_thread(path: Path) -> None:
 
 def test_the_file_is_json_after_every_trace(tracer: Tracer, path: Path) -> None:
     tracer.update("", ON)
-    array = trace_file._JsonArray(str(path))
+    array = tracing._JsonArray(str(path))
     assert json.loads(path.read_bytes()) == []
     for number in range(1, 4):
-        array.append(trace_file.TraceRecord(number, "m", "1", str(number), (("REQUEST_START", 1),), 0))
+        array.append(tracing.TraceRecord(number, "m", "1", str(number), (("REQUEST_START", 1),), 0))
         assert ids(path) == [str(each) for each in range(1, number + 1)]
     array.close()
 
@@ -362,7 +362,7 @@ def test_a_file_that_cannot_be_written_ends_tracing_and_nothing_else(
 def test_the_death_of_the_writer_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tracer: Tracer
 ) -> None:
-    monkeypatch.setattr(trace_file, "_to_triton", lambda _: 1 / 0)
+    monkeypatch.setattr(tracing, "_to_triton", lambda _: 1 / 0)
     tracer.update("", ON)
     answer(tracer)
     wait_until_failed(tracer)
@@ -390,15 +390,15 @@ def test_no_client_can_fill_the_disk(path: Path, caplog: pytest.LogCaptureFixtur
 def test_a_slow_disk_drops_traces_and_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace_file, "_QUEUE_RECORDS", 10)
+    monkeypatch.setattr(tracing, "_QUEUE_RECORDS", 10)
     release = threading.Event()
-    write = trace_file.TraceWriter._write
+    write = tracing.TraceWriter._write
 
-    def slow(self: trace_file.TraceWriter, record: trace_file.TraceRecord) -> None:
+    def slow(self: tracing.TraceWriter, record: tracing.TraceRecord) -> None:
         assert release.wait(10)
         write(self, record)
 
-    monkeypatch.setattr(trace_file.TraceWriter, "_write", slow)
+    monkeypatch.setattr(tracing.TraceWriter, "_write", slow)
     tracer = Tracer(str(path))
     tracer.update("", ON)
     for index in range(50):

@@ -1,24 +1,194 @@
-"""Triton's trace settings ("trace extension"), and which requests they let into the trace file or out as spans."""
+"""Triton's trace settings and trace files, and the selection of requests for traces and the access log.
+
+Trace files have the layout of Triton's and are written by their own thread.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import queue
 import random
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from typing import NamedTuple, Protocol
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
-from headrace.core.trace_context import TraceContext
-from headrace.observability.account import OK, Account
-from headrace.observability.logs import escape
-from headrace.observability.tally import DROPPED
-from headrace.observability.trace_file import MAX_BYTES, TraceRecord, TraceWriter
+from headrace.core.telemetry import TraceContext
+from headrace.observability.access_log import OK, Account, RequestLog
+from headrace.observability.counters import DROPPED
+from headrace.observability.logs import Pseudonyms, escape
 
 logger = logging.getLogger("headrace.trace")
+
+_QUEUE_RECORDS = 4096
+# A new file costs a block of the file system, however small it is.
+_FILE_BYTES = 4096
+MAX_BYTES = 1 << 30
+_CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """One traced request.
+
+    Attributes:
+        number: of the trace, from 1.
+        model: the model's name.
+        version: of the model.
+        request_id: the caller's own, "" if there is none.
+        events: name and monotonic nanoseconds of each station, in order.
+        log_frequency: traces in an indexed file, 0 for the one file without an index.
+    """
+
+    number: int
+    model: str
+    version: str
+    request_id: str
+    events: tuple[tuple[str, int], ...]
+    log_frequency: int
+
+
+class TraceWriter:
+    """Writes records to `path`, or to `path`.0, `path`.1, ... where they carry a `log_frequency`.
+
+    Each file is a JSON array (Triton's documentation, "JSON Trace Output") and is valid after every record: the closing bracket
+    is written with it and overwritten by the next. An indexed file ends when it holds `log_frequency` traces of the record
+    written last; unlike Triton's, traces of models with different frequencies share the files.
+
+    `put` and `close` are called by one thread, the event loop; the records pass to the writer's thread through the queue.
+
+    Args:
+        path: where the operator wants the traces; existing files are overwritten.
+        max_bytes: in all files together; the writer stops there, so that no client can fill the disk.
+
+    Attributes:
+        dropped: records lost because the queue was full.
+        failed: the writer cannot write any more; the log says why.
+    """
+
+    def __init__(self, path: str, max_bytes: int = MAX_BYTES) -> None:
+        self.dropped = 0
+        DROPPED.declare("traces")
+        self.failed = False
+        self._path = path
+        self._left_bytes = max_bytes
+        self._queue: queue.Queue[TraceRecord | None] = queue.Queue(_QUEUE_RECORDS)
+        self._thread: threading.Thread | None = None
+        self._single: _JsonArray | None = None
+        self._indexed: _JsonArray | None = None
+        self._index = 0
+
+    def put(self, record: TraceRecord) -> None:
+        """Hand over a record; drops and counts it if the writer is behind or has failed."""
+        if self._thread is None:
+            # A daemon: a disk that hangs must not keep the process from ending.
+            self._thread = threading.Thread(target=self._run, name="headrace-traces", daemon=True)
+            self._thread.start()
+        try:
+            if self.failed:
+                raise queue.Full
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.dropped += 1
+            DROPPED.count("traces")
+
+    def close(self) -> None:
+        """Write what waits and close the files; waits at most ten seconds for a slow disk. No `put` may follow."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+        except queue.Full:
+            self.failed = True
+        else:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the trace writer is stuck, traces are lost")
+        if self.dropped:
+            logger.warning("%d traces were dropped: they came faster than they could be written", self.dropped)
+
+    def _run(self) -> None:
+        try:
+            while (record := self._queue.get()) is not None:
+                self._write(record)
+                if self._left_bytes <= 0:
+                    self.failed = True
+                    logger.error("the trace files have reached their limit: tracing stops")
+                    break
+        except OSError as error:
+            self.failed = True
+            logger.error("tracing stops, --trace-file %s cannot be written: %s", self._path, error.strerror)
+        except Exception:
+            self.failed = True
+            logger.exception("tracing stops, the trace writer has died")
+        finally:
+            for file in (self._single, self._indexed):
+                if file is not None:
+                    file.close()
+            # Nobody reads any more: `close` must find room.
+            while self.failed and not self._queue.empty():
+                self._queue.get_nowait()
+
+    def _write(self, record: TraceRecord) -> None:
+        if record.log_frequency == 0:
+            if self._single is None:
+                self._single = self._open(self._path)
+            self._left_bytes -= self._single.append(record)
+            return
+        if self._indexed is None:
+            self._indexed = self._open(f"{self._path}.{self._index}")
+            self._index += 1
+        self._left_bytes -= self._indexed.append(record)
+        if self._indexed.records >= record.log_frequency:
+            self._indexed.close()
+            self._indexed = None
+
+    def _open(self, path: str) -> _JsonArray:
+        self._left_bytes -= _FILE_BYTES
+        return _JsonArray(path)
+
+
+class _JsonArray:
+    """A file with a JSON array that records are appended to."""
+
+    def __init__(self, path: str) -> None:
+        self._file = FileIO(path, "w")
+        self._file.write(b"[\n]")
+        self.records = 0
+
+    def append(self, record: TraceRecord) -> int:
+        """Write one record; how many bytes that were."""
+        text = (",\n" if self.records else "\n") + _to_triton(record) + "\n]"
+        data = text.encode("ascii")
+        self._file.seek(-2, 2)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self._file.write(rest) or 0 :]
+        self.records += 1
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _to_triton(record: TraceRecord) -> str:
+    """The two objects of one trace, a line each: what was traced, and when it was where."""
+    about: dict[str, object] = {
+        "id": record.number,
+        "model_name": record.model,
+        "model_version": int(record.version) if record.version.isdecimal() else record.version,
+    }
+    if record.request_id:
+        about["request_id"] = record.request_id
+    stations = [{"name": name, "ns": ns} for name, ns in record.events]
+    return json.dumps(about) + ",\n" + json.dumps({"id": record.number, "timestamps": stations})
+
 
 _MAX_MODELS = 1024
 _MAX_NAME = 1024
@@ -358,3 +528,96 @@ def _sampler(settings: Mapping[str, int]) -> _Sampler:
         count=settings["trace_count"],
         log_frequency=settings["log_frequency"],
     )
+
+
+class Exemplars(Protocol):
+    """Keeps examples of a version's durations; see `headrace.observability.counters.Recorder`."""
+
+    def exemplar(self, total_ns: int, trace_id: str) -> None:
+        """A request that took `total_ns` from arrival to answer was traced."""
+
+
+class Choice(NamedTuple):
+    """What a request was chosen for.
+
+    Attributes:
+        trace: how it is traced, None if it is not.
+        log: it is logged whatever becomes of it.
+    """
+
+    trace: Pick | None
+    log: bool
+
+
+class Accounts:
+    """The one place that the front ends know.
+
+    Everything is called on the event loop unless it says otherwise, `close` by who ends it.
+
+    Args:
+        tracer: decides what is traced.
+        log: of requests.
+        secret_clients: what names clients is a secret: they go under pseudonyms.
+    """
+
+    def __init__(self, tracer: Tracer, log: RequestLog, secret_clients: bool = False) -> None:
+        self._tracer = tracer
+        self._log = log
+        self._pseudonyms = Pseudonyms() if secret_clients else None
+
+    @property
+    def active(self) -> bool:
+        """Some request might be chosen: all that one looks at while nothing is traced or logged."""
+        return self._tracer.active or self._log.active
+
+    def choose(self, model: str, context: TraceContext | None) -> Choice | None:
+        """Called once for each request on its way to the queue, while `active`.
+
+        Args:
+            model: the version's model.
+            context: the caller's trace.
+
+        Returns:
+            What it was chosen for, None for nothing.
+        """
+        trace = self._tracer.pick(model, context) if self._tracer.active else None
+        log = self._log.active and self._log.wants(trace is not None)
+        return Choice(trace, log) if log or trace is not None else None
+
+    def answered(self, choice: Choice, account: Account, exemplars: Exemplars) -> None:
+        """A request that was chosen has its answer."""
+        trace = choice.trace
+        if trace is not None and trace.trace_id and account.times is not None:
+            exemplars.exemplar(account.times.split_ns - account.received_ns, trace.trace_id)
+        self._tell(choice, account)
+
+    def failed(self, choice: Choice | None, account: Account) -> None:
+        """A request, chosen or not, got an error.
+
+        One that never came to the queue is traced if its caller's trace is sampled.
+        """
+        if choice is None and account.context is not None and account.context.sampled and self._tracer.active:
+            choice = Choice(self._tracer.pick(account.model, account.context), False)
+        trace, log = choice or Choice(None, False)
+        log = log or self._log.wants_error(account.ended_ns)
+        if log or trace is not None:
+            self._tell(Choice(trace, log), account)
+
+    def close(self) -> None:
+        """Write and send what waits."""
+        self._tracer.close()
+        self._log.close()
+
+    def client_name(self, client: str) -> str:
+        """What a client is called to whoever reads of it; from any thread."""
+        return client if self._pseudonyms is None else self._pseudonyms.name(client)
+
+    def _tell(self, choice: Choice, account: Account) -> None:
+        if self._pseudonyms is not None:
+            account = account._replace(client=self.client_name(account.client))
+        trace_id = ""
+        if choice.trace is not None:
+            trace_id = choice.trace.trace_id
+            self._tracer.record(choice.trace, account)
+        if choice.log:
+            self._log.put(account, trace_id)

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.core.clock import NS_PER_S
-from headrace.core.load import Load
-from headrace.core.request import BatchTimes
+from headrace.core.request import BatchTimes, Load
 from headrace.core.tensor import ModelSpec
-from headrace.observability.exposition import OPENMETRICS, PROTOBUF, expose
-from headrace.observability.histogram import FIRST_NATIVE
-from headrace.observability.metrics import MetricsPage
-from headrace.observability.recorder import Recorder
+from headrace.observability.counters import FIRST_NATIVE, Recorder
+from headrace.observability.metrics import OPENMETRICS, PROTOBUF, MetricsPage, expose
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
