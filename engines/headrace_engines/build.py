@@ -78,7 +78,7 @@ class BuildResult:
 
     @property
     def rows_per_s(self) -> float:
-        """At the best of the batch sizes."""
+        """Rows a second at the best of the batch sizes."""
         return max((timing.rows_per_s for timing in self.timings), default=0.0)
 
 
@@ -118,7 +118,7 @@ def build_engine(
 def build_best_engine(
     project: Project, spec: BuildSpec, target: Target, store: Store, report: Report, *, rebuild: bool
 ) -> BuildResult:
-    """The fastest precision, at the largest batch size, that holds the accuracy bar; FP32 if none does.
+    """Build the fastest precision, at the largest batch size, that holds the accuracy limits; FP32 if none does.
 
     A lower precision must be clearly faster: timings of the same engine differ by a few percent.
 
@@ -238,7 +238,7 @@ class _Build:
         )
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:
-        """On batches that the profile of the fewest rows takes."""
+        """Compare on batches that the profile with the fewest rows takes."""
         held_out, output = self._data.held_out, self._data.output
         if not self._project.config.max_batch_size:
             return measure(reference, engine, held_out, 1, report, output=output)

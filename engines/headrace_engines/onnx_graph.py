@@ -94,7 +94,7 @@ class OnnxGraph:
         return 0 if value is None else value.type.tensor_type.elem_type
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
-        """Its sizes, -1 where free; None where not even their number is known."""
+        """Sizes of a tensor, -1 where free; None where the rank is unknown."""
         if tensor in self._constants:
             return tuple(self._constants[tensor].dims)
         value = self._values.get(tensor)

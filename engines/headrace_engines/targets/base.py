@@ -80,7 +80,7 @@ class ModelRunner(Protocol):
     """Runs a model on batches of inputs."""
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name; inputs have their batch dimension."""
+        """Run a batch and return all outputs by name; inputs have their batch dimension."""
 
 
 class Engine(ModelRunner, Protocol):

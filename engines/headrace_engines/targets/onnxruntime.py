@@ -121,8 +121,7 @@ class OnnxRuntimeEngine:
         self._memory_bytes: dict[str, int] = {}
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name.
-
+        """Run a batch and return all outputs by name.
         Raises:
             BuildError: the model refuses the inputs, or memory ran out.
         """

@@ -146,7 +146,7 @@ def build_plan(
     """Build a plan and write it.
 
     Raises:
-        BuildError: the model or the order cannot be built, memory ran out, or the disk is full.
+        BuildError: the model or its parameters cannot be built, memory ran out, or the disk is full.
     """
     if order.calibrate is not None and not api.calibrates:
         raise BuildError(

@@ -451,7 +451,7 @@ class TensorRtEngine:
                 raise
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name; inputs have their batch dimension.
+        """Run a batch and return all outputs by name; inputs have their batch dimension.
 
         Raises:
             BuildError: an input is missing, of the wrong type or in no profile, or the GPU failed.
