@@ -15,7 +15,7 @@ help: ## this list
 
 # The stamps make an install happen once, and again when a lock changes.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Headrace needs Python 3.11 to 3.13, this is {v[0]}.{v[1]}: run make PYTHON=/path/to/python3.12")'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Headrace needs Python 3.11 or later, this is {v[0]}.{v[1]}: run make PYTHON=/path/to/python3.12")'
 	$(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
 
 $(VENV)/.serve: requirements/serve.lock pyproject.toml | $(BIN)/python
