@@ -16,7 +16,7 @@ from weakref import ref
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable, forget_frames
-from headrace.core.limits import Door
+from headrace.core.limits import Door, HeldBody
 from headrace.grpc.fast_wire import (
     PREFIX,
     PREFIX_BYTES,
@@ -34,7 +34,6 @@ from headrace.http2.connection import Http2Connection
 from headrace.http2.frames import DATA, FRAME_HEADER, ErrorCode, rst_stream
 from headrace.http2.hpack import HeaderField
 from headrace.http2.stream import Http2Limits, Http2Stream
-from headrace.inference.request_options import Asked
 from headrace.tls import TlsFiles
 
 _BACKLOG = 4096
@@ -191,6 +190,8 @@ class FastCall(Http2Stream):
     Attributes:
         deadline_ns: see `GrpcCall`.
         caller: see `GrpcCall`.
+        asked: see `GrpcCall`.
+        received_ns: see `GrpcCall`.
         held: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
     """
 
@@ -201,10 +202,13 @@ class FastCall(Http2Stream):
         "_counted_cancelled",
         "_head",
         "_headers_sent",
+        "_reader",
         "_task",
+        "asked",
         "caller",
         "deadline_ns",
         "held",
+        "received_ns",
     )
 
     connection: Http2Connection
@@ -220,7 +224,10 @@ class FastCall(Http2Stream):
         super().__init__(connection, stream_id)
         self._head = head
         self._client_limits = client_limits
-        self.held = client_limits.hold()
+        self.held = HeldBody(client_limits)
+        self.asked = head.asked
+        self.received_ns = 0
+        self._reader: MessageReader | None = None
         self._body_bytes = 0
         self._headers_sent = self._counted_cancelled = False
         self._task: asyncio.Task[None] | None = None
@@ -229,11 +236,6 @@ class FastCall(Http2Stream):
         if head.timeout_ns >= 0:
             self.deadline_ns = monotonic_ns() + head.timeout_ns
             deadline_timer.add(self)
-
-    @property
-    def asked(self) -> Asked:
-        """See `GrpcCall`."""
-        return self._head.asked
 
     def on_closed(self) -> None:
         """Cancel the method: the client has reset the stream or disconnected."""
@@ -309,19 +311,7 @@ class FastCall(Http2Stream):
 class UnaryCall(FastCall):
     """A call with one request and one response message; see `GrpcCall`."""
 
-    __slots__ = ("_reader", "received_ns")
-
-    def __init__(
-        self,
-        connection: Http2Connection,
-        stream_id: int,
-        head: RequestHead,
-        client_limits: Door,
-        deadline_timer: DeadlineTimer,
-    ) -> None:
-        super().__init__(connection, stream_id, head, client_limits, deadline_timer)
-        self._reader: MessageReader | None = None
-        self.received_ns = 0
+    __slots__ = ()
 
     def on_data(self, data: bytes, start: int, stop: int, end: bool) -> None:
         """Receive a part of the message, usually all of it, and start the method when it is complete."""
@@ -402,10 +392,12 @@ class UnaryCall(FastCall):
         if sum(map(len, message)) < _JOIN_BELOW_BYTES:
             content = message[0] if len(message) == 1 and type(message[0]) is bytes else b"".join(message)
             if write_buffer.reserve_window(self, len(content) + PREFIX_BYTES):
-                write_buffer.write(unary_response(self.stream_id, bytes(content)))
+                frames = unary_response(self.stream_id, bytes(content))
+                if len(connection.streams) > 1:
+                    write_buffer.write(frames)
+                else:
+                    write_buffer.flush(frames)  # no other stream is open whose frames could join this write
                 connection.stream_finished(self)
-                if not connection.streams:
-                    write_buffer.flush()  # no other stream is open whose frames could join this write
                 return
         self._headers_sent = True
         write_buffer.write_control(initial_headers(self.stream_id))
@@ -416,7 +408,9 @@ class UnaryCall(FastCall):
 class StreamingCall(FastCall):
     """A call with a stream of messages in both directions; see `StreamCall`."""
 
-    __slots__ = ("_drained", "_reader", "_waiter", "stopping")
+    __slots__ = ("_drained", "_waiter", "stopping")
+
+    _reader: MessageReader
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from headrace.http2.frames import (
     MAX_WINDOW,
     PADDED,
     PREFACE,
+    WINDOW_UPDATE,
     ErrorCode,
     Http2ConnectionError,
     Http2StreamError,
@@ -31,7 +32,10 @@ from headrace.http2.stream import FrameBudget, Http2Limits, Http2Stream, WindowG
 logger = logging.getLogger(__name__)
 
 _unpack_header = FRAME_HEADER.unpack_from
+_unpack_uint32 = frames.UINT32.unpack_from
 _COMPLETE_HEADERS = (END_HEADERS, END_HEADERS | END_STREAM)
+# Length and kind of a WINDOW_UPDATE frame, as in its header.
+_WINDOW_UPDATE_LENGTH_KIND = 4 << 8 | WINDOW_UPDATE
 # Frames that a stream adds to the frame budget when it ends normally.
 _STREAM_CREDIT = 8
 # Maximum CONTINUATION frames of one header block; more of them only cost processing time.
@@ -206,13 +210,15 @@ class Http2Connection(asyncio.Protocol):
             kind = length_kind & 0xFF
             if self.cancelled_running and kind == HEADERS and self._read_pause.pause_if_full():
                 break
-            # Fast path for the two frames of nearly every call: a complete, unpadded DATA frame, and a complete HEADERS frame
-            # with a cached header block.
+            # Fast path for the frames of nearly every call: a complete, unpadded DATA frame, a complete HEADERS frame with a
+            # cached header block, and WINDOW_UPDATE.
             if fast_path and end <= size and length_kind <= max_length_kind:
                 if kind == DATA:
                     stream = streams.get(stream_id)
                     if stream is not None and stream.remote_open and not flags & PADDED and end > start:
-                        self._count_data(end - start)
+                        self._receive_window -= end - start
+                        if self._receive_window < self.limits.connection_window_bytes >> 1:
+                            self._restore_window()
                         stream.receive_window -= end - start
                         if stream.receive_window < 0:
                             self.stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
@@ -228,6 +234,11 @@ class Http2Connection(asyncio.Protocol):
                         self._open_stream(stream_id, head, flags & END_STREAM != 0)
                         position = end
                         continue
+                elif length_kind == _WINDOW_UPDATE_LENGTH_KIND:
+                    self.frame_budget.spend(1)
+                    self.on_window_update(stream_id & 0x7FFFFFFF, _unpack_uint32(data, start)[0] & 0x7FFFFFFF)
+                    position = end
+                    continue
             after = self._read_any_frame(data, position, length_kind, flags, stream_id & 0x7FFFFFFF)
             if after < 0:
                 break
@@ -261,17 +272,10 @@ class Http2Connection(asyncio.Protocol):
             self.stream_error(error.stream_id, error.code)
         return end
 
-    def _count_data(self, size_bytes: int) -> None:
-        """Count received DATA, padding included, against the connection's window; reopen the window when half is used."""
-        self._receive_window -= size_bytes
-        if self._receive_window < self.limits.connection_window_bytes >> 1:
-            if self._receive_window < 0:
-                raise Http2ConnectionError(
-                    ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows"
-                )
-            self._restore_window()
-
     def _restore_window(self) -> None:
+        """Reopen the connection's window, half of which is used; raises Http2ConnectionError if the peer has overrun it."""
+        if self._receive_window < 0:
+            raise Http2ConnectionError(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
         increment = self.limits.connection_window_bytes - self._receive_window
         self._receive_window += increment
         self.write_buffer.write_control(frames.window_update(0, increment))
@@ -290,7 +294,9 @@ class Http2Connection(asyncio.Protocol):
             start += 1
             if padding > length:
                 raise Http2ConnectionError(ErrorCode.PROTOCOL_ERROR, "padding longer than its frame")
-        self._count_data(length)
+        self._receive_window -= length  # padding included
+        if self._receive_window < self.limits.connection_window_bytes >> 1:
+            self._restore_window()
         self.frame_budget.spend(1)
         end = flags & END_STREAM != 0
         stream = self.streams.get(stream_id)
@@ -351,7 +357,9 @@ class Http2Connection(asyncio.Protocol):
         self.last_stream_id = stream_id
         if head is None:
             self.stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
-        elif len(self.streams) + self.cancelled_running >= self.limits.streams or self.write_buffer.is_full:
+        elif len(self.streams) + self.cancelled_running >= self.limits.streams or (
+            self.write_buffer.unsent_bytes > self.limits.max_unsent_bytes
+        ):
             self.limits.on_limit_reached("max_streams")
             self.stream_error(stream_id, ErrorCode.REFUSED_STREAM)
         else:
@@ -388,9 +396,29 @@ class Http2Connection(asyncio.Protocol):
             # RFC 9113, section 8.1: the response is complete, so the rest of the request is not read.
             self.write_buffer.write_control(frames.rst_stream(stream.stream_id, ErrorCode.NO_ERROR))
         self.frame_budget.available += _STREAM_CREDIT
-        self.window_grants.release(stream)
+        if stream.granted_bytes or self.window_grants.waiting:
+            self.window_grants.release(stream)
         if self.closing and not self.streams:
             self.loop.call_soon(self.close)
+
+    def on_window_update(self, stream_id: int, increment: int) -> None:
+        """Increase the send window of a stream, or of the connection (stream 0); raises Http2ConnectionError."""
+        if not stream_id:
+            if not increment:
+                raise _protocol_error("WINDOW_UPDATE by 0")
+            self.write_buffer.increase_window(increment)
+            return
+        stream = self.streams.get(stream_id)
+        if stream is None:
+            self._control.check_not_idle(stream_id, "WINDOW_UPDATE")
+        elif not increment:
+            self.stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
+        else:
+            stream.send_window += increment
+            if stream.send_window > MAX_WINDOW:
+                self.stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
+            elif stream.pending:
+                self.write_buffer.schedule_stream(stream)
 
     def stream_error(self, stream_id: int, code: ErrorCode) -> None:
         """Reset a stream for a protocol error of the peer.
@@ -485,7 +513,8 @@ class ControlFrames:
         if kind == frames.CONTINUATION:
             self._continuation(payload, flags)
         elif kind == frames.WINDOW_UPDATE:
-            self._window_update(payload, stream_id)
+            increment = frames.parse_uint32(payload, "WINDOW_UPDATE") & 0x7FFFFFFF
+            self._connection.on_window_update(stream_id, increment)
         elif kind == frames.RST_STREAM:
             self._rst_stream(payload, stream_id)
         elif kind == frames.PRIORITY:
@@ -533,33 +562,15 @@ class ControlFrames:
             block, self._block = self._block, b""
             self._connection.on_header_block(self._block_stream_id, block, self._block_end)
 
-    # --- Flow control and resets --------------------------------------------------------------------------------------
-
-    def _window_update(self, payload: bytes, stream_id: int) -> None:
-        connection = self._connection
-        increment = frames.parse_uint32(payload, "WINDOW_UPDATE") & 0x7FFFFFFF
-        if not stream_id:
-            if not increment:
-                raise _protocol_error("WINDOW_UPDATE by 0")
-            connection.write_buffer.increase_window(increment)
-            return
-        self._check_not_idle(stream_id, "WINDOW_UPDATE")
-        stream = connection.streams.get(stream_id)
-        if stream is None:
-            return
-        if not increment:
-            raise Http2StreamError(stream_id, ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-        stream.send_window += increment
-        if stream.send_window > frames.MAX_WINDOW:
-            raise Http2StreamError(stream_id, ErrorCode.FLOW_CONTROL_ERROR, "the window of the stream overflows")
-        connection.write_buffer.schedule_stream(stream)
+    # --- Resets -------------------------------------------------------------------------------------------------------
 
     def _rst_stream(self, payload: bytes, stream_id: int) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
-        self._check_not_idle(stream_id, "RST_STREAM")
+        self.check_not_idle(stream_id, "RST_STREAM")
         self._connection.close_stream(stream_id)
 
-    def _check_not_idle(self, stream_id: int, frame_name: str) -> None:
+    def check_not_idle(self, stream_id: int, frame_name: str) -> None:
+        """Raise Http2ConnectionError for a frame on a stream that was never opened."""
         if not stream_id & 1 or (stream_id > self._connection.last_stream_id and not self._connection.closing):
             raise _protocol_error(f"{frame_name} on stream {stream_id}, which was never opened")
 

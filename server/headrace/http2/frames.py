@@ -22,8 +22,8 @@ MAX_WINDOW = 2**31 - 1
 
 # Header of a frame: length and kind in one 32-bit number (length << 8 | kind), flags, stream id.
 FRAME_HEADER = Struct(">IBI")
-_WORD = Struct(">I")
-_TWO_WORDS = Struct(">II")
+UINT32 = Struct(">I")
+_TWO_UINT32 = Struct(">II")
 _SETTING = Struct(">HI")
 
 
@@ -105,24 +105,24 @@ def ping(payload: bytes, ack: bool) -> bytes:
 
 def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
     """Encode a RST_STREAM frame."""
-    return frame(RST_STREAM, 0, stream_id, _WORD.pack(code))
+    return frame(RST_STREAM, 0, stream_id, UINT32.pack(code))
 
 
 def window_update(stream_id: int, increment_bytes: int) -> bytes:
     """Encode a WINDOW_UPDATE frame; stream 0 is the connection."""
-    return frame(WINDOW_UPDATE, 0, stream_id, _WORD.pack(increment_bytes))
+    return frame(WINDOW_UPDATE, 0, stream_id, UINT32.pack(increment_bytes))
 
 
 def goaway(last_stream_id: int, code: ErrorCode, text: str = "") -> bytes:
     """Encode a GOAWAY frame."""
-    return frame(GOAWAY, 0, 0, _TWO_WORDS.pack(last_stream_id, code) + text.encode())
+    return frame(GOAWAY, 0, 0, _TWO_UINT32.pack(last_stream_id, code) + text.encode())
 
 
 def parse_uint32(payload: bytes, frame_name: str) -> int:
     """Decode a payload of one 32-bit number; raises Http2ConnectionError if its size is not 4 bytes."""
     if len(payload) != 4:
         raise Http2ConnectionError(ErrorCode.FRAME_SIZE_ERROR, f"a {frame_name} of {len(payload)} bytes instead of 4")
-    number: int = _WORD.unpack(payload)[0]
+    number: int = UINT32.unpack(payload)[0]
     return number
 
 

@@ -135,11 +135,14 @@ class WindowGrants:
 
     Args:
         size_bytes: the budget.
+
+    Attributes:
+        waiting: requests that are not granted: streams and bytes.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._free_bytes = size_bytes
-        self._waiting: deque[tuple[Http2Stream, int]] = deque()
+        self.waiting: deque[tuple[Http2Stream, int]] = deque()
 
     def request(self, stream: Http2Stream, size_bytes: int) -> None:
         """Increase the window of a stream now or when earlier requests are granted.
@@ -148,7 +151,7 @@ class WindowGrants:
             stream: that receives the body.
             size_bytes: the increase; at most the budget.
         """
-        self._waiting.append((stream, size_bytes))
+        self.waiting.append((stream, size_bytes))
         self._grant_waiting()
 
     def release(self, stream: Http2Stream) -> None:
@@ -156,11 +159,11 @@ class WindowGrants:
         if stream.granted_bytes:
             self._free_bytes += stream.granted_bytes
             stream.granted_bytes = 0
-        if self._waiting:
+        if self.waiting:
             self._grant_waiting()
 
     def _grant_waiting(self) -> None:
-        waiting = self._waiting
+        waiting = self.waiting
         while waiting:
             stream, size_bytes = waiting[0]
             if stream.closed:
@@ -307,7 +310,7 @@ class WriteBuffer:
         initial_window: send window of a new stream, from the peer's SETTINGS.
         frame_bytes: largest payload of a frame, from the peer's SETTINGS.
         paused: True while the transport's buffer is full.
-        unsent_bytes: pending bytes of all streams.
+        unsent_bytes: pending bytes of all streams. Above `max_unsent_bytes` new streams are refused.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.WriteTransport, limits: Http2Limits) -> None:
@@ -326,11 +329,6 @@ class WriteBuffer:
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.paused = False
         self.unsent_bytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        """True if the peer has so many unread response bytes that new streams are refused."""
-        return self.unsent_bytes > self._limits.max_unsent_bytes
 
     def reserve_window(self, stream: Http2Stream, size_bytes: int) -> bool:
         """Subtract one DATA frame from the windows of stream and connection.
@@ -437,9 +435,15 @@ class WriteBuffer:
             self._scheduled = True
             self._loop.call_soon(self.flush)
 
-    def flush(self) -> None:
-        """Write all frames that flow control allows to the transport."""
+    def flush(self, last_frames: Iterable[bytes | memoryview] = ()) -> None:
+        """Write all frames that flow control allows to the transport.
+
+        Args:
+            last_frames: to add to this write, whose windows are reserved.
+        """
         self._scheduled = False
+        if last_frames:
+            self._chunks += last_frames
         if self.paused:
             return
         if self._send_queue:
