@@ -149,7 +149,7 @@ def test_entries_and_what_is_published_are_listed(place: _Place) -> None:
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "forced" in lines["here/1"]
     assert "98.8%" in lines["here/1"]
-    assert "nobody" in lines[unused.key[:12]]
+    assert "none" in lines[unused.key[:12]]
     assert "6 in all, 30.0 kB" in text
 
 
