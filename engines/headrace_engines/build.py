@@ -26,7 +26,7 @@ from headrace_engines.progress import Report, part
 from headrace_engines.project import BUILD_RECIPE, BuildData, BuildSpec, Project, open_data
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store, StoreEntry
-from headrace_engines.targets.base import Engine, Target, TargetSpec, Timing
+from headrace_engines.targets.base import BatchTiming, Engine, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeEngine
 
 logger = logging.getLogger("headrace.build")
@@ -70,11 +70,11 @@ class BuildResult:
     accuracy: Accuracy | None
     refusal: list[str]
     kept: tuple[str, ...]
-    timings: tuple[Timing, ...]
+    timings: tuple[BatchTiming, ...]
     size_bytes: int
     seconds: float
     cached: bool
-    baseline: Timing | None = None
+    baseline: BatchTiming | None = None
 
     @property
     def rows_per_s(self) -> float:
@@ -247,7 +247,7 @@ class _Build:
         rows = max(min(ROWS, max_rows), min_rows)
         return measure(reference, _PaddedEngine(engine, min_rows), held_out, rows, report, output=output)
 
-    def _timings(self, engine: Engine, report: Report) -> list[Timing]:
+    def _timings(self, engine: Engine, report: Report) -> list[BatchTiming]:
         sizes = batch_sizes(self._project, self._spec)
         timings = []
         for index, rows in enumerate(sizes):
@@ -255,7 +255,7 @@ class _Build:
             timings.append(self._per_row(engine.time(sample_batch(self._data, rows, self._project), _TIMING_S)))
         return timings
 
-    def _baseline(self, timings: list[Timing]) -> Mapping[str, object] | None:
+    def _baseline(self, timings: list[BatchTiming]) -> Mapping[str, object] | None:
         """Time the model's own file on ONNX Runtime, which serves it where there is no engine."""
         best = max(timings, key=lambda timing: timing.rows_per_s)
         rows = best.rows if self._target.name == "onnxruntime" else min(best.rows, _CPU_ROWS)
@@ -270,13 +270,13 @@ class _Build:
             return None
         return asdict(self._per_row(timing))
 
-    def _per_row(self, timing: Timing) -> Timing:
+    def _per_row(self, timing: BatchTiming) -> BatchTiming:
         """Correct the timing of a model without a batch dimension, whose first dimension the engine counts as rows."""
         batched = bool(self._project.config.max_batch_size)
         return timing if batched else replace(timing, rows=1, rows_per_s=timing.rows_per_s / timing.rows)
 
     def _facts(
-        self, lowered: LoweredModel, accuracy: Accuracy, timings: list[Timing], seconds: float
+        self, lowered: LoweredModel, accuracy: Accuracy, timings: list[BatchTiming], seconds: float
     ) -> Mapping[str, object]:
         return {
             "model": self._project.name,
@@ -373,11 +373,11 @@ def _result_from_entry(entry: StoreEntry, spec: BuildSpec, machine: Machine, key
         accuracy=None if accuracy is None else Accuracy.from_json(accuracy),
         refusal=list(facts.get("refusal", [])),
         kept=tuple(facts.get("kept", ())),
-        timings=tuple(Timing(**timing) for timing in facts.get("timings", ())),
+        timings=tuple(BatchTiming(**timing) for timing in facts.get("timings", ())),
         size_bytes=entry.size_bytes,
         seconds=float(facts.get("seconds", 0.0)),
         cached=cached,
-        baseline=Timing(**facts["baseline"]) if facts.get("baseline") else None,
+        baseline=BatchTiming(**facts["baseline"]) if facts.get("baseline") else None,
     )
 
 

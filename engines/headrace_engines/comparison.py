@@ -19,7 +19,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import Report, part, silent
 from headrace_engines.project import BuildSpec, Project, open_data, read_spec
 from headrace_engines.store import Store
-from headrace_engines.targets.base import Array, Engine, Target, Timing
+from headrace_engines.targets.base import Array, BatchTiming, Engine, Target
 
 FORMAT = 1
 
@@ -52,7 +52,7 @@ class ComparisonRow:
     reason: str = ""
     built: BuildResult | None = None
     memory_bytes: int | None = None
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[BatchTiming, ...] = ()
     remark: str = ""
 
     @property
@@ -60,7 +60,7 @@ class ComparisonRow:
         """Against the FP32 model, None where nothing was measured."""
         return self.built.accuracy if self.built is not None else None
 
-    def at(self, rows: int) -> Timing | None:
+    def at(self, rows: int) -> BatchTiming | None:
         """The timing of a batch size."""
         return next((timing for timing in self.timings if timing.rows == rows), None)
 
@@ -232,7 +232,7 @@ def _measure(
 ) -> list[ComparisonRow]:
     """Times, then memory, of each engine that still works; one that fails becomes its row's reason."""
     timing = reports.get("timing", silent)
-    by_precision: dict[str, list[Timing]] = {precision: [] for precision in engines}
+    by_precision: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     failed: dict[str, str] = {}
     for number, (size, inputs) in enumerate(batches.items()):
         report = part(timing, number / len(batches), (number + 1) / len(batches))
@@ -260,8 +260,8 @@ def _interleaved(
     report: Report,
     failed: dict[str, str],
     size: int,
-) -> dict[str, list[Timing]]:
-    rounds: dict[str, list[Timing]] = {precision: [] for precision in engines}
+) -> dict[str, list[BatchTiming]]:
+    rounds: dict[str, list[BatchTiming]] = {precision: [] for precision in engines}
     order = list(engines)
     for turn in range(ROUNDS):
         # The first engine of a round runs with the caches of the last one: each engine is first once.
@@ -277,11 +277,11 @@ def _interleaved(
     return {precision: timings for precision, timings in rounds.items() if precision not in failed}
 
 
-def _median_timing(rounds: list[Timing], size: int, batched: bool) -> Timing:
+def _median_timing(rounds: list[BatchTiming], size: int, batched: bool) -> BatchTiming:
     """The median round of each figure: one bad round does not show."""
     # Without a batch dimension one execution is one row; the first dimension does not count.
     per_row = 1 if batched else max(rounds[0].rows, 1)
-    return Timing(
+    return BatchTiming(
         rows=size,
         median_us=median(timing.median_us for timing in rounds),
         p99_us=median(timing.p99_us for timing in rounds),

@@ -16,7 +16,7 @@ from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.project import Project, read_spec
 from headrace_engines.quantization.samples import random_samples
 from headrace_engines.targets import choose_target
-from headrace_engines.targets.base import Array, Layer, ShapeRange, Target, Timing
+from headrace_engines.targets.base import Array, BatchTiming, Layer, ShapeRange, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class EngineInspection:
     reason: str
     shapes: Mapping[str, tuple[int, ...]]
     rows: int
-    timing: Timing
+    timing: BatchTiming
     layers: Sequence[Layer]
 
     @property

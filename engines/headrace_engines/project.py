@@ -23,7 +23,7 @@ from headrace.core.optimization_config import (
     AccuracyBar,
     Calibration,
     EngineProfile,
-    asked_precision,
+    requested_precision,
     tensorrt_accelerator,
 )
 
@@ -237,7 +237,7 @@ def read_spec(config: ModelConfig, precision: str = "") -> BuildSpec:
         workspace_bytes = options.workspace_mb << 20
     profiles = options.profiles or (EngineProfile(),)
     return BuildSpec(
-        precision=precision or asked_precision(options),
+        precision=precision or requested_precision(options),
         profiles=tuple(_shape_range(config, profile) for profile in profiles),
         workspace_bytes=workspace_bytes,
         calibration=options.calibration,

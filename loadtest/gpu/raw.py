@@ -10,7 +10,7 @@ from headrace.config.serving_plan import GpuRuntime, serving_plan
 from headrace.pipelines.execution import softmax, top_k
 from headrace.repository.gpu_backend import tensorrt_machine
 from headrace_engines.targets import choose_target
-from headrace_engines.targets.base import Timing
+from headrace_engines.targets.base import BatchTiming
 
 from loadtest.gpu.setup import CLASSES, Setup
 from loadtest.gpu.subject import INPUT, LOGITS, MEAN, STD, base_name
@@ -45,7 +45,7 @@ class RawEngine:
     ) -> None:
         self._engine.close()
 
-    def time(self, rows: int, seconds: float) -> Timing:
+    def time(self, rows: int, seconds: float) -> BatchTiming:
         """Batches of so many rows, for about so long."""
         return self._engine.time({INPUT: self._inputs[:rows]}, seconds)
 

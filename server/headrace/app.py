@@ -38,7 +38,7 @@ from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
 from headrace.repository.reconciler import Reconciler
 from headrace.repository.registry import Registry
-from headrace.repository.reports import Explainer, Overview
+from headrace.repository.reports import Explainer, ServerOverview
 from headrace.repository.shared_memory import SharedMemoryRegions
 from headrace.settings import Settings
 from headrace.tls import TlsFiles, certificate_expiry_s
@@ -133,7 +133,7 @@ class HeadraceServer:
             traces=self._tracer,
             accounts=self._accounts,
             logs=LogSettings(logging.getLogger("headrace")),
-            overview=Overview(self._registry, settings.model_repository),
+            overview=ServerOverview(self._registry, settings.model_repository),
             version=version("headrace"),
             extensions=extensions(settings, cuda is not None),
             explain=Explainer(self._registry),
@@ -162,7 +162,7 @@ class HeadraceServer:
             certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
         )
         return MetricsPage(
-            self._registry.sources, self._data_plane.residency, facts, Nvml(), self._settings.metrics_config
+            self._registry.sources, self._data_plane.gpu_model_cache, facts, Nvml(), self._settings.metrics_config
         )
 
     async def _listen_grpc(self, services: Services, tls: TlsFiles | None) -> int:

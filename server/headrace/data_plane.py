@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headrace.core.completion import Mailbox
-from headrace.repository.gpu_model_cache import Residency
-from headrace.repository.latency_measurement import ProfileStore
+from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.latency_measurement import LatencyStore
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Desired, Reconciler
 from headrace.repository.registry import Registry
@@ -32,7 +32,7 @@ class DataPlane:
 
     Attributes:
         registry: versions that serve.
-        residency: models that share the memory of GPUs.
+        gpu_model_cache: models that share the memory of GPUs.
         reconciler: the control thread.
     """
 
@@ -44,7 +44,7 @@ class DataPlane:
         only: Mapping[Path, frozenset[str]],
     ) -> None:
         self.registry = Registry(settings.ready_when)
-        self.residency = Residency()
+        self.gpu_model_cache = GpuModelCache()
         names = None if settings.model_control != "explicit" else frozenset(settings.load_model) - {"*"}
         desired = Desired(settings.model_repository, None if "*" in settings.load_model else names, only)
         state = Path(settings.state_dir) if settings.state_dir else None
@@ -53,10 +53,10 @@ class DataPlane:
             settings.metrics,
             self._instance_died,
             self._instance_back,
-            residency=self.residency,
+            gpu_model_cache=self.gpu_model_cache,
             gpu_memory_fraction=settings.gpu_memory_fraction,
             profile_s=settings.profile_s,
-            profiles=None if state is None else ProfileStore(state / "profiles"),
+            profiles=None if state is None else LatencyStore(state / "profiles"),
             state=state,
         )
         control = ControlPolicy(

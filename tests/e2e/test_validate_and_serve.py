@@ -12,7 +12,7 @@ import onnx
 import pytest
 import tritonclient.http as triton
 from headrace.commands import validate
-from headrace.commands.validate import Inspection
+from headrace.commands.validate import ModelCheck
 from onnx import TensorProto, helper
 from rich.console import Console
 
@@ -248,13 +248,13 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def inspections(repository: Path) -> dict[str, Inspection]:
+def inspections(repository: Path) -> dict[str, ModelCheck]:
     """What `validate` finds, by model."""
     found = validate.inspect(repository)
     return {name_of(inspection): inspection for inspection in found if inspection.skipped is None}
 
 
-def name_of(inspection: Inspection) -> str:
+def name_of(inspection: ModelCheck) -> str:
     return inspection.model.name if inspection.model is not None else inspection.findings[0].path.partition("/")[0]
 
 
@@ -274,7 +274,7 @@ def index(server: Server) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def test_both_say_the_same_of_every_model(
-    inspections: dict[str, Inspection], index: dict[str, list[tuple[str, str, str]]]
+    inspections: dict[str, ModelCheck], index: dict[str, list[tuple[str, str, str]]]
 ) -> None:
     assert inspections.keys() == index.keys()
     different = {}
@@ -332,7 +332,7 @@ def test_strict_refuses_what_validate_refuses(repository: Path, tmp_path: Path) 
                 pass
 
 
-def test_a_scikit_learn_classifier_serves_its_label(server: Server, inspections: dict[str, Inspection]) -> None:
+def test_a_scikit_learn_classifier_serves_its_label(server: Server, inspections: dict[str, ModelCheck]) -> None:
     assert inspections["zipmap"].ready == ("1",)
     warning = next(found for found in inspections["zipmap"].findings if "output_probability" in found.message)
     assert 'output "output_probability"' in warning.message
@@ -347,7 +347,7 @@ def test_a_scikit_learn_classifier_serves_its_label(server: Server, inspections:
     assert inspections["zipmap_alone"].ready == ()
 
 
-def test_a_missing_locale_is_named_with_its_cure(inspections: dict[str, Inspection]) -> None:
+def test_a_missing_locale_is_named_with_its_cure(inspections: dict[str, ModelCheck]) -> None:
     finding = inspections["text_locale"].findings[-1]
     assert 'needs the locale "xx_YY.UTF-8", which this machine does not have' in finding.message
     assert "localedef -i xx_YY -f UTF-8 xx_YY.UTF-8" in finding.cure
@@ -355,13 +355,13 @@ def test_a_missing_locale_is_named_with_its_cure(inspections: dict[str, Inspecti
     assert inspections["text_c_locale"].ready == ("1",)
 
 
-def test_config_yml_is_read(server: Server, inspections: dict[str, Inspection]) -> None:
+def test_config_yml_is_read(server: Server, inspections: dict[str, ModelCheck]) -> None:
     config = json.loads(server.request("GET", "/v2/models/yml/config")[2])
     assert config["max_batch_size"] == 7
     assert "has both config.yaml and config.yml (keep one of them)" in str(inspections["yml_and_yaml"].findings[0])
 
 
-def test_unknown_parameters_are_warned_of_by_name_in_both(server: Server, inspections: dict[str, Inspection]) -> None:
+def test_unknown_parameters_are_warned_of_by_name_in_both(server: Server, inspections: dict[str, ModelCheck]) -> None:
     (finding,) = inspections["unknown_parameter"].findings
     assert str(finding) == (
         'unknown_parameter/config.yaml:1: warning: the parameter "intra_op_threads" has no effect: no backend here reads it '

@@ -14,7 +14,7 @@ from headrace.core.errors import ConfigError
 from headrace.cuda.devices import describe
 from headrace.cuda.driver import current
 from headrace.cuda.memory import DeviceBuffer
-from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from headrace_engines.progress import silent
@@ -68,12 +68,14 @@ def needs(repository: Path) -> dict[str, int]:
     """What each of the models books on the GPU: not the same, as TensorRT chooses their kernels by time."""
     found: dict[str, int] = {}
     for name in "abc":
-        residency = Residency()
+        gpu_model_cache = GpuModelCache()
 
-        async def check(_: Reconciler, __: Registry, name: str = name, residency: Residency = residency) -> None:
-            found[name] = residency.ledger.held(0)
+        async def check(
+            _: Reconciler, __: Registry, name: str = name, gpu_model_cache: GpuModelCache = gpu_model_cache
+        ) -> None:
+            found[name] = gpu_model_cache.ledger.held(0)
 
-        run(repository, check, names=frozenset({name}), residency=residency)
+        run(repository, check, names=frozenset({name}), gpu_model_cache=gpu_model_cache)
     return found
 
 
@@ -107,7 +109,7 @@ def test_what_is_booked_is_what_is_taken(repository: Path, needs: dict[str, int]
 
 def test_models_take_turns_and_all_answers_are_right(repository: Path, needs: dict[str, int]) -> None:
     two = sum(sorted(needs.values())[1:])  # any two of them have room, all three have not
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
@@ -120,13 +122,13 @@ def test_models_take_turns_and_all_answers_are_right(repository: Path, needs: di
             return count
 
         counts = await asyncio.gather(*[caller(name, seed) for seed, name in enumerate("abc", 1)])
-        loads = [(name, loads) for name, _, loads in residency.loads()]
+        loads = [(name, loads) for name, _, loads in gpu_model_cache.loads()]
         seconds = {name: round(each.time_ns / each.count / 1e9, 3) for name, each in loads}
         print(f"answers {counts}, loads {[each.count for _, each in loads]}, seconds a load {seconds}", flush=True)
         assert min(counts) > 10
-        assert residency.ledger.held(0) <= two
+        assert gpu_model_cache.ledger.held(0) <= two
 
-    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(two))
+    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(two))
 
 
 def test_parking_gives_all_memory_back(repository: Path, needs: dict[str, int]) -> None:

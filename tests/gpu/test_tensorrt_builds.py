@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from headrace.config.manifest import Timing
+from headrace.config.manifest import BatchTiming
 from headrace_engines.build import BuildResult, build_engine
 from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import read_onnx
@@ -79,7 +79,7 @@ def test_a_residual_network_in_every_precision(tmp_path: Path, precision: str) -
     assert built.accuracy is not None
     assert built.accuracy.cosine > (0.9995 if precision in ("fp32", "fp16") else 0.97)
     assert [timing.rows for timing in built.timings] == [1, ROWS]
-    assert all(isinstance(timing, Timing) and timing.median_us > 1 for timing in built.timings)
+    assert all(isinstance(timing, BatchTiming) and timing.median_us > 1 for timing in built.timings)
     layers, convolutions = layers_of(built, project), {"node_a2", "node_c1", "node_c2"}
     beside = precision == "fp8" and bool(TARGET.refuses_fp8_convolutions())
     assert convolutions <= nodes_in(layers, "fp16" if beside else precision)

@@ -18,7 +18,7 @@ from pathlib import Path
 from headrace.config.edit import read_config_file
 from headrace.config.manifest import Machine, Stamp, artefact_name, config_digest, write_stamp
 from headrace.config.model_folder import served_versions
-from headrace.config.serving_plan import GpuRuntime, Plan, cpu_pin, engine_folder, serving_plan
+from headrace.config.serving_plan import GpuRuntime, ServingPlan, cpu_pin, engine_folder, serving_plan
 from headrace.core.command_line import open_console, pickup_text
 from headrace.core.errors import ConfigError, HeadraceError, Unsupported
 from headrace.core.optimization_config import PRECISIONS
@@ -286,7 +286,7 @@ class Forecast:
         not_served: Why the version is not served at all yet, and what to change; "" if it is.
     """
 
-    now: Plan | None
+    now: ServingPlan | None
     not_now: str
     refusal: str = ""
     not_served: str = ""
@@ -358,13 +358,13 @@ def serving_text(built: BuildResult) -> str:
     return f"{_RUNTIMES[target]} {built.spec.precision.upper()} on {device_text}"
 
 
-def current_serving_text(plan: Plan) -> str:
+def current_serving_text(plan: ServingPlan) -> str:
     """Describe the file and runtime that serve now, e.g. "model.onnx, ONNX Runtime on the CPU"."""
     what = plan.file.name if plan.stamp is None else f"the {plan.stamp.precision.upper()} engine"
     return f"{what}, {_RUNTIMES[plan.runtime]} on {_DEVICES[plan.runtime]}"
 
 
-def current_rows_per_s(plan: Plan, built: BuildResult) -> float:
+def current_rows_per_s(plan: ServingPlan, built: BuildResult) -> float:
     """Rows a second of what serves now: by an engine's stamp, or as the build has timed the model's own file; 0: not known."""
     if plan.stamp is not None:
         return max((timing.rows_per_s for timing in plan.stamp.timings), default=0.0)
@@ -373,7 +373,7 @@ def current_rows_per_s(plan: Plan, built: BuildResult) -> float:
     return 0.0
 
 
-def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[Plan | None, str]:
+def _plan(project: Project, gpu: GpuRuntime, engines: Path | None) -> tuple[ServingPlan | None, str]:
     try:
         plan = serving_plan(project.folder, project.version, gpu, engines)
     except ConfigError as error:
@@ -394,14 +394,14 @@ def _write_stand_in(folder: Path, project: Project, machine: Machine, suffix: st
         config_digest=config_digest(project.config),
         spec_digest=_STAND_IN_KEY,
         precision="fp32",
-        asked="fp32",
+        requested="fp32",
         overridden=False,
         machine=machine,
     )
     write_stamp(folder, stamp)
 
 
-def _refusal(project: Project, target: Target, then: Plan | None, problem: str) -> str:
+def _refusal(project: Project, target: Target, then: ServingPlan | None, problem: str) -> str:
     other = "onnxruntime" if target.name == "tensorrt" else "tensorrt"
     instead = f"or build for what serves: headrace build {project.name} --target {other}"
     pin = cpu_pin(project.config)

@@ -208,7 +208,7 @@ def _stale(stamp: Stamp, project: Project, digest: str) -> str:
     if stamp.onnx_sha256 != digest:
         return f"built from another {project.source.name}"
     if not stamp_fits(stamp, project.config):
-        return f"built for another configuration (precision {stamp.asked})"
+        return f"built for another configuration (precision {stamp.requested})"
     return ""
 
 
@@ -541,5 +541,5 @@ def _cure(one: PublishedEngine) -> str:
     if one.stamp is None:
         return f"`{command}`"
     if one.stamp.overridden:
-        command += f" --precision {one.stamp.asked}"
+        command += f" --precision {one.stamp.requested}"
     return f"`{command}` on {one.stamp.machine.device} {one.stamp.machine.capability}"

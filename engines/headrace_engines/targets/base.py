@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 import onnx
-from headrace.config.manifest import Machine, Timing
+from headrace.config.manifest import BatchTiming, Machine
 
 from headrace_engines.progress import Report
 
-__all__ = ["Array", "Engine", "Layer", "Machine", "ModelRunner", "ShapeRange", "Target", "TargetSpec", "Timing"]
+__all__ = ["Array", "BatchTiming", "Engine", "Layer", "Machine", "ModelRunner", "ShapeRange", "Target", "TargetSpec"]
 
 Array = npt.NDArray[Any]
 
@@ -86,7 +86,7 @@ class ModelRunner(Protocol):
 class Engine(ModelRunner, Protocol):
     """An artefact that is loaded."""
 
-    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
         """Time executions of this batch for about so long; on a GPU as a CUDA graph, inputs on the device."""
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:

@@ -36,7 +36,7 @@ from onnx import TensorProto, helper
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx, write_onnx
 from headrace_engines.progress import Report
-from headrace_engines.targets.base import Array, Layer, TargetSpec, Timing
+from headrace_engines.targets.base import Array, BatchTiming, Layer, TargetSpec
 from headrace_engines.targets.lineage import Lineage, compose_lineages, name_nodes, trace_nodes
 
 _WARM_UP_RUNS = 3
@@ -131,7 +131,7 @@ class OnnxRuntimeEngine:
         except Exception as error:
             raise BuildError(f"{self._path.name} does not run on ONNX Runtime: {_first_line(error)}") from error
 
-    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
         """Time executions back to back, after a warm-up; a batch's rows are the first dimension of its first input."""
         fed = dict(inputs)
         started_ns = time.perf_counter_ns()
@@ -148,7 +148,9 @@ class OnnxRuntimeEngine:
             now_ns = done_ns
         median_us, p99_us = np.percentile(np.array(durations_ns) / 1e3, (50, 99))
         rows = rows_of(fed)
-        return Timing(rows, float(median_us), float(p99_us), rows * len(durations_ns) / ((now_ns - started_ns) / 1e9))
+        return BatchTiming(
+            rows, float(median_us), float(p99_us), rows * len(durations_ns) / ((now_ns - started_ns) / 1e9)
+        )
 
     def layers(self, inputs: Mapping[str, Array]) -> list[Layer]:
         """The kernels that ONNX Runtime runs, in order, timed on this batch by its own profiler."""

@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, Finding, HeadraceError
 if TYPE_CHECKING:
     from headrace.config.edit import Changes
     from headrace.config.model_folder import ModelFolder
-    from headrace.repository.tuning import Options, Point, Sweep
+    from headrace.repository.tuning import MeasuredSetting, Options, Sweep
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,7 @@ def _document(result: Sweep) -> dict[str, Any]:
     }
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: MeasuredSetting) -> dict[str, Any]:
     spread = {"rows_hz": point.rows_hz, "low_hz": point.low_hz, "high_hz": point.high_hz}
     return {**asdict(point), **spread}
 

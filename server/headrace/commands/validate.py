@@ -28,10 +28,10 @@ from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor_config import ModelInput, ModelOutput
-from headrace.repository.builds import BUILDER, Builds
-from headrace.repository.deployment import Deployments, Drains, Source
-from headrace.repository.folders import Skipped, folder_names, folders, is_model_folder, open_paths
-from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.builds import BUILDER, EngineBuilds
+from headrace.repository.deployment import Deployments, Drains, ModelSource
+from headrace.repository.folders import SkippedFolder, folder_names, folders, is_model_folder, open_paths
+from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.loader import Loader
 from headrace.repository.registry import Registry
 
@@ -40,7 +40,7 @@ _READY, _LOADING = "READY", "LOADING"
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class ModelCheck:
     """The outcome for one model's folder.
 
     Attributes:
@@ -55,7 +55,7 @@ class Inspection:
     findings: tuple[Finding, ...]
     states: tuple[tuple[str, str, str], ...] = ()
     substitutes: tuple[tuple[str, str], ...] = ()
-    skipped: Skipped | None = None
+    skipped: SkippedFolder | None = None
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class Inspection:
         return tuple(version for version, state, _ in self.states if state == _READY)
 
 
-def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspection]:
+def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[ModelCheck]:
     """Read and load the models in `path`, or the one model whose folder it is; never raises for what it finds.
 
     Args:
@@ -92,25 +92,25 @@ def inspect(path: Path, load: bool = True, state_dir: str = "") -> list[Inspecti
     if not models:
         cure = "put each model in a folder of its own: <model>/1/model.onnx"
         empty = _only(Finding(path.name, None, "holds no models", cure, fatal=False))
-        return [*(Inspection(None, (), skipped=folder) for folder in skipped), empty]
+        return [*(ModelCheck(None, (), skipped=folder) for folder in skipped), empty]
     inspections = [_read(folder, path) for folder in models]
-    notes = [Inspection(None, (), skipped=folder) for folder in skipped]
+    notes = [ModelCheck(None, (), skipped=folder) for folder in skipped]
     return [*notes, *(_loaded(inspections, path, state_dir) if load else inspections)]
 
 
-def _only(finding: Finding) -> Inspection:
-    return Inspection(None, (finding,))
+def _only(finding: Finding) -> ModelCheck:
+    return ModelCheck(None, (finding,))
 
 
-def _read(folder: Path, repository: Path) -> Inspection:
+def _read(folder: Path, repository: Path) -> ModelCheck:
     try:
         model = read_model_folder(folder, repository)
     except ConfigError as error:
-        return Inspection(None, tuple(error.findings))
-    return Inspection(model, model.findings)
+        return ModelCheck(None, tuple(error.findings))
+    return ModelCheck(model, model.findings)
 
 
-def _loaded(inspections: Sequence[Inspection], repository: Path, state_dir: str) -> list[Inspection]:
+def _loaded(inspections: Sequence[ModelCheck], repository: Path, state_dir: str) -> list[ModelCheck]:
     """The inspections, with what came of loading the models that could be read."""
     models = [inspection.model for inspection in inspections if inspection.model is not None]
     outcomes = load_in_child(models, repository, state_dir)
@@ -120,7 +120,7 @@ def _loaded(inspections: Sequence[Inspection], repository: Path, state_dir: str)
     ]
 
 
-def _with_outcome(inspection: Inspection, model: ModelFolder, outcomes: Mapping[str, Any]) -> Inspection:
+def _with_outcome(inspection: ModelCheck, model: ModelFolder, outcomes: Mapping[str, Any]) -> ModelCheck:
     outcome = outcomes[model.name]
     findings = [_below_model(Finding(*finding), model) for finding in outcome["findings"]]
     states = tuple((version, state, reason) for version, state, reason in outcome["states"])
@@ -212,12 +212,12 @@ def main(paths: Sequence[Path], console: Console, load: bool = True, strict: boo
                 counts["model"] += 1
                 _print_model(inspection.model, inspection, console)
             _print_states(inspection.model, inspection, console)
-    told = [
+    summary = [
         _counted(counts["model"], "good model"),
         _counted(counts["error"], "error"),
         _counted(counts["warning"], "warning"),
     ]
-    console.print(Text(", ".join(told), style="bold red" if counts["error"] else "bold green"))
+    console.print(Text(", ".join(summary), style="bold red" if counts["error"] else "bold green"))
     return 1 if counts["error"] else 0
 
 
@@ -236,18 +236,18 @@ def _print_finding(finding: Finding, console: Console) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _print_skipped(skipped: Skipped, path: Path, console: Console) -> None:
+def _print_skipped(skipped: SkippedFolder, path: Path, console: Console) -> None:
     shown = path / skipped.path.name
     console.print(Text(f"{shown}: note: skipped: {skipped.reason}", style="dim"), soft_wrap=True)
 
 
-def _print_model(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+def _print_model(model: ModelFolder, inspection: ModelCheck, console: Console) -> None:
     served = inspection.ready or tuple(map(str, served_versions(model.config, model.versions)))
     line = f" {', '.join(served)}: {signature_line(model.config)}"
     console.print(Text.assemble(("OK ", "green"), (model.name, "bold"), line), soft_wrap=True)
 
 
-def _print_states(model: ModelFolder, inspection: Inspection, console: Console) -> None:
+def _print_states(model: ModelFolder, inspection: ModelCheck, console: Console) -> None:
     """What the index says beside a version that serves, or that is still loading: its engine is built first."""
     for version, state, reason in inspection.states:
         if version and reason and state in (_READY, _LOADING):
@@ -255,7 +255,7 @@ def _print_states(model: ModelFolder, inspection: Inspection, console: Console) 
             console.print(Text(f"   {model.name} {version}: note: {word}{reason}", style="dim"), soft_wrap=True)
 
 
-def _strict(inspection: Inspection) -> Inspection:
+def _strict(inspection: ModelCheck) -> ModelCheck:
     """The inspection with an error for each version that the CPU serves in place of a GPU."""
     if inspection.model is None:
         return inspection
@@ -305,15 +305,15 @@ def trial_load(name: str, folder: Path, repository: Path, state: Path | None = N
         `states`: version, state and reason as the server's index has them; `findings`: why a version is not served;
         `substitutes`: version and reason where the CPU serves though the configuration asks for a GPU.
     """
-    registry, residency, loop = Registry(), Residency(), asyncio.new_event_loop()
-    drains = Drains(registry, residency.forget)
-    loader = Loader(Mailbox(loop), histograms=False, residency=residency, profile_s=_MEASURE_S, state=state)
+    registry, gpu_model_cache, loop = Registry(), GpuModelCache(), asyncio.new_event_loop()
+    drains = Drains(registry, gpu_model_cache.forget)
+    loader = Loader(Mailbox(loop), histograms=False, gpu_model_cache=gpu_model_cache, profile_s=_MEASURE_S, state=state)
     # Never started, so that orders for engines only wait.
-    builds = Builds(BUILDER, lambda _order, _failure: None)
+    builds = EngineBuilds(BUILDER, lambda _order, _failure: None)
     deployments = Deployments(loader, registry, drains, builds)
     findings: Sequence[Finding] = ()
     try:
-        deployments.load(Source(name, folder, repository))
+        deployments.load(ModelSource(name, folder, repository))
     except ConfigError as error:
         findings = error.findings
     states = [[row["version"], row["state"], row["reason"]] for row in registry.index() if row["name"] == name]

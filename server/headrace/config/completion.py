@@ -645,7 +645,7 @@ def _compare_shape(
     dims = tensor.dims if tensor.reshape is None else tensor.reshape.shape
     own = shape[1:] if batched else shape
     # A free dimension of the model takes any size; a fixed one must be told as it is.
-    if len(dims) == len(own) and all(size in (-1, told) for told, size in zip(dims, own, strict=True)):
+    if len(dims) == len(own) and all(size in (-1, declared) for declared, size in zip(dims, own, strict=True)):
         return None
     place = " behind the batch dimension" if batched else ""
     return Problem(

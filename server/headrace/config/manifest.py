@@ -35,7 +35,7 @@ from headrace.core.optimization_config import (
     HEADRACE_OPTIMIZATION_FIELDS,
     PRECISIONS,
     Optimization,
-    asked_precision,
+    requested_precision,
     tensorrt_accelerator,
 )
 
@@ -65,7 +65,7 @@ def config_digest(config: ModelConfig) -> str:
     Args:
         config: complete.
     """
-    told = config.model_dump(
+    document = config.model_dump(
         mode="json",
         exclude_defaults=True,
         include={
@@ -75,13 +75,13 @@ def config_digest(config: ModelConfig) -> str:
         },
         exclude={"preprocess": {"by", "source"}},
     )
-    told["input"] = [
+    document["input"] = [
         tensor.model_dump(mode="json", include={"name", "data_type", "dims", "reshape"}) for tensor in config.input
     ]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def fits_config(stored_digest: str, asked: str, config: ModelConfig) -> bool:
+def fits_config(stored_digest: str, requested: str, config: ModelConfig) -> bool:
     """True if an artefact was built for a configuration, or for what the configuration says now.
 
     `headrace build --precision int8` stores the digest of the configuration as it was. If `precision: int8` is written into the
@@ -89,21 +89,21 @@ def fits_config(stored_digest: str, asked: str, config: ModelConfig) -> bool:
 
     Args:
         stored_digest: `config_digest` of the configuration at the time of the build.
-        asked: the precision that was asked for then, by the configuration or the command line.
+        requested: the precision that was requested then, by the configuration or the command line.
         config: complete.
     """
     if stored_digest == config_digest(config):
         return True
-    if asked != asked_precision(config.optimization):
+    if requested != requested_precision(config.optimization):
         return False
     variants = _with_other_precisions(config.optimization)
     return any(stored_digest == config_digest(config.model_copy(update={"optimization": one})) for one in variants)
 
 
-def _with_other_precisions(told: Optimization) -> list[Optimization]:
+def _with_other_precisions(optimization: Optimization) -> list[Optimization]:
     """The same optimisation with every other way to say a precision, or none."""
-    variants = [told.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
-    accelerator = tensorrt_accelerator(told)
+    variants = [optimization.model_copy(update={"precision": word}) for word in (None, *PRECISIONS)]
+    accelerator = tensorrt_accelerator(optimization)
     # Triton's accelerator may have been added for its precision alone.
     if accelerator is not None and not set(accelerator.parameters) - {"precision_mode"}:
         variants += [one.model_copy(update={"execution_accelerators": None}) for one in variants]
@@ -235,7 +235,7 @@ _Time = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
+class MeasuredLayer:
     """One step of an engine; see `headrace_engines.targets.base.Layer`."""
 
     name: str
@@ -266,7 +266,7 @@ class LayerReport:
     p99_us: _Time
     rows_per_s: _Time
     total_us: _Time
-    layers: tuple[LayerTime, ...]
+    layers: tuple[MeasuredLayer, ...]
 
     def to_json(self) -> dict[str, Any]:
         """What a client is shown; the machine in words."""
@@ -323,8 +323,12 @@ Seconds = Annotated[float, Field(ge=0)]
 Scalar = str | bool | int | float | None
 
 
+# Names of fields in `build.json` where they differ: the file format stays.
+_STORED_NAMES = {"requested": "asked"}
+
+
 @dataclass(frozen=True, slots=True)
-class Timing:
+class BatchTiming:
     """How fast an engine is on one batch size, inputs where the engine wants them, nothing else running.
 
     Attributes:
@@ -353,8 +357,8 @@ class Stamp:
         config_digest: of the configuration it was built for.
         spec_digest: of what was built, in detail; only builders can tell it.
         precision: that it has.
-        asked: that was asked for, e.g. "best".
-        overridden: `asked` is the command line's, not the configuration's.
+        requested: the requested precision, e.g. "best".
+        overridden: `requested` is the command line's, not the configuration's.
         machine: that it was built on, and is for.
         accuracy: against the FP32 model, by name; None where nothing was measured, a value None where it is not finite.
         forced: published although it misses what was asked of it.
@@ -375,22 +379,22 @@ class Stamp:
     config_digest: Digest
     spec_digest: Digest
     precision: str
-    asked: str
+    requested: Annotated[str, Field(alias=_STORED_NAMES["requested"])]
     overridden: bool
     machine: Machine
     accuracy: Mapping[str, Scalar] | None = None
     forced: bool = False
     refusal: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[BatchTiming, ...] = ()
     seconds: Seconds = 0.0
     built_with: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what of the accuracy is not finite becomes None, for which JSON has a word."""
-        told = asdict(self)
-        told["accuracy"] = _finite(self.accuracy)
-        return told
+        document = {_STORED_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        document["accuracy"] = _finite(self.accuracy)
+        return document
 
     @staticmethod
     def from_json(value: object, where: str = STAMP_FILE) -> Stamp:
@@ -408,7 +412,7 @@ class Stamp:
         try:
             stamp = _adapter().validate_json(json.dumps(value))
         except ValidationError as error:
-            _refuse(where, "; ".join(_told(problem) for problem in error.errors(include_url=False)[:3]))
+            _refuse(where, "; ".join(_describe_problem(problem) for problem in error.errors(include_url=False)[:3]))
         except (TypeError, ValueError, RecursionError) as error:
             _refuse(where, f"holds something that is no JSON: {error}")
         if not is_artefact_name(stamp.artefact) or stamp.artefact.split(".")[1] != stamp.key[:12]:
@@ -417,7 +421,7 @@ class Stamp:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ArtefactMatch:
     """What to serve of a version.
 
     Attributes:
@@ -519,7 +523,7 @@ def choose(
     config: ModelConfig | str,
     machine: Machine,
     check: bool = True,
-) -> Choice:
+) -> ArtefactMatch:
     """The artefact to serve on a machine, or why there is none.
 
     Args:
@@ -531,36 +535,36 @@ def choose(
         check: read the whole artefact and compare its digest, not its size alone.
     """
     if not stamps:
-        return Choice(None, None, "no engine is built")
+        return ArtefactMatch(None, None, "no engine is built")
     stamp = next((stamp for stamp in stamps if stamp.machine == machine), None)
     if stamp is None:
         others = ", ".join(str(stamp.machine) for stamp in stamps)
-        return Choice(None, None, f"built for {others}; this is {machine}")
+        return ArtefactMatch(None, None, f"built for {others}; this is {machine}")
     if stamp.onnx_sha256 != onnx_sha256:
-        return Choice(None, None, "built from another model.onnx")
+        return ArtefactMatch(None, None, "built from another model.onnx")
     fits = stamp.config_digest == config if isinstance(config, str) else stamp_fits(stamp, config)
     if not fits:
-        return Choice(None, None, f"built for another configuration (precision {stamp.asked})")
+        return ArtefactMatch(None, None, f"built for another configuration (precision {stamp.requested})")
     path = folder / stamp.artefact
     wrong = artefact_problem(path, stamp.size_bytes, stamp.artefact_sha256 if check else "")
-    return Choice(None, None, wrong) if wrong else Choice(stamp, path, "")
+    return ArtefactMatch(None, None, wrong) if wrong else ArtefactMatch(stamp, path, "")
 
 
 def stamp_fits(stamp: Stamp, config: ModelConfig) -> bool:
     """True if a stamp's artefact was built for a configuration; see `fits_config`."""
-    return fits_config(stamp.config_digest, stamp.asked, config)
+    return fits_config(stamp.config_digest, stamp.requested, config)
 
 
 def choose_in(
     folder: Path, onnx_sha256: str, config: ModelConfig | str, machine: Machine, check: bool = True
-) -> Choice:
+) -> ArtefactMatch:
     """`choose` from the stamps in a folder, also while a builder publishes there; a `build.json` that is wrong is a reason."""
-    choice = Choice(None, None, "")
+    choice = ArtefactMatch(None, None, "")
     for _ in range(_LOOKS):
         try:
             stamps = read_stamps(folder)
         except ConfigError as error:
-            return Choice(None, None, f"{error.findings[0].path} {error.findings[0].message}")
+            return ArtefactMatch(None, None, f"{error.findings[0].path} {error.findings[0].message}")
         choice = choose(stamps, folder, onnx_sha256, config, machine, check)
         if not choice.reason.endswith(_MISSING):
             break
@@ -631,7 +635,7 @@ def _finite(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
 
 
-def _told(problem: Mapping[str, Any]) -> str:
+def _describe_problem(problem: Mapping[str, Any]) -> str:
     place = ".".join(map(str, _plain(problem["loc"])))
     return f"{place or 'it'}: {problem['msg']}"
 

@@ -31,7 +31,7 @@ from headrace.core.command_line import did_you_mean
 from headrace.core.config_base import Location, Problem
 from headrace.core.errors import ConfigError, Finding, NotFound
 from headrace.core.model_config import ModelConfig, name_problem
-from headrace.core.optimization_config import CALIBRATED, asked_precision
+from headrace.core.optimization_config import CALIBRATED, requested_precision
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Datatype
 from headrace.core.tensor_config import ModelInput, WarmupInput
 
@@ -221,7 +221,7 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
             )
         elif not (folder / file).exists():
             remarks.append(Problem(loc, f"{block}.data {data!r:.120} is not there", "add it to the model's folder"))
-    precision = asked_precision(config.optimization)
+    precision = requested_precision(config.optimization)
     if precision in CALIBRATED and not config.optimization.calibration.data:
         cure = "write optimization.calibration.data: samples in the model's folder"
         remarks.append(Problem(("optimization", "precision"), f"{precision} cannot be built without samples", cure))
@@ -240,8 +240,8 @@ def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
 
 
 def _samples(config: ModelConfig) -> dict[str, str]:
-    told = config.optimization
-    found = {"calibration": told.calibration.data, "accuracy": told.accuracy.data}
+    options = config.optimization
+    found = {"calibration": options.calibration.data, "accuracy": options.accuracy.data}
     return {block: data for block, data in found.items() if data}
 
 
@@ -299,8 +299,8 @@ def warmup_problems(config: ModelConfig, folder: Path, repository: Path) -> list
         for name, feed in warmup.inputs.items():
             if name in known:
                 here: Location = (*loc, "inputs", name)
-                told = _feed_problems(feed, known[name], warmup.batch_size, folder, repository)
-                problems += [problem._replace(loc=(*here, *problem.loc)) for problem in told]
+                feed_problems = _feed_problems(feed, known[name], warmup.batch_size, folder, repository)
+                problems += [problem._replace(loc=(*here, *problem.loc)) for problem in feed_problems]
     return problems
 
 
@@ -447,8 +447,8 @@ class _FolderReader:
         self._check_filenames(config)
         self._stop_if_fatal()
         config = complete_instances(self._complete(config, served))
-        self._tell(warmup_problems(config, self._path, self._repository))
-        self._tell(sample_remarks(config, self._path), fatal=False)
+        self._report(warmup_problems(config, self._path, self._repository))
+        self._report(sample_remarks(config, self._path), fatal=False)
         labels = self._read_labels(config)
         self.findings += label_remarks(config, labels, self._path, self._repository)
         self._stop_if_fatal()
@@ -461,7 +461,7 @@ class _FolderReader:
         if any(finding.fatal for finding in self.findings):
             raise ConfigError([])
 
-    def _tell(self, problems: list[Problem], fatal: bool = True) -> None:
+    def _report(self, problems: list[Problem], fatal: bool = True) -> None:
         self.findings += [self._document.finding(problem, fatal) for problem in problems]
 
     def _check_folder(self) -> None:
@@ -483,7 +483,7 @@ class _FolderReader:
         self.findings += findings
         if config is not None and config.name not in ("", self._path.name):
             message = f'the name "{config.name}" is not the folder\'s'
-            self._tell([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
+            self._report([Problem(("name",), message, f'write "{self._path.name}", remove name, or rename the folder')])
         return ModelConfig() if config is None else config
 
     def _read_document(self) -> bool:
@@ -512,55 +512,55 @@ class _FolderReader:
         if absent:
             message = f"version {', '.join(map(str, absent))} of version_policy is not there"
             there = ", ".join(map(str, versions))
-            self._tell([Problem(loc, message, f"add the folder, or choose from {there}")], fatal=not served)
+            self._report([Problem(loc, message, f"add the folder, or choose from {there}")], fatal=not served)
         for label, version in config.labels.items():
             if version not in served:
                 message = f'label "{label}" names version {version}, which is not served'
                 there = ", ".join(map(str, served)) or "none"
-                self._tell([Problem(("labels", label), message, f"served here: {there}")], fatal=False)
+                self._report([Problem(("labels", label), message, f"served here: {there}")], fatal=False)
         return served
 
     def _check_filenames(self, config: ModelConfig) -> None:
         problem = filename_problem(config.default_model_filename)
         if problem is not None or "/" in config.default_model_filename:
             message = f'default_model_filename "{config.default_model_filename}" is no file name'
-            self._tell(
+            self._report(
                 [Problem(("default_model_filename",), message, "write the name of a file in the version's folder")]
             )
         for index, output in enumerate(config.output):
             problem = filename_problem(output.label_filename) if output.label_filename else None
             if problem is not None:
-                self._tell([Problem(("output", index, "label_filename"), *problem)])
+                self._report([Problem(("output", index, "label_filename"), *problem)])
         for index, warmup in enumerate(config.model_warmup):
             for name, feed in warmup.inputs.items():
                 problem = filename_problem(feed.input_data_file) if feed.input_data_file else None
                 if problem is not None:
-                    self._tell([Problem(("model_warmup", index, "inputs", name, "input_data_file"), *problem)])
+                    self._report([Problem(("model_warmup", index, "inputs", name, "input_data_file"), *problem)])
 
     def _complete(self, config: ModelConfig, served: tuple[int, ...]) -> ModelConfig:
         """Completes from the newest version served, then compares with every other one."""
         signatures = self._read_signatures(config, served)
         self._stop_if_fatal()
         if not signatures:
-            self._tell(incomplete(config))
+            self._report(incomplete(config))
             self._stop_if_fatal()
             # No ONNX file to complete from: the checks that wait for a complete configuration run here.
             try:
                 return ModelConfig.model_validate({name: getattr(config, name) for name in ModelConfig.model_fields})
             except ValidationError as error:
-                self._tell(problems_of(error, self._document.own_prefix))
+                self._report(problems_of(error, self._document.own_prefix))
                 raise ConfigError([]) from None
         (file, newest), *older = signatures
         if not self._document.data:
             self._document = Document(file)
         completed, problems, remarks = complete_from_model(config, newest)
-        self._tell(problems)
-        self._tell(remarks, fatal=False)
+        self._report(problems)
+        self._report(remarks, fatal=False)
         if completed is None:
             raise ConfigError([])
         for file, signature in older:
-            told = [p._replace(message=f"{p.message} ({file})") for p in contradictions(completed, signature)]
-            self._tell(told)
+            mismatches = [p._replace(message=f"{p.message} ({file})") for p in contradictions(completed, signature)]
+            self._report(mismatches)
         self._stop_if_fatal()
         return completed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.config.documents import refuse
-from headrace.config.row_rules import ROWS, RULES, Call, NotShown, Rows, RowsMixed, Shape, Tensor, Values, filled
+from headrace.config.row_rules import ROWS, RULES, Call, NotShown, Rows, RowsMixed, RowTensor, Shape, Values, filled
 from headrace.core.tensor import BY_ONNX_NUMBER
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class _Walk:
             model = inliner.inline_local_functions(model)
         self._model = model
         self._opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 1)
-        self._tensors: dict[str, Tensor | None] = {"": None}
+        self._tensors: dict[str, RowTensor | None] = {"": None}
         self._types: dict[str, onnx.TypeProto] = {}
         self._constants: dict[str, onnx.TensorProto] = {}
         self._sizes: dict[str, int] = {}
@@ -112,7 +112,7 @@ class _Walk:
             return RowVerdict(False, True, f'the first dimension of output "{name}" is not the batch dimension')
         return RowVerdict(True)
 
-    def _add_constant(self, name: str, tensor: onnx.TensorProto) -> Tensor:
+    def _add_constant(self, name: str, tensor: onnx.TensorProto) -> RowTensor:
         from onnx import helper, numpy_helper
 
         shape = tuple(tensor.dims)
@@ -121,7 +121,7 @@ class _Walk:
         if math.prod(shape) <= _MAX_VALUES and not tensor.external_data:
             value = numpy_helper.to_array(tensor)
             self._constants[name] = tensor
-        self._tensors[name] = constant = Tensor(shape, value=value)
+        self._tensors[name] = constant = RowTensor(shape, value=value)
         return constant
 
     def _add_input(self, info: onnx.ValueInfoProto) -> None:
@@ -131,12 +131,12 @@ class _Walk:
             return  # an input with a default that requests do not bring
         tensor = info.type.tensor_type
         if info.type.WhichOneof("value") != "tensor_type" or not tensor.HasField("shape") or not tensor.shape.dim:
-            self._tensors[info.name] = Tensor(None, problem=NotShown(f'input "{info.name}" has no batch dimension'))
+            self._tensors[info.name] = RowTensor(None, problem=NotShown(f'input "{info.name}" has no batch dimension'))
             return
         shape = (ROWS, *(self._size(dim) for dim in tensor.shape.dim[1:]))
         self._constants.pop(info.name, None)
         self._types[info.name] = helper.make_tensor_type_proto(tensor.elem_type, shape)
-        self._tensors[info.name] = Tensor(shape, Rows(0))
+        self._tensors[info.name] = RowTensor(shape, Rows(0))
 
     def _size(self, dim: onnx.TensorShapeProto.Dimension) -> int:
         if dim.dim_value > 0:
@@ -147,19 +147,19 @@ class _Walk:
     def _visit(self, node: onnx.NodeProto) -> None:
         inputs = [self._tensors.get(name) for name in node.input]
         problem = next((tensor.problem for tensor in inputs if tensor is not None and tensor.problem), None)
-        outputs = [Tensor(None, problem=problem)] * len(node.output)
+        outputs = [RowTensor(None, problem=problem)] * len(node.output)
         if problem is None:
             try:
                 if any(name and name not in self._tensors for name in node.input):
                     raise NotShown("takes a tensor that is not known")
                 outputs = self._outputs(node, inputs)
             except (RowsMixed, NotShown) as error:
-                outputs = [Tensor(None, problem=_at(node, error))] * len(node.output)
+                outputs = [RowTensor(None, problem=_at(node, error))] * len(node.output)
         for name, output in zip(node.output, outputs, strict=True):
             if name:
                 self._tensors[name] = output
 
-    def _outputs(self, node: onnx.NodeProto, inputs: list[Tensor | None]) -> list[Tensor]:
+    def _outputs(self, node: onnx.NodeProto, inputs: list[RowTensor | None]) -> list[RowTensor]:
         from onnx import helper
 
         if node.domain not in ("", "ai.onnx"):
@@ -182,16 +182,16 @@ class _Walk:
         if node.op_type in ("Shape", "Size"):
             raise NotShown("takes a tensor of unknown shape")
         if not with_rows and not counted:
-            return [Tensor(shape) for shape in shapes]
+            return [RowTensor(shape) for shape in shapes]
         if counted and not (node.op_type in _TAKES_SHAPE and all(map(_multiple, inputs))):
             raise (RowsMixed if with_rows else NotShown)("computes with the number of rows")
         found = self._rows(call, with_rows)
         for name, shape, rows in zip(node.output, shapes, found, strict=True):
             if name:
                 _check_rows(shape, rows)
-        return [Tensor(shape, rows) for shape, rows in zip(shapes, found, strict=True)]
+        return [RowTensor(shape, rows) for shape, rows in zip(shapes, found, strict=True)]
 
-    def _constant(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> Tensor:
+    def _constant(self, node: onnx.NodeProto, attributes: Mapping[str, Any]) -> RowTensor:
         from onnx import numpy_helper
 
         (name,) = node.output
@@ -238,7 +238,7 @@ class _Walk:
             self._types[name] = kind
         return [_known_shape(inferred.get(name)) for name in node.output]
 
-    def _remember(self, node: onnx.NodeProto, tensor: Tensor) -> None:
+    def _remember(self, node: onnx.NodeProto, tensor: RowTensor) -> None:
         from onnx import helper, numpy_helper
 
         (name,) = node.output
@@ -259,7 +259,7 @@ def _known_shape(kind: onnx.TypeProto | None) -> Shape | None:
     return tuple(int(dim.dim_value) for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
 
 
-def _multiple(tensor: Tensor | None) -> bool:
+def _multiple(tensor: RowTensor | None) -> bool:
     """True if every element that depends on the number of rows is a multiple of it."""
     if tensor is None or tensor.counted is None:
         return True
@@ -284,7 +284,7 @@ def _check_rows(shape: Shape | None, rows: Rows | None) -> None:
 # Folding: the few operators that shapes are computed with, on the values and on the marks of what depends on the rows.
 
 
-def fold(call: Call) -> Tensor | None:
+def fold(call: Call) -> RowTensor | None:
     """The value of a node that computes with shapes; None if it does not, or its inputs are not known."""
     if call.op in ("Shape", "Size"):
         return _shape_value(call)
@@ -313,7 +313,7 @@ def fold(call: Call) -> Tensor | None:
             mark = _FOLDS[call.op](call, marks)
         else:
             mark = marks[0] if call.op == "Cast" else _FOLDS[call.op](call, [marks[0], *values[1:]])
-    return Tensor(value.shape, value=value, counted=mark if mark is not None and mark.any() else None)
+    return RowTensor(value.shape, value=value, counted=mark if mark is not None and mark.any() else None)
 
 
 def _foldable(call: Call, values: list[Values], marks: list[Values]) -> bool:
@@ -334,7 +334,7 @@ def _foldable(call: Call, values: list[Values], marks: list[Values]) -> bool:
     return call.op == "Concat" or not any(bool(mark.any()) for mark in marks[1:])
 
 
-def _shape_value(call: Call) -> Tensor | None:
+def _shape_value(call: Call) -> RowTensor | None:
     tensor = call.inputs[0]
     if tensor is None or tensor.shape is None:
         return None
@@ -346,7 +346,7 @@ def _shape_value(call: Call) -> Tensor | None:
     else:
         start, end = int(call.attributes.get("start", 0)), call.attributes.get("end")
         sizes, marks = sizes[start:end], marks[start:end]
-    return Tensor(sizes.shape, value=sizes, counted=marks if marks.any() else None)
+    return RowTensor(sizes.shape, value=sizes, counted=marks if marks.any() else None)
 
 
 def _axes(call: Call, values: list[Values]) -> list[int] | None:

@@ -47,7 +47,7 @@ class NotShown(Exception):
 
 
 @dataclass(slots=True)
-class Tensor:
+class RowTensor:
     """What is known of one tensor.
 
     Attributes:
@@ -84,16 +84,16 @@ class Call:
 
     op: str
     opset: int
-    inputs: Sequence[Tensor | None]
+    inputs: Sequence[RowTensor | None]
     attributes: Mapping[str, Any]
     shapes: Sequence[Shape | None]
 
-    def input(self, index: int) -> Tensor | None:
+    def input(self, index: int) -> RowTensor | None:
         """The input at `index`, None if it is left out."""
         return self.inputs[index] if index < len(self.inputs) else None
 
     @property
-    def first(self) -> tuple[Tensor, Shape, Rows]:
+    def first(self) -> tuple[RowTensor, Shape, Rows]:
         """The first input, which must hold the rows."""
         tensor = self.inputs[0]
         if tensor is None or tensor.rows is None:
@@ -125,7 +125,7 @@ class Call:
             raise NotShown("has axes that are not constants")
         return [int(value) for value in tensor.value.reshape(-1)]
 
-    def constants_of(self, tensor: Tensor) -> list[float]:
+    def constants_of(self, tensor: RowTensor) -> list[float]:
         """The values of a constant input.
 
         Raises:
@@ -139,7 +139,7 @@ class Call:
 Rule = Callable[[Call], list[Rows | None]]
 
 
-def shape_of(tensor: Tensor) -> Shape:
+def shape_of(tensor: RowTensor) -> Shape:
     """The shape of a tensor.
 
     Raises:

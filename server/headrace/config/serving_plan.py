@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.manifest import (
-    Choice,
+    ArtefactMatch,
     Machine,
     Stamp,
     choose_in,
@@ -27,7 +27,7 @@ from headrace.config.manifest import (
 from headrace.config.model_folder import ModelFolder, sample_paths
 from headrace.core.errors import ConfigError, Finding, Unsupported
 from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import asked_precision, tensorrt_accelerator
+from headrace.core.optimization_config import requested_precision, tensorrt_accelerator
 
 ENGINES_FOLDER = "engines"
 """Below the state folder: engines of models whose own folder cannot be written."""
@@ -80,7 +80,7 @@ class GpuRuntime:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServingPlan:
     """What to load of a version.
 
     Attributes:
@@ -109,7 +109,7 @@ class Plan:
     build: str = ""
     target: str = ""
     precision: str = ""
-    spare: Plan | None = None
+    spare: ServingPlan | None = None
     waits: bool = False
     not_on_gpu: str = ""
     substitutes: bool = False
@@ -129,12 +129,12 @@ class Plan:
         """Of what is loaded, e.g. "fp16"; of a model's own file only the file itself tells."""
         return self.stamp.precision if self.stamp is not None else f"as in {self.file.name}"
 
-    def serves_as(self, other: Plan) -> bool:
+    def serves_as(self, other: ServingPlan) -> bool:
         """True if both load the same."""
         stamps = [(p.stamp.artefact_sha256, p.stamp.forced) if p.stamp else None for p in (self, other)]
         return (self.runtime, self.file) == (other.runtime, other.file) and stamps[0] == stamps[1]
 
-    def replaced(self, error: ConfigError) -> Plan | None:
+    def replaced(self, error: ConfigError) -> ServingPlan | None:
         """The spare and why it serves; None if there is none.
 
         Args:
@@ -180,7 +180,7 @@ def cpu_pin(config: ModelConfig) -> str:
     return "runtime: onnxruntime" if config.runtime == "onnxruntime" else "KIND_CPU in instance_group"
 
 
-def asks_for_tensorrt(config: ModelConfig) -> bool:
+def requests_tensorrt(config: ModelConfig) -> bool:
     """True if TensorRT is named (by `runtime`, `backend`, `platform` or the model's file), or KIND_GPU, which only it serves."""
     if requested_device(config) == "cpu":
         return False
@@ -190,12 +190,12 @@ def asks_for_tensorrt(config: ModelConfig) -> bool:
 
 def builds_by_default(config: ModelConfig) -> bool:
     """True if a missing engine is built on load on a machine with a GPU, though `build_on_load` says nothing."""
-    told = config.optimization
-    asks_precision = told.precision is not None or tensorrt_accelerator(told) is not None
-    return asks_for_tensorrt(config) or (asks_precision and requested_device(config) != "cpu")
+    options = config.optimization
+    requests_precision = options.precision is not None or tensorrt_accelerator(options) is not None
+    return requests_tensorrt(config) or (requests_precision and requested_device(config) != "cpu")
 
 
-def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None = None) -> Plan:
+def serving_plan(folder: ModelFolder, version: int, gpu: GpuRuntime, engines: Path | None = None) -> ServingPlan:
     """Choose what serves a version on this machine.
 
     Reads the whole model and the whole engine where something was built, to compare their digests.
@@ -252,23 +252,23 @@ class _Choosing:
         self._source = folder.source_file(version)
         self._own = folder.model_file(version)
         self._places = [folder.path / str(version), *([engines] if engines is not None else [])]
-        self._precision = asked_precision(folder.config.optimization)
-        self._asked = asks_for_tensorrt(folder.config)
+        self._precision = requested_precision(folder.config.optimization)
+        self._requests_tensorrt = requests_tensorrt(folder.config)
         self._gpu = gpu
         self._digest = ""
 
-    def plan(self) -> Plan:
+    def plan(self) -> ServingPlan:
         device, config = requested_device(self._config), self._config
         if device == "cpu":
             self._check_cpu()
             pinned = f"the configuration keeps it on the CPU ({cpu_pin(self._config)})"
             return self._on_cpu(pinned if self._gpu.visible else "")
-        if not (self._asked or self._builds_for_gpu() or self._has_plan()):
+        if not (self._requests_tensorrt or self._builds_for_gpu() or self._has_plan()):
             return self._on_cpu(self._unasked() if self._gpu.visible else "")
         gpu = self._gpu
         if not gpu.problem:
             return self._on_gpu()
-        if not self._asked:
+        if not self._requests_tensorrt:
             return self._on_cpu(gpu.problem if gpu.visible else "")
         if not self._source.is_file():
             message = f"backend 'tensorrt' is not available on this machine: {gpu.problem}"
@@ -305,7 +305,7 @@ class _Choosing:
         except ConfigError:
             return False
 
-    def _on_gpu(self) -> Plan:
+    def _on_gpu(self) -> ServingPlan:
         """TensorRT can run: its engine, the model's own plan, or what serves until an engine is built."""
         choice = self._choose("tensorrt", self._gpu.machine)
         may_fall_back = requested_device(self._config) != "gpu" or self._config.fallback is not None
@@ -322,19 +322,19 @@ class _Choosing:
             if not may_fall_back:
                 return replace(plan, runtime="tensorrt", waits=True, artefact=None, stamp=None, source=self._source)
             return plan
-        if self._asked and self._config.fallback is None:
+        if self._requests_tensorrt and self._config.fallback is None:
             raise self._no_engine(choice)
         reason = choice.reason or "none is built"
-        if not self._asked:
+        if not self._requests_tensorrt:
             return self._on_cpu(f"{reason}: {self._command('tensorrt')}" if choice.reason else self._unasked())
         return replace(
             self._on_cpu(f"no engine fits: {reason}"), remark=self._missing(reason), cure=self._command("tensorrt")
         )
 
-    def _on_cpu(self, not_on_gpu: str = "") -> Plan:
+    def _on_cpu(self, not_on_gpu: str = "") -> ServingPlan:
         """An ONNX Runtime engine that fits, else the ONNX file; an engine is built meanwhile if `build_on_load` says so."""
         choice = self._choose("onnxruntime", onnxruntime_machine())
-        source = Plan("onnxruntime", self._source, not_on_gpu=not_on_gpu)
+        source = ServingPlan("onnxruntime", self._source, not_on_gpu=not_on_gpu)
         if choice.stamp is not None:
             return replace(self._engine("onnxruntime", choice, source), not_on_gpu=not_on_gpu)
         explicit = self._config.build_on_load is True
@@ -351,14 +351,14 @@ class _Choosing:
         """True if a GPU could serve the version: what is missing then is its engine, not one of the CPU's."""
         return requested_device(self._config) != "cpu" and not self._gpu.problem
 
-    def _engine(self, runtime: str, choice: Choice, spare: Plan | None) -> Plan:
+    def _engine(self, runtime: str, choice: ArtefactMatch, spare: ServingPlan | None) -> ServingPlan:
         stamp = choice.stamp
         assert stamp is not None
         remark = f"{engine_words(stamp)} is below its accuracy bar: {'; '.join(stamp.refusal)}" if stamp.forced else ""
         source = self._source if spare is None else spare.source
-        return Plan(runtime, source, choice.path, stamp, remark, self._command(runtime), spare=spare)
+        return ServingPlan(runtime, source, choice.path, stamp, remark, self._command(runtime), spare=spare)
 
-    def _own_plan(self, choice: Choice) -> Plan | None:
+    def _own_plan(self, choice: ArtefactMatch) -> ServingPlan | None:
         """The plan that the model came with; None if there is none.
 
         Where it does not load the ONNX file beside it serves, if the configuration has a `fallback` or `build_on_load: true`. An
@@ -367,27 +367,27 @@ class _Choosing:
         if self._config.backend != "tensorrt" or not self._own.is_file() or self._own == self._source:
             return None
         if not self._source.is_file():
-            return Plan(
+            return ServingPlan(
                 "tensorrt", self._own, cure=f"put {self._source.name} beside it and write fallback: onnxruntime"
             )
         builds = self._config.build_on_load is True and requested_device(self._config) != "gpu"
         if not builds and self._config.fallback is None:
-            return Plan("tensorrt", self._own, cure="write fallback: onnxruntime")
-        spare = Plan("onnxruntime", self._source, not_on_gpu="its plan cannot be loaded")
+            return ServingPlan("tensorrt", self._own, cure="write fallback: onnxruntime")
+        spare = ServingPlan("onnxruntime", self._source, not_on_gpu="its plan cannot be loaded")
         if builds:
             spare = self._building(spare, "tensorrt", choice.reason)
-        return Plan("tensorrt", self._own, cure=self._command("tensorrt"), spare=spare)
+        return ServingPlan("tensorrt", self._own, cure=self._command("tensorrt"), spare=spare)
 
-    def _spare(self, may_fall_back: bool) -> Plan | None:
-        return Plan("onnxruntime", self._source) if may_fall_back and self._source.is_file() else None
+    def _spare(self, may_fall_back: bool) -> ServingPlan | None:
+        return ServingPlan("onnxruntime", self._source) if may_fall_back and self._source.is_file() else None
 
-    def _building(self, plan: Plan, target: str, reason: str = "") -> Plan:
+    def _building(self, plan: ServingPlan, target: str, reason: str = "") -> ServingPlan:
         parts = [self._onnx_sha256(), config_digest(self._config), target, samples_seen(self._folder)]
         build = hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogateescape")).hexdigest()
-        told = replace(plan, build=build, target=target, precision=self._precision)
-        return replace(told, remark=self._missing(reason), cure=self._command(target))
+        described = replace(plan, build=build, target=target, precision=self._precision)
+        return replace(described, remark=self._missing(reason), cure=self._command(target))
 
-    def _choose(self, runtime: str, machine: Machine) -> Choice:
+    def _choose(self, runtime: str, machine: Machine) -> ArtefactMatch:
         """The engine that fits, from the version's folder or the state folder; the reason is "" where nothing is built."""
         reasons: list[str] = []
         for place in self._places:
@@ -401,7 +401,7 @@ class _Choosing:
             if choice.stamp is not None:
                 return choice
             reasons.append(choice.reason)
-        return Choice(None, None, reasons[0] if reasons else "")
+        return ArtefactMatch(None, None, reasons[0] if reasons else "")
 
     def _onnx_sha256(self) -> str:
         self._digest = self._digest or onnx_digest(self._source)
@@ -413,7 +413,7 @@ class _Choosing:
         )
         return f"{self._source.name} serves in place of {wanted}: {reason or 'none is built'}"
 
-    def _no_engine(self, choice: Choice) -> ConfigError:
+    def _no_engine(self, choice: ArtefactMatch) -> ConfigError:
         message = f"has no engine for this machine ({choice.reason or 'none is built'})"
         cure = f"{self._command('tensorrt')}, or write fallback: onnxruntime"
         return ConfigError([Finding(f"{self._folder.name}/{self._version}", None, message, cure)])
@@ -430,10 +430,12 @@ class _Choosing:
         if self._precision != "fp32":
             return ""
         machine = onnxruntime_machine() if target == "onnxruntime" else self._gpu.machine
-        asked: list[str] = []
+        precisions: list[str] = []
         for place in self._places:
             try:
-                asked += [stamp.asked for stamp in read_stamps(place) if stamp.overridden and stamp.machine == machine]
+                precisions += [
+                    stamp.requested for stamp in read_stamps(place) if stamp.overridden and stamp.machine == machine
+                ]
             except ConfigError:
                 continue
-        return f" --precision {asked[0]}" if asked else ""
+        return f" --precision {precisions[0]}" if precisions else ""

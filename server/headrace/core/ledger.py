@@ -133,8 +133,8 @@ class Ledger:
         budget = account.budget_bytes
         if budget is not None and own + more > budget:
             message = (
-                f"needs {told_bytes(more)} more of GPU {gpu} for {kind}: it holds {told_bytes(own)}, "
-                f"its gpu_memory_budget is {told_bytes(budget)}"
+                f"needs {format_bytes(more)} more of GPU {gpu} for {kind}: it holds {format_bytes(own)}, "
+                f"its gpu_memory_budget is {format_bytes(budget)}"
             )
             cure = "raise gpu_memory_budget, or lower max_batch_size or the number of instances"
             raise NoRoom(account.name, message, cure, gpu, own + more - budget, others=False)
@@ -143,7 +143,7 @@ class Ledger:
             return
         free = max(limit - self._held.get(gpu, 0), 0)
         message = (
-            f"needs {told_bytes(more)} more of GPU {gpu} for {kind}: {told_bytes(free)} of {told_bytes(limit)} are free"
+            f"needs {format_bytes(more)} more of GPU {gpu} for {kind}: {format_bytes(free)} of {format_bytes(limit)} are free"
             f" ({self._holders(account, gpu, own)})"
         )
         cure = "raise --gpu-memory-fraction, unload models, or lower max_batch_size or the number of instances"
@@ -154,8 +154,8 @@ class Ledger:
         for other in self._accounts - {account}:
             sizes[other.name] += other._holds(gpu)
         largest = sorted(((size, name) for name, size in sizes.items() if size), key=lambda pair: (-pair[0], pair[1]))
-        told = [f"it holds {told_bytes(own)}", *(f"{name} {told_bytes(size)}" for size, name in largest)]
-        return ", ".join(told)
+        usage = [f"it holds {format_bytes(own)}", *(f"{name} {format_bytes(size)}" for size, name in largest)]
+        return ", ".join(usage)
 
     def _close(self, account: Account) -> None:
         with self._lock:
@@ -264,7 +264,7 @@ class Reservation:
         self.resize(0)
 
 
-def told_bytes(size_bytes: int) -> str:
+def format_bytes(size_bytes: int) -> str:
     """For people, e.g. "1.5 GiB"."""
     for unit, name in _UNITS:
         if size_bytes >= unit:

@@ -192,7 +192,7 @@ def tensorrt_accelerator(optimization: Optimization) -> Accelerator | None:
     return None
 
 
-def asked_precision(optimization: Optimization) -> str:
+def requested_precision(optimization: Optimization) -> str:
     """The precision that a configuration asks for, its own word or that of Triton's TensorRT accelerator; "fp32" if none.
 
     The accelerator's word is not checked.

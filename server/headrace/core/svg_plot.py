@@ -366,12 +366,12 @@ def _line(number: int, series: Series, across: _Axis, up: _Axis, unit: str) -> s
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     parts = [f'<path d="M{path}" fill="none" stroke="{ink}" stroke-width="2"/>']
     for point, (x, y) in zip(series.points, places, strict=True):
-        told = f"{series.name}, {short(point.x)}: {short(point.y)} {unit}"
+        label = f"{series.name}, {short(point.x)}: {short(point.y)} {unit}"
         if point.high is not None:
             top = up.at(point.high)
             parts.append(f'<path d="M{x:.1f} {y:.1f}V{top:.1f}M{x - 4:.1f} {top:.1f}h8" stroke="{ink}" fill="none"/>')
-            told += f", p99 {short(point.high)}"
-        parts.append(f"<g><title>{escape(told)}</title>{_marker(number, x, y, ink)}</g>")
+            label += f", p99 {short(point.high)}"
+        parts.append(f"<g><title>{escape(label)}</title>{_marker(number, x, y, ink)}</g>")
     return "".join(parts)
 
 

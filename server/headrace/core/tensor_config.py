@@ -408,8 +408,8 @@ def postprocess_problems(
     names = [tensor.name for tensor in outputs]
     index = scores_output(postprocess, outputs)
     if index is None:
-        told = f'"{postprocess.output}" is not an output of the model' if postprocess.output else "is not told"
-        message = f"the output that postprocess takes the scores from {told}"
+        state = f'"{postprocess.output}" is not an output of the model' if postprocess.output else "is not told"
+        message = f"the output that postprocess takes the scores from {state}"
         return [Problem(("postprocess",), message, f"write output: one of {', '.join(names)}")]
     tensor, problems = outputs[index], []
     if tensor.data_type and tensor.data_type not in FLOATS:

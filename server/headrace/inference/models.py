@@ -199,7 +199,7 @@ class LogControl(Protocol):
 
 
 class Overview(Protocol):
-    """What the server's own page shows; see `headrace.repository.reports.Overview`."""
+    """What the server's own page shows; see `headrace.repository.reports.ServerOverview`."""
 
     async def status(self) -> Mapping[str, object]:
         """Time, readiness, and every version: its state and reason, and its counts and gauges if it serves."""

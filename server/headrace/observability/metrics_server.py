@@ -157,7 +157,7 @@ _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
 
 
 class Loads(Protocol):
-    """How often a version was loaded; see `headrace.repository.gpu_model_cache.Loads`."""
+    """How often a version was loaded; see `headrace.repository.gpu_model_cache.LoadCounts`."""
 
     count: int
     time_ns: int
@@ -167,7 +167,7 @@ class Loads(Protocol):
 
 
 class Memory(Protocol):
-    """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.Residency`."""
+    """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
 
     ledger: Ledger
 

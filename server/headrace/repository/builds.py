@@ -34,7 +34,7 @@ _FRAME = re.compile("[\u2500-\u257f]")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildOrder:
     """One engine that is to be built; equal ones give equal engines.
 
     Attributes:
@@ -54,7 +54,7 @@ class Order:
     options: tuple[str, ...] = field(default=(), compare=False)
 
 
-class Builds:
+class EngineBuilds:
     """The engines that are wanted, and what became of them.
 
     An order that has ended is not worked on again, however it ended, until it is another one or its model is forgotten.
@@ -70,20 +70,20 @@ class Builds:
     def __init__(
         self,
         command: Sequence[str],
-        on_end: Callable[[Order, str], None],
-        on_progress: Callable[[Order], None] = lambda _order: None,
+        on_end: Callable[[BuildOrder, str], None],
+        on_progress: Callable[[BuildOrder], None] = lambda _order: None,
     ) -> None:
         self._command = tuple(command)
         self._on_end = on_end
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._waiting: list[Order] = []
-        self._current: Order | None = None
+        self._waiting: list[BuildOrder] = []
+        self._current: BuildOrder | None = None
         self._progress = ""  # of the current one, in words
         self._share = 0.0  # of the current one that is done
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended: dict[Order, str] = {}
+        self._ended: dict[BuildOrder, str] = {}
         self._started = False
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -95,7 +95,7 @@ class Builds:
             self._started = True
             self._ensure_thread()
 
-    def want(self, name: str, orders: Sequence[Order]) -> None:
+    def want(self, name: str, orders: Sequence[BuildOrder]) -> None:
         """These are the engines wanted of a model now; others of it are called off."""
         with self._lock:
             self._waiting = [order for order in self._waiting if order.name != name or order in orders]
@@ -111,17 +111,17 @@ class Builds:
             self._ensure_thread()
             self._changed.notify()
 
-    def failure(self, order: Order) -> str | None:
+    def failure(self, order: BuildOrder) -> str | None:
         """Why an order failed, "" if it did not; None while it waits or is worked on."""
         with self._lock:
             return self._ended.get(order)
 
-    def forget(self, order: Order) -> None:
+    def forget(self, order: BuildOrder) -> None:
         """Work on an order again, though it has ended, if it is wanted again."""
         with self._lock:
             self._ended.pop(order, None)
 
-    def words(self, order: Order, engine: str) -> str:
+    def words(self, order: BuildOrder, engine: str) -> str:
         """How far an order is, in words, while it has not ended.
 
         Args:
@@ -134,7 +134,7 @@ class Builds:
             done = f" ({self._progress})" if self._current == order and self._progress else ""
             return f"building {engine}{done}, usually a minute or two"
 
-    def quarter(self, order: Order) -> int:
+    def quarter(self, order: BuildOrder) -> int:
         """How many quarters of an order's build are done; 0 if it is not being built."""
         with self._lock:
             return int(4 * self._share) if self._current == order else 0
@@ -181,7 +181,7 @@ class Builds:
             logger.exception("engines are not built any more")
             self._give_up()
 
-    def _next(self) -> Order | None:
+    def _next(self) -> BuildOrder | None:
         with self._lock:
             while not self._waiting and not self._stopping:
                 self._changed.wait()
@@ -190,7 +190,7 @@ class Builds:
             self._current, self._progress, self._share = self._waiting.pop(0), "", 0.0
             return self._current
 
-    def _settle(self, order: Order, failure: str) -> None:
+    def _settle(self, order: BuildOrder, failure: str) -> None:
         with self._lock:
             self._process = None
             if self._killer is not None:
@@ -211,7 +211,7 @@ class Builds:
         for order in orders:
             self._on_end(order, _OVER)
 
-    def _build(self, order: Order) -> str:
+    def _build(self, order: BuildOrder) -> str:
         """Run the builder; why it failed, or ""."""
         self._on_progress(order)
         words = [
@@ -242,7 +242,7 @@ class Builds:
         except OSError as error:
             return f"the builder cannot be started: {error.strerror}"
 
-    def _read_progress(self, order: Order, line: bytes) -> None:
+    def _read_progress(self, order: BuildOrder, line: bytes) -> None:
         """Take note of a line such as "progress 0.45 timing 8 rows"; a builder may say other things too."""
         word, _, rest = line.decode("utf-8", "replace").strip().partition(" ")
         number, _, phase = rest.partition(" ")
@@ -279,7 +279,7 @@ def _step_back(process: subprocess.Popen[bytes]) -> None:
         logger.debug("a builder runs at normal priority: %s", error)
 
 
-def _reason(status: int, output: IO[bytes], order: Order) -> str:
+def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
     """The last words of a builder that failed, without the places of this machine."""
     if status < 0:
         name = signal.Signals(-status).name if -status in list(signal.Signals) else str(-status)

@@ -18,14 +18,14 @@ from typing import TypeVar
 
 from headrace.config.documents import Document, refuse, to_triton_json
 from headrace.config.model_folder import ModelFolder, filename_problem, read_model_folder, served_versions
-from headrace.config.serving_plan import Plan, asks_for_tensorrt, samples_seen
+from headrace.config.serving_plan import ServingPlan, requests_tensorrt, samples_seen
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, HeadraceError, TooLarge, Unavailable
 from headrace.core.ledger import NoRoom
 from headrace.observability.counters import BUILDS, LOADS
-from headrace.repository.builds import Builds, Order
-from headrace.repository.folders import GONE, Look, look_at_version, look_at_versions, without_builds
-from headrace.repository.loader import Loader, told_of
+from headrace.repository.builds import BuildOrder, EngineBuilds
+from headrace.repository.folders import ABSENT, Fingerprint, fingerprint_version, fingerprint_versions, without_builds
+from headrace.repository.loader import Loader, describe_stamp
 from headrace.repository.registry import Registry, Serving, State
 from headrace.scheduling.handle import ModelHandle
 
@@ -224,7 +224,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Where a model is to be had.
 
     Attributes:
@@ -253,17 +253,17 @@ class _Signature:
         engines: of the version in the state folder, for where its own folder cannot be written.
     """
 
-    files: Look
+    files: Fingerprint
     config: str
     samples: tuple[tuple[str, int, int], ...]
-    engines: Look
+    engines: Fingerprint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Version:
     handle: ModelHandle
     signature: _Signature
-    plan: Plan
+    plan: ServingPlan
     private: PrivateFolder | None
 
     def closed(self) -> None:
@@ -277,24 +277,24 @@ class _Waiting:
     """A version that is LOADING until its engine is built."""
 
     signature: _Signature
-    plan: Plan
+    plan: ServingPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Model:
     """What serves of a model, what waits for its engine, and what both were loaded from."""
 
-    source: Source
+    source: ModelSource
     folder: ModelFolder
     versions: dict[str, _Version]
     waiting: dict[str, _Waiting]
 
-    def plan(self, number: str) -> Plan:
+    def plan(self, number: str) -> ServingPlan:
         """Of a version that serves or waits."""
         waiting = self.waiting.get(number)
         return self.versions[number].plan if waiting is None else waiting.plan
 
-    def order(self, number: str) -> Order | None:
+    def order(self, number: str) -> BuildOrder | None:
         """The engine that is to be built for a version, if one is; never from files or for words that a client has sent."""
         if number not in self.versions and number not in self.waiting:
             return None
@@ -313,16 +313,18 @@ class Deployments:
         builds: makes engines for what serves without one.
     """
 
-    def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: Builds) -> None:
+    def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: EngineBuilds) -> None:
         self._loader = loader
         self._registry = registry
         self._drains = drains
         self._builds = builds
         self._live: dict[str, _Model] = {}
-        self._logged: tuple[Order, int] | None = None  # the build whose progress was logged last, and how far it was
-        loader.residency.on_change = self._moved
+        self._logged: tuple[BuildOrder, int] | None = (
+            None  # the build whose progress was logged last, and how far it was
+        )
+        loader.gpu_model_cache.on_change = self._moved
 
-    def load(self, source: Source) -> None:
+    def load(self, source: ModelSource) -> None:
         """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
 
         Raises:
@@ -335,8 +337,8 @@ class Deployments:
             LOADS.count(source.name, "failed")
             raise
 
-    def _load(self, source: Source) -> None:
-        looks = look_at_versions(source.path)
+    def _load(self, source: ModelSource) -> None:
+        looks = fingerprint_versions(source.path)
         live = self._versions(source.name)
         serves = any(version.handle.ready for version in live.values())
         try:
@@ -354,7 +356,7 @@ class Deployments:
         self._registry.forget(source.name, "")
         wanted = [str(version) for version in served_versions(folder.config, folder.versions)]
         for number in wanted:
-            signature = self._signature(source, folder, number, looks.get(number, GONE))
+            signature = self._signature(source, folder, number, looks.get(number, ABSENT))
             try:
                 kept = self._kept(folder, number, signature, live.get(number))
                 made = kept or self._build(source, folder, number, signature)
@@ -376,12 +378,12 @@ class Deployments:
         if failures:
             raise ConfigError([finding for failure in failures for finding in failure.findings])
 
-    def _signature(self, source: Source, folder: ModelFolder, number: str, files: Look) -> _Signature:
+    def _signature(self, source: ModelSource, folder: ModelFolder, number: str, files: Fingerprint) -> _Signature:
         engines = self._loader.engines(source.path, int(number))
-        look = GONE if engines is None else look_at_version(engines)
+        look = ABSENT if engines is None else fingerprint_version(engines)
         return _Signature(files, _digest(folder), samples_seen(folder), look)
 
-    def built(self, order: Order, failure: str) -> None:
+    def built(self, order: BuildOrder, failure: str) -> None:
         """An engine was built, or could not be: take it for the version that it was ordered for, if that serves as it did."""
         name, number = order.name, order.version
         model = self._live.get(name)
@@ -394,7 +396,7 @@ class Deployments:
             self._say(model, number)
             return
         old = model.waiting[number].signature if version is None else version.signature
-        files, mine = look_at_version(order.folder / number), model.folder.config.default_model_filename
+        files, mine = fingerprint_version(order.folder / number), model.folder.config.default_model_filename
         ready = version is None or version.handle.ready
         if not ready or without_builds(files, mine) != without_builds(old.files, mine):
             # Who wants the files as they are now will load them, with the engine if it fits them.
@@ -417,7 +419,7 @@ class Deployments:
         waiting = {other: one for other, one in model.waiting.items() if other != number}
         self._swap(model.source, model.folder, wanted, {**model.versions, number: new}, waiting)
 
-    def progress(self, order: Order) -> None:
+    def progress(self, order: BuildOrder) -> None:
         """The builder of an order has come further: the index says so."""
         model = self._live.get(order.name)
         if model is None or model.order(order.version) != order:
@@ -490,7 +492,9 @@ class Deployments:
         plan = _guarded(lambda: self._loader.plan(folder, int(number)), f"{folder.name} version {number}")
         return replace(version, signature=signature, plan=plan) if plan.serves_as(version.plan) else None
 
-    def _build(self, source: Source, folder: ModelFolder, number: str, signature: _Signature) -> _Version | _Waiting:
+    def _build(
+        self, source: ModelSource, folder: ModelFolder, number: str, signature: _Signature
+    ) -> _Version | _Waiting:
         """A new version, warm but not yet published; or one that waits until its engine is built."""
         name = source.name
         if self._registry.state(name, number) not in (State.READY, State.LOADING):
@@ -500,7 +504,7 @@ class Deployments:
             if handle is None:
                 self._check_order(source, number, plan)
                 return _Waiting(signature, plan)
-            now, mine = look_at_version(source.path / number), folder.config.default_model_filename
+            now, mine = fingerprint_version(source.path / number), folder.config.default_model_filename
             if without_builds(now, mine) != without_builds(signature.files, mine):
                 self._drains.begin(name, number, handle, lambda: None)
                 # Of a file that was only half there nobody can tell what came of it.
@@ -513,7 +517,7 @@ class Deployments:
             source.private.hold()
         return _Version(handle, signature, plan, source.private)
 
-    def _check_order(self, source: Source, number: str, plan: Plan) -> None:
+    def _check_order(self, source: ModelSource, number: str, plan: ServingPlan) -> None:
         """A version can wait only for an engine that will be built.
 
         Raises:
@@ -526,7 +530,7 @@ class Deployments:
         if self._builds.failure(order) is not None:
             self._builds.forget(order)
 
-    def _open(self, folder: ModelFolder, number: str) -> tuple[Plan, ModelHandle | None]:
+    def _open(self, folder: ModelFolder, number: str) -> tuple[ServingPlan, ModelHandle | None]:
         """A handle on the engine, or on the model's own file where there is none or it is broken; None: it waits."""
         version, what = int(number), f"{folder.name} version {number}"
         plan = _guarded(lambda: self._loader.plan(folder, version), what)
@@ -543,15 +547,15 @@ class Deployments:
                 break
             except ConfigError as error:
                 # An engine that finds no room is no broken one: the CPU takes its place only where somebody wants that.
-                asked = folder.config.fallback is None and asks_for_tensorrt(folder.config)
-                crowded = isinstance(error, NoRoom) and asked
+                gpu_only = folder.config.fallback is None and requests_tensorrt(folder.config)
+                crowded = isinstance(error, NoRoom) and gpu_only
                 spare = None if crowded else plan.replaced(error)
                 if spare is None:
                     raise plan.refused(error) from error
                 logger.error("model %s: %s (%s)", what, spare.remark, spare.cure)
                 plan = spare
         if plan.stamp is not None:
-            logger.info("model %s runs the engine %s: %s", what, plan.file.name, told_of(plan.stamp))
+            logger.info("model %s runs the engine %s: %s", what, plan.file.name, describe_stamp(plan.stamp))
             if plan.remark:
                 logger.warning("model %s: %s", what, plan.remark)
         elif plan.not_on_gpu and not plan.remark:
@@ -560,14 +564,14 @@ class Deployments:
 
     def _remark(self, model: _Model, number: str) -> str:
         """What the index says beside READY, or beside LOADING while the version waits for its engine."""
-        told, version = self._told_of_build(model, number), model.versions.get(number)
+        build, version = self._build_remark(model, number), model.versions.get(number)
         if version is None or not version.handle.parked:
-            return told
-        problem = self._loader.residency.problem(version.handle)
-        parked = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
-        return f"{parked}; {told}" if told else parked
+            return build
+        problem = self._loader.gpu_model_cache.problem(version.handle)
+        state = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"
+        return f"{state}; {build}" if build else state
 
-    def _told_of_build(self, model: _Model, number: str) -> str:
+    def _build_remark(self, model: _Model, number: str) -> str:
         plan, order = model.plan(number), model.order(number)
         if plan.stamp is not None or not plan.remark:
             return plan.remark
@@ -594,7 +598,7 @@ class Deployments:
 
     def _swap(
         self,
-        source: Source,
+        source: ModelSource,
         folder: ModelFolder,
         wanted: list[str],
         chosen: dict[str, _Version],
@@ -650,11 +654,11 @@ class Deployments:
         self._registry.mark(name, number, State.UNAVAILABLE, str(error))
 
 
-def _order(source: Source, number: str, plan: Plan) -> Order | None:
+def _order(source: ModelSource, number: str, plan: ServingPlan) -> BuildOrder | None:
     """The engine that a plan has built; None where none is, or where a client has sent files or a configuration."""
     if not plan.build or source.private is not None or source.config is not None:
         return None
-    return Order(source.name, number, source.path.absolute(), plan.target, plan.build)
+    return BuildOrder(source.name, number, source.path.absolute(), plan.target, plan.build)
 
 
 def _set_not_on_gpu(version: _Version, reason: str) -> None:
@@ -686,7 +690,7 @@ def _guarded(act: Callable[[], _T], what: str) -> _T:
         ) from error
 
 
-def _read(source: Source) -> ModelFolder:
+def _read(source: ModelSource) -> ModelFolder:
     folder = read_model_folder(source.path, source.repository, source.config)
     for finding in folder.findings:
         logger.warning("%s", finding)

@@ -26,7 +26,7 @@ _MODEL_SUFFIXES = (".onnx", ".plan", ".engine", ".pt", ".pb", ".graphdef", ".sav
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundModel:
     """A model's folder in a repository.
 
     Attributes:
@@ -43,7 +43,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedFolder:
     """A folder of a repository that cannot be a model.
 
     Attributes:
@@ -63,8 +63,8 @@ class Skipped:
 def scan(
     repositories: Sequence[Path],
     known: Collection[str] = (),
-    on_skipped: Callable[[Skipped], None] = lambda _skipped: None,
-) -> list[Found]:
+    on_skipped: Callable[[SkippedFolder], None] = lambda _skipped: None,
+) -> list[FoundModel]:
     """Every model folder, by name; files, and folders that cannot be models, are passed over.
 
     A name that several repositories have is taken from the first; the others are reported with it as a problem.
@@ -77,7 +77,7 @@ def scan(
     Raises:
         ConfigError: a repository is not a folder that can be read.
     """
-    found: list[Found] = []
+    found: list[FoundModel] = []
     names: dict[str, Path] = {}
     for repository in repositories:
         if not os.path.isdir(repository):
@@ -94,11 +94,11 @@ def scan(
                 message = f"a model of this name is in {names[path.name]} already"
                 problem = Finding(str(path), None, message, "rename one of the folders")
             names.setdefault(path.name, repository)
-            found.append(Found(path.name, path, repository, problem))
+            found.append(FoundModel(path.name, path, repository, problem))
     return found
 
 
-def folders(repository: Path) -> tuple[list[Path], list[Skipped]]:
+def folders(repository: Path) -> tuple[list[Path], list[SkippedFolder]]:
     """The folders of a repository that are models, and those that cannot be, both by name.
 
     Raises:
@@ -133,21 +133,21 @@ def folder_names(path: Path) -> list[str]:
         return []
 
 
-def _skipped(path: Path) -> Skipped | None:
+def _skipped(path: Path) -> SkippedFolder | None:
     """Why a folder cannot be a model; None for one that is, or that its owner takes for one."""
     if path.name.startswith("."):
-        return Skipped(path, "it is hidden")
+        return SkippedFolder(path, "it is hidden")
     if path.name in _NOT_MODELS:
-        return Skipped(path, _NOT_MODELS[path.name])
+        return SkippedFolder(path, _NOT_MODELS[path.name])
     try:
         entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
-        return Skipped(path, f"it cannot be read: {error.strerror}", warn=True)
+        return SkippedFolder(path, f"it cannot be read: {error.strerror}", warn=True)
     if not entries:
-        return Skipped(path, "it is empty")
+        return SkippedFolder(path, "it is empty")
     if is_model_folder(path) or any(_holds_model_file(entry) for entry in entries):
         return None
-    return Skipped(path, "it has neither a configuration nor a version folder such as 1")
+    return SkippedFolder(path, "it has neither a configuration nor a version folder such as 1")
 
 
 def _holds_model_file(entry: Path) -> bool:
@@ -160,7 +160,7 @@ def _holds_model_file(entry: Path) -> bool:
         return False
 
 
-def find(repositories: Sequence[Path], name: str) -> Found | None:
+def find(repositories: Sequence[Path], name: str) -> FoundModel | None:
     """The folder of one model, in the first repository that has it.
 
     Args:
@@ -169,7 +169,7 @@ def find(repositories: Sequence[Path], name: str) -> Found | None:
     """
     for repository in repositories:
         if os.path.isdir(repository / name):
-            return Found(name, repository / name, repository)
+            return FoundModel(name, repository / name, repository)
     return None
 
 
@@ -356,30 +356,30 @@ def _remove_leftovers(place: Path) -> None:
             os.close(lock)
 
 
-Look = tuple[tuple[str, int, int, int], ...]
+Fingerprint = tuple[tuple[str, int, int, int], ...]
 """(relative path, size in bytes, time of the last change in ns, inode) of every entry, sorted."""
 
-GONE: Look = ()
+ABSENT: Fingerprint = ()
 
 # A model has a handful of files; whoever keeps a data set beside it shall not have it walked over again and again.
 MAX_ENTRIES = 10_000
 _MAX_DEPTH = 8
 
 
-def look_at_version(path: Path) -> Look:
+def fingerprint_version(path: Path) -> Fingerprint:
     """Everything in a version's folder, and the folder itself; links to files are followed, links to folders are not.
 
-    A folder that cannot be seen looks like `GONE`.
+    A folder that cannot be seen looks like `ABSENT`.
     """
     return _look([path], [(path, "")])
 
 
-def look_at_versions(path: Path) -> dict[str, Look]:
-    """`look_at_version` of every version in a model's folder, by number."""
-    return {entry.name: look_at_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
+def fingerprint_versions(path: Path) -> dict[str, Fingerprint]:
+    """`fingerprint_version` of every version in a model's folder, by number."""
+    return {entry.name: fingerprint_version(entry) for entry in _folders(path) if entry.name.isdecimal()}
 
 
-def without_builds(look: Look, model_file: str) -> Look:
+def without_builds(look: Fingerprint, model_file: str) -> Fingerprint:
     """A look at a version less what builders put beside the model: engines and their stamps come and go while it serves.
 
     Args:
@@ -393,10 +393,10 @@ def _is_built(name: str) -> bool:
     return name in (STAMP_FILE, RECIPE_FILE, LAYERS_FILE) or is_artefact_name(name.removesuffix(".data"))
 
 
-def look_at_model(path: Path) -> Look:
+def fingerprint_model(path: Path) -> Fingerprint:
     """A model's folder: its own files, the version folders and the data for warm-ups with all that is in them.
 
-    A folder that cannot be seen looks like `GONE`.
+    A folder that cannot be seen looks like `ABSENT`.
     """
     below = [(entry, entry.name + "/") for entry in _folders(path) if entry.name.isdecimal() or entry.name == "warmup"]
     return _look([path, *(entry for entry, _ in below)], [(path, ""), *below], recurse=False)
@@ -410,7 +410,7 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _look(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Look:
+def _look(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = True) -> Fingerprint:
     found: list[tuple[str, int, int, int]] = []
     for root in roots:
         try:
@@ -420,7 +420,7 @@ def _look(roots: list[Path], folders: list[tuple[Path, str]], recurse: bool = Tr
         # The folder's own time changes with every file that comes or goes, which the entries tell already.
         found.append((f"{root.name}/", 0, 0, state.st_ino))
     if not found:
-        return GONE
+        return ABSENT
     for folder, prefix in folders:
         depth = _MAX_DEPTH if recurse or prefix else 0
         for entry in _walk(folder, prefix, depth):

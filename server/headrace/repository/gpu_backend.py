@@ -69,16 +69,16 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
         ConfigError: one is missing, or of another type or shape; with all that was found.
     """
     findings: list[Finding] = []
-    for side, told, tensors in (
+    for side, declared, tensors in (
         ("input", config.input, model.inputs),
         ("output", config.output, model.outputs),
     ):
         known = {tensor.name: tensor for tensor in tensors}
-        for tensor in told:
-            wrong = _wrong(tensor, known.pop(tensor.name, None), config.max_batch_size > 0)
-            if wrong:
+        for tensor in declared:
+            mismatch = _mismatch(tensor, known.pop(tensor.name, None), config.max_batch_size > 0)
+            if mismatch:
                 cure = f"the plan's {side}s: {_listed(tensors)}"
-                findings.append(Finding(file, None, f"{side} '{tensor.name}' {wrong}", cure))
+                findings.append(Finding(file, None, f"{side} '{tensor.name}' {mismatch}", cure))
         if side == "input":
             findings += [Finding(file, None, f"input '{name}' is not in the configuration", "add it") for name in known]
     if findings:
@@ -110,7 +110,7 @@ def _picture_stage(steps: Steps) -> PictureStage | None:
 def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
     if steps.ranking is None:
         return None
-    name, asked = steps.ranking.output, steps.ranking.asked
+    name, options = steps.ranking.output, steps.ranking.asked
     output = next(tensor for tensor in config.output if tensor.name == name)
     row = output.dims[-1:] if output.reshape is None else output.reshape.shape
     if not row or min(row) < 1 or (output.reshape is not None and not config.max_batch_size):
@@ -120,20 +120,20 @@ def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
         dtype=BY_CONFIG_NAME[output.data_type].dtype,
         row=row,
         classes=math.prod(row),
-        softmax=asked.softmax or not asked.top_k,
-        top_k=asked.top_k,
-        scores=asked.scores,
-        numbers=asked.classes,
+        softmax=options.softmax or not options.top_k,
+        top_k=options.top_k,
+        scores=options.scores,
+        numbers=options.classes,
     )
 
 
-def _wrong(told: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:
+def _mismatch(declared: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:
     if tensor is None:
         return "is not in the plan"
-    dtype = BY_CONFIG_NAME[told.data_type].dtype
+    dtype = BY_CONFIG_NAME[declared.data_type].dtype
     if dtype != tensor.dtype:
-        return f"is {told.data_type} in the configuration, {tensor.dtype} in the plan"
-    own = told.dims if told.reshape is None else told.reshape.shape
+        return f"is {declared.data_type} in the configuration, {tensor.dtype} in the plan"
+    own = declared.dims if declared.reshape is None else declared.reshape.shape
     shape = tensor.shape[1:] if batched else tensor.shape
     fits = len(own) == len(shape) and all(-1 in pair or pair[0] == pair[1] for pair in zip(own, shape, strict=True))
     return "" if fits else f"has the shape {list(own)} in the configuration, {list(shape)} in the plan"

@@ -16,27 +16,27 @@ from dataclasses import dataclass, field, replace
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.ledger import HOST, Account, Ledger, NoRoom, told_bytes
+from headrace.core.ledger import HOST, Account, Ledger, NoRoom, format_bytes
 from headrace.scheduling.handle import ModelHandle
 
 logger = logging.getLogger("headrace.memory")
 
 # Once loaded a version that is in use stays this long, or as long as the loading took: at least half of the time is served.
-_STAY_NS = NS_PER_S
+_MIN_RESIDENCE_NS = NS_PER_S
 # A version that nobody has used for so long is not in use.
 _IDLE_NS = NS_PER_S // 10
 # What a version may take to answer what it runs before it is parked; one that does not is left alone for longer.
-_PARK_S = 10.0
-_LEFT_ALONE_NS = 60 * NS_PER_S
+_EVICT_TIMEOUT_S = 10.0
+_RETRY_EVICTION_NS = 60 * NS_PER_S
 # How long the end of versions that are unloaded is waited for before others are parked in their place.
 _DRAIN_S = 2.0
-_LONGEST_BACKOFF_S = 30
+_MAX_BACKOFF_S = 30
 # Between two attempts for somebody who waits for others to leave.
-_LEAST_WAIT_NS = NS_PER_S // 100
+_MIN_WAIT_NS = NS_PER_S // 100
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class CachedModel:
     """A version that has been loaded.
 
     Attributes:
@@ -87,7 +87,7 @@ class Tenant:
 
 
 @dataclass(slots=True)
-class Loads:
+class LoadCounts:
     """Of one version.
 
     Attributes:
@@ -105,10 +105,10 @@ class Loads:
     evictions: int = 0
 
 
-class Residency:
+class GpuModelCache:
     """The tenants of all GPUs.
 
-    Ownership: `_wanted`, `_told`, `_loads` and `_ended` are guarded by `_lock`, as is who comes into `_tenants` and leaves it;
+    Ownership: `_wanted`, `_notified`, `_loads` and `_ended` are guarded by `_lock`, as is who comes into `_models` and leaves it;
     `_gone` tells under it that somebody left. Tenants belong to the control thread.
 
     Args:
@@ -129,10 +129,10 @@ class Residency:
         self.on_change: Callable[[ModelHandle], None] = lambda _handle: None
         self._lock = threading.Lock()
         self._gone = threading.Condition(self._lock)
-        self._tenants: dict[ModelHandle, Tenant] = {}
+        self._models: dict[ModelHandle, CachedModel] = {}
         self._wanted: dict[ModelHandle, None] = {}  # in the order in which they were asked for
-        self._loads: dict[tuple[str, str], Loads] = {}
-        self._told = False  # `on_wanted` was called, and `serve` has not been since
+        self._loads: dict[tuple[str, str], LoadCounts] = {}
+        self._notified = False  # `on_wanted` was called, and `serve` has not been since
         self._ended: HeadraceError | None = None
 
     # For the loader, on the control thread
@@ -149,10 +149,10 @@ class Residency:
             reopen: loads it anew and unparks the handle.
             begun_ns: monotonic, when the loading began.
         """
-        tenant = Tenant(handle, keep, reopen)
+        model = CachedModel(handle, keep, reopen)
         with self._lock:
-            self._tenants[handle] = tenant
-        self._settle_in(tenant, account, begun_ns)
+            self._models[handle] = model
+        self._settle_in(model, account, begun_ns)
 
     def make_room(self, error: NoRoom, name: str) -> bool:
         """Park others for a version that is to be loaded now, those in use too if it must be.
@@ -169,10 +169,10 @@ class Residency:
         if self._await_ends(error.gpu):
             return True
         now_ns = self.clock()
-        victims = [tenant for tenant in self._candidates(error.gpu) if tenant.name != name]
-        if sum(tenant.needs[error.gpu] for tenant in victims) < error.lacking_bytes:
+        victims = [model for model in self._candidates(error.gpu) if model.name != name]
+        if sum(model.needs[error.gpu] for model in victims) < error.lacking_bytes:
             return False
-        victims.sort(key=lambda tenant: (tenant.leaves_ns() > now_ns, tenant.last_ns))
+        victims.sort(key=lambda model: (model.leaves_ns() > now_ns, model.last_ns))
         return self._park(victims, error.gpu, error.lacking_bytes, name)
 
     # For the control thread
@@ -185,22 +185,22 @@ class Residency:
         """
         with self._lock:
             wanted, self._wanted = list(self._wanted), {}  # who asks from here on asks anew
-            self._told = False
+            self._notified = False
         waiting: list[ModelHandle] = []
         due_ns: int | None = None
         blocked: set[int] = set()  # GPUs that somebody who came earlier waits for
         for handle in wanted:
-            tenant = self._tenants.get(handle)
-            if tenant is None or not handle.parked:
+            model = self._models.get(handle)
+            if model is None or not handle.parked:
                 continue
-            if not blocked & tenant.needs.keys():
-                at_ns = self._possible_ns(tenant)
+            if not blocked & model.needs.keys():
+                at_ns = self._possible_ns(model)
                 if at_ns <= self.clock():
-                    at_ns = self._bring_back(tenant)
+                    at_ns = self._bring_back(model)
                 if not at_ns:
                     continue
                 due_ns = at_ns if due_ns is None else min(due_ns, at_ns)
-            blocked |= tenant.needs.keys()
+            blocked |= model.needs.keys()
             waiting.append(handle)
         with self._lock:
             self._wanted = {**dict.fromkeys(waiting), **self._wanted}
@@ -210,7 +210,7 @@ class Residency:
         """Bring nothing back any more: what waits for a parked version, and what comes, is answered with an error."""
         with self._lock:
             self._ended = error
-            handles = [*self._tenants]
+            handles = [*self._models]
         for handle in handles:
             if handle.parked:
                 handle.refuse(error)
@@ -221,9 +221,9 @@ class Residency:
         """A request waits for a version that is parked."""
         with self._lock:
             ended = self._ended
-            news = ended is None and not self._told
+            news = ended is None and not self._notified
             if ended is None:
-                self._wanted[handle], self._told = None, True
+                self._wanted[handle], self._notified = None, True
         if news:
             self.on_wanted()
         if ended is not None:
@@ -233,41 +233,41 @@ class Residency:
         """A version has been closed."""
         with self._gone:
             self._wanted.pop(handle, None)
-            if self._tenants.pop(handle, None) is not None:
+            if self._models.pop(handle, None) is not None:
                 key = _key(handle)
-                if all(_key(other) != key for other in self._tenants):
+                if all(_key(other) != key for other in self._models):
                     self._loads.pop(key, None)
             self._gone.notify_all()
 
     def problem(self, handle: ModelHandle) -> str:
         """Why a parked version could not be brought back; "" if it was not tried, or is back."""
-        tenant = self._tenants.get(handle)
-        return "" if tenant is None else tenant.problem
+        model = self._models.get(handle)
+        return "" if model is None else model.problem
 
-    def loads(self) -> list[tuple[str, str, Loads]]:
+    def loads(self) -> list[tuple[str, str, LoadCounts]]:
         """Model, version and counts of all that is loaded or parked."""
         with self._lock:
             return [(model, version, replace(loads)) for (model, version), loads in sorted(self._loads.items())]
 
     # Within, on the control thread
 
-    def _candidates(self, gpu: int) -> list[Tenant]:
+    def _candidates(self, gpu: int) -> list[CachedModel]:
         """Who might make room on a GPU at some time."""
         now_ns = self.clock()
         return [
-            tenant
-            for tenant in list(self._tenants.values())
-            if gpu in tenant.needs and not tenant.keep and tenant.serves and tenant.stuck_ns <= now_ns
+            model
+            for model in list(self._models.values())
+            if gpu in model.needs and not model.keep and model.serves and model.stuck_ns <= now_ns
         ]
 
     def _lacking(self, gpu: int, need_bytes: int) -> int:
         limit = self.ledger.limits.get(gpu)
         return 0 if limit is None else max(self.ledger.held(gpu) + need_bytes - limit, 0)
 
-    def _possible_ns(self, tenant: Tenant) -> int:
+    def _possible_ns(self, model: CachedModel) -> int:
         """Monotonic, when a version can come back: once enough of the others may be parked; now if that is never."""
-        at_ns = tenant.next_ns
-        for gpu, need_bytes in tenant.needs.items():
+        at_ns = model.next_ns
+        for gpu, need_bytes in model.needs.items():
             lacking = self._lacking(gpu, need_bytes)
             leaving = sorted((other.leaves_ns(), other.needs[gpu]) for other in self._candidates(gpu))
             if lacking > sum(size_bytes for _, size_bytes in leaving):
@@ -279,82 +279,82 @@ class Residency:
                 at_ns = max(at_ns, leaves_ns)
         return at_ns
 
-    def _bring_back(self, tenant: Tenant) -> int:
+    def _bring_back(self, model: CachedModel) -> int:
         """Load a version anew; 0 if it is back or those who wait have been refused, else when to try again."""
-        for gpu, need_bytes in tenant.needs.items():
+        for gpu, need_bytes in model.needs.items():
             if self._lacking(gpu, need_bytes):
                 self._await_ends(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
-                self._park_idle(gpu, lacking_bytes, tenant)
+                self._park_idle(gpu, lacking_bytes, model)
         begun_ns = self.clock()
         while True:
             try:
-                account = tenant.reopen()
+                account = model.reopen()
             except NoRoom as error:
                 if error.others and (
-                    self._await_ends(error.gpu) or self._park_idle(error.gpu, error.lacking_bytes, tenant)
+                    self._await_ends(error.gpu) or self._park_idle(error.gpu, error.lacking_bytes, model)
                 ):
                     continue
                 later = self._candidates(error.gpu) if error.others else []
                 if later and sum(other.needs[error.gpu] for other in later) >= error.lacking_bytes:
                     leaves_ns = min(other.leaves_ns() for other in later)
-                    return max(leaves_ns, self.clock() + _LEAST_WAIT_NS)
-                self._put_off(tenant, error)
+                    return max(leaves_ns, self.clock() + _MIN_WAIT_NS)
+                self._put_off(model, error)
             except HeadraceError as error:
-                self._put_off(tenant, error)
+                self._put_off(model, error)
             except Exception:
-                logger.exception("model %s could not be loaded again", tenant.name)
-                self._put_off(tenant, HeadraceError("the server's log has the cause"))
+                logger.exception("model %s could not be loaded again", model.name)
+                self._put_off(model, HeadraceError("the server's log has the cause"))
             else:
-                self._settle_in(tenant, account, begun_ns, on_demand=True)
-                logger.info("model %s is back: a request waited for it", tenant.name)
-                self.on_change(tenant.handle)
+                self._settle_in(model, account, begun_ns, on_demand=True)
+                logger.info("model %s is back: a request waited for it", model.name)
+                self.on_change(model.handle)
             return 0
 
-    def _settle_in(self, tenant: Tenant, account: Account, begun_ns: int, on_demand: bool = False) -> None:
+    def _settle_in(self, model: CachedModel, account: Account, begun_ns: int, on_demand: bool = False) -> None:
         now_ns = self.clock()
-        tenant.needs = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
-        tenant.loaded_ns, tenant.stays_ns = now_ns, now_ns + max(_STAY_NS, now_ns - begun_ns)
-        tenant.failures, tenant.problem, tenant.next_ns = 0, "", 0
+        model.needs = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
+        model.loaded_ns, model.stays_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
+        model.failures, model.problem, model.next_ns = 0, "", 0
         with self._lock:
-            loads = self._loads.setdefault(_key(tenant.handle), Loads())
+            loads = self._loads.setdefault(_key(model.handle), LoadCounts())
             loads.count += 1
             loads.last_ns = now_ns - begun_ns
             loads.time_ns += loads.last_ns
             loads.on_demand += on_demand
 
-    def _put_off(self, tenant: Tenant, error: HeadraceError) -> None:
+    def _put_off(self, model: CachedModel, error: HeadraceError) -> None:
         """It cannot be loaded: those who wait are told, and who comes next waits for a while."""
-        wait_s = min(1 << tenant.failures, _LONGEST_BACKOFF_S)
-        tenant.failures += 1
-        tenant.problem = str(error)
-        tenant.next_ns = self.clock() + wait_s * NS_PER_S
-        logger.error("model %s could not be loaded for a request: %s", tenant.name, error)
-        self.on_change(tenant.handle)
-        message = f"model '{tenant.handle.spec.name}' is out of memory and could not be loaded again: {error}"
-        tenant.handle.refuse(Unavailable(message, wait_s))
+        wait_s = min(1 << model.failures, _MAX_BACKOFF_S)
+        model.failures += 1
+        model.problem = str(error)
+        model.next_ns = self.clock() + wait_s * NS_PER_S
+        logger.error("model %s could not be loaded for a request: %s", model.name, error)
+        self.on_change(model.handle)
+        message = f"model '{model.handle.spec.name}' is out of memory and could not be loaded again: {error}"
+        model.handle.refuse(Unavailable(message, wait_s))
 
-    def _park_idle(self, gpu: int, lacking_bytes: int, for_whom: Tenant) -> bool:
+    def _park_idle(self, gpu: int, lacking_bytes: int, requester: CachedModel) -> bool:
         """Park those that may leave now, used longest ago first; False if nobody was: none may, or it would not help."""
         now_ns, candidates = self.clock(), self._candidates(gpu)
-        if sum(tenant.needs[gpu] for tenant in candidates) < lacking_bytes:
+        if sum(model.needs[gpu] for model in candidates) < lacking_bytes:
             return False
-        victims = [tenant for tenant in candidates if tenant.leaves_ns() <= now_ns]
-        victims.sort(key=lambda tenant: tenant.last_ns)
-        return self._park(victims, gpu, lacking_bytes, for_whom.name)
+        victims = [model for model in candidates if model.leaves_ns() <= now_ns]
+        victims.sort(key=lambda model: model.last_ns)
+        return self._park(victims, gpu, lacking_bytes, requester.name)
 
-    def _park(self, victims: Iterable[Tenant], gpu: int, lacking_bytes: int, for_whom: str) -> bool:
+    def _park(self, victims: Iterable[CachedModel], gpu: int, lacking_bytes: int, requester: str) -> bool:
         freed_bytes = 0
         for victim in victims:
             if freed_bytes and freed_bytes >= lacking_bytes:
                 break
-            if not victim.handle.park(_PARK_S):
-                logger.warning("model %s cannot make room for %s: it does not come to an end", victim.name, for_whom)
-                victim.stuck_ns = self.clock() + _LEFT_ALONE_NS
+            if not victim.handle.park(_EVICT_TIMEOUT_S):
+                logger.warning("model %s cannot make room for %s: it does not come to an end", victim.name, requester)
+                victim.stuck_ns = self.clock() + _RETRY_EVICTION_NS
                 continue
             freed_bytes += victim.needs[gpu]
-            told = told_bytes(victim.needs[gpu])
-            logger.info("model %s makes room for %s: %s of GPU %d", victim.name, for_whom, told, gpu)
+            freed = format_bytes(victim.needs[gpu])
+            logger.info("model %s makes room for %s: %s of GPU %d", victim.name, requester, freed, gpu)
             with self._lock:
                 self._loads[_key(victim.handle)].evictions += 1
             self.on_change(victim.handle)
@@ -364,7 +364,7 @@ class Residency:
         """Wait for a version that is being closed to give back what it holds of a GPU; False if none does soon."""
 
         def ending() -> int:
-            found = [t for t in self._tenants.values() if gpu in t.needs and t.handle.closing and not t.handle.parked]
+            found = [t for t in self._models.values() if gpu in t.needs and t.handle.closing and not t.handle.parked]
             return len(found)
 
         with self._gone:

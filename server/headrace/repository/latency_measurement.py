@@ -27,7 +27,7 @@ from headrace.scheduling.latency_table import Profile, Times
 logger = logging.getLogger("headrace.profile")
 
 _FORMAT = 1
-_MOST_FILES = 512
+_MAX_FILES = 512
 _MAX_BYTES = 4 << 20
 _MAX_TIME_NS = 3600 * 10**9
 # Of each number of rows: enough for a 95th percentile.
@@ -39,7 +39,7 @@ _FIELDS = {
 }  # fmt: skip
 
 
-class Kept(NamedTuple):
+class StoredLatencies(NamedTuple):
     """What is kept of a version.
 
     Attributes:
@@ -51,10 +51,10 @@ class Kept(NamedTuple):
     idle_ns: int
 
 
-NOTHING_KEPT = Kept({}, 0)
+NO_LATENCIES = StoredLatencies({}, 0)
 
 
-class ProfileStore:
+class LatencyStore:
     """Profiles in a folder, which is made when one is written. Any thread may call any method.
 
     Args:
@@ -65,9 +65,9 @@ class ProfileStore:
         with suppress(RuntimeError):  # no such user: then it cannot be written, which is told
             folder = folder.expanduser()
         self._folder = folder.absolute()
-        self._told = False
+        self._warned = False
 
-    def kept(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> KeptProfile:
+    def kept(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
         """The place of a version's profile, by all that decides how long its batches take.
 
         Args:
@@ -90,9 +90,9 @@ class ProfileStore:
             "config": config.model_dump(mode="json", exclude_defaults=True, include=_FIELDS),
         }
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-        return KeptProfile(self, key, config.name, str(machine))
+        return LatencyFile(self, key, config.name, str(machine))
 
-    def read(self, key: str) -> Kept:
+    def read(self, key: str) -> StoredLatencies:
         """What is kept under a key, if anything."""
         path = self._path(key)
         try:
@@ -103,10 +103,10 @@ class ProfileStore:
                 os.utime(path)
             return _checked(document)
         except FileNotFoundError:
-            return NOTHING_KEPT
+            return NO_LATENCIES
         except (OSError, ValueError, RecursionError) as error:
             logger.info("the profile kept in %s is of no use: %s", path.name, error)
-            return NOTHING_KEPT
+            return NO_LATENCIES
 
     def write(self, key: str, name: str, machine: str, profile: Profile, idle_ns: int) -> None:
         """Keep a profile, if anything is known.
@@ -116,7 +116,7 @@ class ProfileStore:
             name: of the model, for people who look into the folder.
             machine: the same.
             profile: what is to be kept.
-            idle_ns: as of `Kept`.
+            idle_ns: as of `StoredLatencies`.
         """
         times_ns = {instances: table for instances, table in profile.times(_TIMES).items() if table}
         if not times_ns:
@@ -127,8 +127,8 @@ class ProfileStore:
             write_durably(self._path(key), json.dumps(document, separators=(",", ":")).encode())
             self._sweep()
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 cure = "name a folder that can be written with --state-dir, or none"
                 logger.warning("profiles cannot be kept in %s: %s (%s)", self._folder, error.strerror, cure)
 
@@ -139,15 +139,15 @@ class ProfileStore:
         """Remove those used longest ago, if there are too many."""
         with os.scandir(self._folder) as entries:
             files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
-        if len(files) <= _MOST_FILES:
+        if len(files) <= _MAX_FILES:
             return
         with suppress(OSError):  # another server sweeps, too
-            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-_MOST_FILES]:
+            for entry in sorted(files, key=lambda entry: entry.stat().st_mtime)[:-_MAX_FILES]:
                 Path(entry.path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptProfile:
+class LatencyFile:
     """Where the profile of one version is kept.
 
     Attributes:
@@ -157,12 +157,12 @@ class KeptProfile:
         machine: in words.
     """
 
-    store: ProfileStore
+    store: LatencyStore
     key: str
     name: str
     machine: str
 
-    def read(self) -> Kept:
+    def read(self) -> StoredLatencies:
         """As `ProfileStore.read`."""
         return self.store.read(self.key)
 
@@ -184,7 +184,7 @@ def _machine(runtime: str) -> Machine:
     return onnxruntime_machine()
 
 
-def _checked(document: object) -> Kept:
+def _checked(document: object) -> StoredLatencies:
     """What is in a file.
 
     Raises:
@@ -195,7 +195,7 @@ def _checked(document: object) -> Kept:
     tables, idle_ns = document.get("times_ns"), document.get("idle_ns")
     if not isinstance(tables, Mapping) or type(idle_ns) is not int or not 0 <= idle_ns <= _MAX_TIME_NS:
         raise ValueError("it has no times")
-    return Kept({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
+    return StoredLatencies({_count(instances): _table(table) for instances, table in tables.items()}, idle_ns)
 
 
 def _table(table: object) -> dict[int, list[int]]:
@@ -220,7 +220,7 @@ def _count(text: object) -> int:
 _ABANDONED_S = 30.0  # an instance whose batch takes longer holds the others up no more
 
 
-class Together:
+class ConcurrentRuns:
     """Runs the same size on several instances at once, one size after the other; each takes part on its own thread.
 
     Args:
@@ -300,10 +300,10 @@ _ALONE = 0.5
 # Times that were kept are believed if one row takes so many times as long at the most, or so many times less long.
 _BELIEVED = 2.0
 # An instance that is open waits for the others no longer than this many times the limit, to measure together.
-_PATIENCE = 4
+_ARRIVAL_TIMEOUT_FACTOR = 4
 
 
-class Measuring:
+class LatencyMeasurement:
     """Fills a profile that is empty; called by each instance on its own thread with its own execution, once it is warm.
 
     The last of them measures while the others wait: nothing of the model runs beside it. Then 2, 4, 8 ... and all of them run at
@@ -331,7 +331,7 @@ class Measuring:
         profile: Profile,
         limit_ns: int,
         clock: Clock = monotonic_ns,
-        kept: Kept = NOTHING_KEPT,
+        kept: StoredLatencies = NO_LATENCIES,
     ) -> None:
         self._config = config
         self._model = model
@@ -342,7 +342,7 @@ class Measuring:
         self._kept = kept
         self.idle_ns = 0
         self._problem = unmeasurable(config)
-        self._stages: Sequence[Together] | None = None  # once the last instance has come
+        self._stages: Sequence[ConcurrentRuns] | None = None  # once the last instance has come
         self._patient = instances - 1  # others that still wait for it
         self._arrivals = threading.Condition()  # guards _awaited, _stages and _patient
 
@@ -357,22 +357,22 @@ class Measuring:
             seat = self._awaited  # 0 for the last
         if seat < 0 or self._profile.known():  # started anew, or brought back from parking
             return
-        told = backend_buckets(self._model)  # complete once the last instance is open
-        if self._problem or told or not self._limit_ns:
+        bucket_seconds = backend_buckets(self._model)  # complete once the last instance is open
+        if self._problem or bucket_seconds or not self._limit_ns:
             if seat == 0:
-                self._without_running(told)
+                self._without_running(bucket_seconds)
         elif seat:
             self._wait_and_join(execution, seat)
         else:
             self._lead(execution)
 
-    def _without_running(self, told: Mapping[int, float]) -> None:
-        if told:
+    def _without_running(self, bucket_seconds: Mapping[int, float]) -> None:
+        if bucket_seconds:
             with self._arrivals:
                 self._stages = ()  # some may wait that came before there was a table
                 self._arrivals.notify_all()
-            self._profile.buckets = tuple(sorted(told))
-            table_ns = bucket_times(told)
+            self._profile.buckets = tuple(sorted(bucket_seconds))
+            table_ns = bucket_times(bucket_seconds)
             self._compare(table_ns[min(table_ns)])
             self._profile.seed({rows: [time_ns] for rows, time_ns in table_ns.items()})
             return
@@ -383,8 +383,8 @@ class Measuring:
     def _wait_and_join(self, execution: Execution, seat: int) -> None:
         """Of an instance that was not the last: do what that says."""
         with self._arrivals:
-            patience_s = _PATIENCE * self._limit_ns / NS_PER_S
-            if not self._arrivals.wait_for(lambda: self._stages is not None, patience_s):
+            timeout_s = _ARRIVAL_TIMEOUT_FACTOR * self._limit_ns / NS_PER_S
+            if not self._arrivals.wait_for(lambda: self._stages is not None, timeout_s):
                 self._patient -= 1
                 return
             stages = self._stages or ()
@@ -394,7 +394,7 @@ class Measuring:
         """Of the last instance to come: alone first, then with the others."""
         begun_ns, several = self._clock(), self._instances > 1
         end_ns = begun_ns + self._limit_ns
-        stages: list[Together] = []
+        stages: list[ConcurrentRuns] = []
         try:
             feed = feeds(self._config)
             if self._kept.times_ns:
@@ -411,14 +411,14 @@ class Measuring:
                 self._stages = stages = stages if self._patient == self._instances - 1 else []
                 self._arrivals.notify_all()
         self._together(execution, 0, stages)
-        told = ", ".join(
+        medians = ", ".join(
             f"{known.rows} rows {known.median_ns // NS_PER_US} us ({known.instances} at work)"
             for known in self._profile.known()
         )
         took_ms = (self._clock() - begun_ns) // NS_PER_MS
-        logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, told)
+        logger.debug("model %s took %d ms to measure: %s", self._config.name, took_ms, medians)
 
-    def _together(self, execution: Execution, arrival: int, stages: Sequence[Together]) -> None:
+    def _together(self, execution: Execution, arrival: int, stages: Sequence[ConcurrentRuns]) -> None:
         """With the others.
 
         Args:
@@ -456,7 +456,7 @@ class Measuring:
         self._profile.seed(_warm(found, 1))
         self.idle_ns = self._profile.estimate_ns(min(sizes(self._config)), 1)
 
-    def _plan(self, feed: Feed, end_ns: int) -> list[Together]:
+    def _plan(self, feed: Feed, end_ns: int) -> list[ConcurrentRuns]:
         """With 2, 4, 8 ... and all instances, the time that is left shared between them."""
         counts = sorted({self._instances, *(1 << power for power in range(1, self._instances.bit_length()))})
         share_ns = max(end_ns - self._clock(), 0) // len(counts)
@@ -468,7 +468,7 @@ class Measuring:
             def in_time(rows: int, count: int = count, stop_ns: int = stop_ns) -> bool:
                 return self._clock() + self._profile.estimate_ns(rows, count) <= stop_ns
 
-            stages.append(Together(count, known * _ROUNDS_TOGETHER, feed, in_time, self._clock))
+            stages.append(ConcurrentRuns(count, known * _ROUNDS_TOGETHER, feed, in_time, self._clock))
         return stages
 
     def _run(self, run: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from headrace.config.completion import contradictions
 from headrace.config.manifest import Machine, Stamp, onnx_digest
 from headrace.config.model_folder import ModelFolder
 from headrace.config.onnx_model import read_signature
-from headrace.config.serving_plan import GpuRuntime, Plan, engine_folder, serving_plan
+from headrace.config.serving_plan import GpuRuntime, ServingPlan, engine_folder, serving_plan
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
@@ -26,8 +26,8 @@ from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
 from headrace.core.tensor_config import ModelInput, ModelOutput
 from headrace.observability.counters import Recorder
 from headrace.pipelines.execution import Steps, steps_of, with_pictures
-from headrace.repository.gpu_model_cache import Residency
-from headrace.repository.latency_measurement import NOTHING_KEPT, KeptProfile, Measuring, ProfileStore, cores
+from headrace.repository.gpu_model_cache import GpuModelCache
+from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyMeasurement, LatencyStore, cores
 from headrace.repository.warmup import WarmUp, make_warmups
 from headrace.scheduling.executor import ReshapingExecution
 from headrace.scheduling.handle import ModelHandle
@@ -41,7 +41,7 @@ _MEASURED = {
 }
 
 
-def check_engine(plan: Plan, config: ModelConfig) -> None:
+def check_engine(plan: ServingPlan, config: ModelConfig) -> None:
     """Hold an engine in ONNX against the configuration: it takes and gives what the model does, and nothing from elsewhere.
 
     Raises:
@@ -55,7 +55,7 @@ def check_engine(plan: Plan, config: ModelConfig) -> None:
         raise ConfigError([Finding(name, None, problem.message, problem.cure) for problem in problems])
 
 
-def told_of(stamp: Stamp) -> str:
+def describe_stamp(stamp: Stamp) -> str:
     """Precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
     accuracy = stamp.accuracy or {}
     measured = [
@@ -66,7 +66,7 @@ def told_of(stamp: Stamp) -> str:
     return ", ".join([stamp.precision, *measured])
 
 
-def version_parameters(plan: Plan, devices: Sequence[int]) -> dict[str, str | float | bool]:
+def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, str | float | bool]:
     """Metadata of a version: the runtime, device, precision and artefact that serve it, and the facts of its engine.
 
     Args:
@@ -132,7 +132,7 @@ def _batch_bytes(config: ModelConfig) -> int:
 logger = logging.getLogger("headrace.loader")
 
 # More copy no faster: see headrace.scheduling.pipeline.
-_MOST_FILL_THREADS = 4
+_MAX_FILL_THREADS = 4
 
 
 def open_backend(name: str) -> Backend:
@@ -163,7 +163,7 @@ class Loader:
         on_dead: called with (model, version, instances left) when an instance dies.
         on_back: called with (model, version, instances that live) when one that had died serves again.
         backend: finds a backend by name.
-        residency: of what is loaded into the memory of GPUs.
+        gpu_model_cache: of what is loaded into the memory of GPUs.
         gpu_memory_fraction: of each GPU's memory, what all versions together may take.
         profile_s: how long each version is measured before it serves; 0: not at all.
         profiles: where profiles outlive the process; None: nowhere.
@@ -175,13 +175,13 @@ class Loader:
     on_dead: Callable[[str, str, int], None] = lambda _name, _version, _left: None
     on_back: Callable[[str, str, int], None] = lambda _name, _version, _living: None
     backend: Callable[[str], Backend] = open_backend
-    residency: Residency = field(default_factory=Residency)
+    gpu_model_cache: GpuModelCache = field(default_factory=GpuModelCache)
     gpu_memory_fraction: float = 0.9
     profile_s: float = 0.0
-    profiles: ProfileStore | None = None
+    profiles: LatencyStore | None = None
     state: Path | None = None
 
-    def plan(self, folder: ModelFolder, version: int) -> Plan:
+    def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
         """Choose what runs a version, and which of its files.
 
         Raises:
@@ -201,7 +201,7 @@ class Loader:
         """
         return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
-    def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+    def load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
         """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.
 
         Raises:
@@ -212,11 +212,11 @@ class Loader:
             try:
                 return self._load(folder, version, chosen)
             except NoRoom as error:
-                if not self.residency.make_room(error, f"{folder.config.name}/{version}"):
+                if not self.gpu_model_cache.make_room(error, f"{folder.config.name}/{version}"):
                     raise
 
-    def _load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
-        config, begun_ns = folder.config, self.residency.clock()
+    def _load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
+        config, begun_ns = folder.config, self.gpu_model_cache.clock()
         warmups = make_warmups(config, folder.path)
         check_engine(chosen, config)
         seen = _look(chosen.file)
@@ -231,7 +231,7 @@ class Loader:
             mailbox=self.mailbox,
             recorder=Recorder(self.histograms),
             on_dead=lambda left: self.on_dead(config.name, str(version), left),
-            on_wanted=self.residency.wanted,
+            on_wanted=self.gpu_model_cache.wanted,
             on_back=lambda living: self.on_back(config.name, str(version), living),
         )
         kept = self._kept(config, chosen, model.instances)
@@ -252,27 +252,27 @@ class Loader:
                 model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
             return model.account
 
-        self.residency.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
+        self.gpu_model_cache.add(handle, model.account, config.keep_loaded, reopen, begun_ns)
         return handle
 
-    def _kept(self, config: ModelConfig, chosen: Plan, instances: int) -> KeptProfile | None:
+    def _kept(self, config: ModelConfig, chosen: ServingPlan, instances: int) -> LatencyFile | None:
         if self.profiles is None:
             return None
         digest = chosen.stamp.artefact_sha256 if chosen.stamp is not None else onnx_digest(chosen.file)
         return self.profiles.kept(config, digest, chosen.runtime, instances)
 
     def _measuring(
-        self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: KeptProfile | None
-    ) -> Measuring:
-        limit_ns, known = int(self.profile_s * NS_PER_S), NOTHING_KEPT if kept is None else kept.read()
+        self, config: ModelConfig, model: _BookedModel, handle: ModelHandle, kept: LatencyFile | None
+    ) -> LatencyMeasurement:
+        limit_ns, known = int(self.profile_s * NS_PER_S), NO_LATENCIES if kept is None else kept.read()
         if not model.devices:
             config = config.model_copy(update={"max_batch_size": cpu_batch_size(config)})
-        return Measuring(config, model, model.instances, handle.profile, limit_ns, kept=known)
+        return LatencyMeasurement(config, model, model.instances, handle.profile, limit_ns, kept=known)
 
-    def _open(self, folder: ModelFolder, version: int, chosen: Plan) -> _BookedModel:
+    def _open(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> _BookedModel:
         """The model in memory."""
         config, residents, devices = folder.config, frozenset[int](), list[int]()
-        account = self.residency.ledger.account(config.name, str(version), config.gpu_memory_budget)
+        account = self.gpu_model_cache.ledger.account(config.name, str(version), config.gpu_memory_budget)
         steps = steps_of(config, folder.labels)
         try:
             if chosen.runtime == "tensorrt":
@@ -290,7 +290,7 @@ class Loader:
             raise
 
     def _on_gpus(
-        self, chosen: Plan, config: ModelConfig, steps: Steps, account: Account
+        self, chosen: ServingPlan, config: ModelConfig, steps: Steps, account: Account
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.process.backend import IsolatedBackend
         from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
@@ -307,7 +307,7 @@ class Loader:
         if not isinstance(backend, TensorRtBackend | IsolatedBackend):
             return devices, backend.load(chosen.file, len(devices), parameters), steps
         for device in set(devices).intersection(range(gpu_count())):  # of one that is not there the backend tells
-            self.residency.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
+            self.gpu_model_cache.ledger.set_limit(device, int(memory_bytes(device) * self.gpu_memory_fraction))
         model = backend.load(chosen.file, len(devices), parameters, account)
         try:
             check_tensors(model, config, chosen.file.name)
@@ -393,7 +393,7 @@ def handle_policy(config: ModelConfig, on_gpu: bool = False) -> HandlePolicy:
         queue_timeout_ns=queue.default_timeout_microseconds * NS_PER_US,
         demote_on_timeout=queue.timeout_action == "DELAY",
         timeout_override=queue.allow_timeout_override,
-        fill_threads=max(1, min(_MOST_FILL_THREADS, cores() // 2)),
+        fill_threads=max(1, min(_MAX_FILL_THREADS, cores() // 2)),
         level_policies=_level_policies(batching),
         aging_ns=config.priority_aging_microseconds * NS_PER_US if levels > 1 else 0,
         sharing=_sharing(config.fair_sharing),
@@ -433,15 +433,15 @@ def _level_policies(batching: DynamicBatching) -> dict[int, LevelPolicy]:
     }
 
 
-def _sharing(told: FairSharing | None) -> Sharing | None:
-    return None if told is None else Sharing(dict(told.weights), told.default_weight)
+def _sharing(config: FairSharing | None) -> Sharing | None:
+    return None if config is None else Sharing(dict(config.weights), config.default_weight)
 
 
-def _rate_limits(told: ConfiguredLimits | None) -> RateLimits | None:
-    if told is None:
+def _rate_limits(config: ConfiguredLimits | None) -> RateLimits | None:
+    if config is None:
         return None
-    quotas = {client: Quota(limit.requests_per_s, limit.most_at_once) for client, limit in told.clients.items()}
-    default = told.default
+    quotas = {client: Quota(limit.requests_per_s, limit.most_at_once) for client, limit in config.clients.items()}
+    default = config.default
     return RateLimits(quotas, None if default is None else Quota(default.requests_per_s, default.most_at_once))
 
 

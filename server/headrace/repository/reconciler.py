@@ -16,19 +16,19 @@ from headrace.config.documents import read_config_json
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import BadRequest, ConfigError, Forbidden, HeadraceError, NotFound, Overloaded, Unavailable
 from headrace.core.model_config import name_problem
-from headrace.repository.builds import BUILDER, Builds, Order
-from headrace.repository.deployment import Deployments, Drains, PrivateFolder, Source, check_files
-from headrace.repository.folders import GONE, Found, Look, Skipped, find, look_at_model, scan
+from headrace.repository.builds import BUILDER, BuildOrder, EngineBuilds
+from headrace.repository.deployment import Deployments, Drains, ModelSource, PrivateFolder, check_files
+from headrace.repository.folders import ABSENT, Fingerprint, FoundModel, SkippedFolder, find, fingerprint_model, scan
 from headrace.repository.loader import Loader
 from headrace.repository.registry import Registry, State
 
 
 @dataclass(slots=True)
 class _Model:
-    look: Look
+    look: Fingerprint
     since_ns: int
     looks: int
-    done: Look
+    done: Fingerprint
 
 
 class Watcher:
@@ -42,7 +42,7 @@ class Watcher:
         self._settle_ns = settle_ns
         self._models: dict[str, _Model] = {}
 
-    def see(self, looks: Mapping[str, Look], now_ns: int) -> list[str]:
+    def see(self, looks: Mapping[str, Fingerprint], now_ns: int) -> list[str]:
         """Take a look at all models and give those to act on, each only once for every way it looks.
 
         A model that is not among `looks` has been removed; that too must last before it counts.
@@ -53,15 +53,15 @@ class Watcher:
         """
         due: list[str] = []
         for name in sorted(looks.keys() | self._models.keys()):
-            look = looks.get(name, GONE)
+            look = looks.get(name, ABSENT)
             model = self._models.get(name)
             if model is None:
-                model = self._models[name] = _Model(look, now_ns, 0, GONE)
+                model = self._models[name] = _Model(look, now_ns, 0, ABSENT)
             if model.look != look:
                 model.look, model.since_ns, model.looks = look, now_ns, 0
             model.looks += 1
             if model.look == model.done:
-                if look == GONE:
+                if look == ABSENT:
                     del self._models[name]
             elif model.looks > 1 and now_ns - model.since_ns >= self._settle_ns:
                 model.done = look
@@ -159,16 +159,16 @@ class Reconciler:
         self._registry = registry
         self._on_loaded = on_loaded
         self._control = control or ControlPolicy()
-        self._residency = loader.residency
-        self._residency.on_wanted = self._memory_wanted
-        self._drains = Drains(registry, self._residency.forget)
+        self._gpu_model_cache = loader.gpu_model_cache
+        self._gpu_model_cache.on_wanted = self._memory_wanted
+        self._drains = Drains(registry, self._gpu_model_cache.forget)
         if loader.state is not None:
             builder = (*builder, "--state-dir", str(loader.state))
-        self._builds = Builds(builder, self._engine_built, self._engine_progress)
+        self._builds = EngineBuilds(builder, self._engine_built, self._engine_progress)
         self._deployments = Deployments(loader, registry, self._drains, self._builds)
         self._watcher = Watcher(int(self._control.settle_s * NS_PER_S))
         self._repository_lost = False
-        self._skipped: set[Skipped] = set()
+        self._skipped: set[SkippedFolder] = set()
         self._next_look_ns = 0
         self._memory_ns: int | None = None  # when those that wait for memory may have it
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -265,10 +265,10 @@ class Reconciler:
 
     # On the thread that builds
 
-    def _engine_built(self, order: Order, failure: str) -> None:
+    def _engine_built(self, order: BuildOrder, failure: str) -> None:
         self._post(lambda: self._deployments.built(order, failure))
 
-    def _engine_progress(self, order: Order) -> None:
+    def _engine_progress(self, order: BuildOrder) -> None:
         self._post(lambda: self._deployments.progress(order))
 
     # On any thread
@@ -292,7 +292,7 @@ class Reconciler:
             self._on_loaded(None)
             self._next_look_ns = monotonic_ns() + self._pause_ns()
             while self._serve_one():
-                self._memory_ns = self._residency.serve()
+                self._memory_ns = self._gpu_model_cache.serve()
         except BaseException as error:  # the owner must learn that nothing will be loaded any more
             self._refuse_commands()
             self._on_loaded(error)
@@ -333,7 +333,7 @@ class Reconciler:
     def _refuse_commands(self) -> None:
         with self._lock:
             self._ended = True
-        self._residency.end(Unavailable("the server is stopping"))
+        self._gpu_model_cache.end(Unavailable("the server is stopping"))
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
@@ -363,18 +363,18 @@ class Reconciler:
                 return
             self._try_to_load(model)
 
-    def _scan(self) -> list[Found]:
+    def _scan(self) -> list[FoundModel]:
         """The models of all repositories; each folder that cannot be a model is logged once."""
-        skipped: set[Skipped] = set()
+        skipped: set[SkippedFolder] = set()
         found = scan(self._desired.repositories, self._registry.names(), skipped.add)
         for folder in sorted(skipped - self._skipped, key=lambda folder: folder.path):
             logger.log(logging.WARNING if folder.warn else logging.INFO, "%s", folder)
         self._skipped = skipped
         return [model for model in found if self._desired.offers(model.repository, model.name)]
 
-    def _try_to_load(self, model: Found) -> None:
+    def _try_to_load(self, model: FoundModel) -> None:
         try:
-            self._deployments.load(Source(model.name, model.path, model.repository))
+            self._deployments.load(ModelSource(model.name, model.path, model.repository))
         except ConfigError:
             return  # told in the log and in the index
         except Exception:  # one model must not take the others down
@@ -387,12 +387,12 @@ class Reconciler:
             model = find(self._desired.repositories, name)
             if model is None or not self._desired.offers(model.repository, name):
                 raise NotFound(f"no model repository has a folder '{name}'{self._registry.suggestion(name)}")
-            self._deployments.load(Source(name, model.path, model.repository, document))
+            self._deployments.load(ModelSource(name, model.path, model.repository, document))
             return
         check_files(files, document)
         private = PrivateFolder(name, files)
         try:
-            self._deployments.load(Source(name, private.path, private.repository, document, private))
+            self._deployments.load(ModelSource(name, private.path, private.repository, document, private))
         finally:
             private.release()
 
@@ -408,7 +408,7 @@ class Reconciler:
         except (HeadraceError, OSError) as error:
             logger.warning("a model repository cannot be read: %s", error)
 
-    def _list(self, found: Sequence[Found]) -> None:
+    def _list(self, found: Sequence[FoundModel]) -> None:
         """The index has every model there is, loaded or not, and forgets those that are gone."""
         names = {model.name for model in found}
         known = self._registry.names()
@@ -431,7 +431,7 @@ class Reconciler:
         control, pause_s = self._control, self._control.poll_interval_s
         return int((max(min(control.settle_s, pause_s), 0.05) if self._watcher.restless else pause_s) * NS_PER_S)
 
-    def _load_settled(self, found: Sequence[Found]) -> None:
+    def _load_settled(self, found: Sequence[FoundModel]) -> None:
         """The first loading while folders are watched: what is being copied just now is left for later."""
         pause_s = max(self._control.settle_s / 2, 0.05)
         self._act_on(found)
@@ -452,9 +452,9 @@ class Reconciler:
         self._repository_lost = False
         self._act_on(found)
 
-    def _act_on(self, found: Sequence[Found]) -> None:
+    def _act_on(self, found: Sequence[FoundModel]) -> None:
         models = {model.name: model for model in found if model.problem is None}
-        looks = {name: look for name, model in models.items() if (look := look_at_model(model.path)) != GONE}
+        looks = {name: look for name, model in models.items() if (look := fingerprint_model(model.path)) != ABSENT}
         for name in looks.keys() - self._registry.names():
             self._registry.mark(name, "", State.UNKNOWN)
         for name in self._watcher.see(looks, monotonic_ns()):

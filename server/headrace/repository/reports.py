@@ -26,7 +26,7 @@ _FRESH_NS = 400 * NS_PER_MS
 _SHARE = 20
 
 
-class Overview:
+class ServerOverview:
     """Tells how all models fare; called on the event loop.
 
     Args:
@@ -175,7 +175,7 @@ class Explainer:
                 handle.parked,
             )
             load = handle.load(by_level=False)
-            told = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
+            figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
             found = [*_off_gpu(handle), *limits(now)]
             first = found[0]
             return {
@@ -184,7 +184,7 @@ class Explainer:
                 "limit": first.kind,
                 "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
                 "findings": [asdict(limit) for limit in found],
-                "numbers": numbers(now) | told,
+                "numbers": numbers(now) | figures,
             }
         finally:
             handle.release()

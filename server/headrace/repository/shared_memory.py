@@ -81,7 +81,7 @@ class SystemRegion:
         pin: pins it for GPUs, None where there are none.
     """
 
-    __slots__ = ("__weakref__", "_asked", "_descriptor", "_pin", "_pinned", "_size_bytes", "_start", "_waits")
+    __slots__ = ("__weakref__", "_descriptor", "_pin", "_pin_requests", "_pinned", "_size_bytes", "_start", "_waits")
 
     def __init__(self, descriptor: int, start: int, size_bytes: int, pin: Pin | None = None) -> None:
         self._descriptor = descriptor
@@ -90,7 +90,7 @@ class SystemRegion:
         self._pin = pin
         self._pinned: Pinned | None = None  # written once, by the thread that pins
         self._waits = False  # for that thread, which says so itself
-        self._asked = 0
+        self._pin_requests = 0
         weakref.finalize(self, os.close, descriptor)
 
     def check(self, offset: int, size_bytes: int) -> None:
@@ -124,8 +124,8 @@ class SystemRegion:
 
             return ResidentRows(base + offset, PINNED, _BYTES, (size_bytes,), pinned, copy)
         if devices and self._pin is not None and not self._waits:
-            self._asked += 1
-            if self._asked & (self._asked - 1) == 0:
+            self._pin_requests += 1
+            if self._pin_requests & (self._pin_requests - 1) == 0:
                 self._waits = True
                 self._pin(self._descriptor, self._start, self._size_bytes, min(devices), self._on_pinned)
         return None

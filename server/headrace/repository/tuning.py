@@ -23,7 +23,7 @@ import numpy as np
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.edit import read_config_file
 from headrace.config.model_folder import ModelFolder, served_versions
-from headrace.config.serving_plan import Plan
+from headrace.config.serving_plan import ServingPlan
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, HeadraceError
@@ -131,7 +131,7 @@ def _fitted(file: Path, array: Array, tensor: ModelInput, batched: bool) -> Arra
         )
     sizes = array.shape[1:] if batched else array.shape
     fits = len(sizes) == len(tensor.dims) and all(
-        told in (-1, size) for told, size in zip(tensor.dims, sizes, strict=True)
+        declared in (-1, size) for declared, size in zip(tensor.dims, sizes, strict=True)
     )
     if not fits or (batched and not len(array)):
         wanted = [*(["rows"] if batched else []), *tensor.dims]
@@ -173,7 +173,7 @@ _MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MeasuredSetting:
     """The measurements of one pair of settings.
 
     Attributes:
@@ -241,9 +241,9 @@ class Sweep:
         limit: Why no larger batch was measured.
     """
 
-    points: Sequence[Point]
-    now: Point | None
-    best: Point | None
+    points: Sequence[MeasuredSetting]
+    now: MeasuredSetting | None
+    best: MeasuredSetting | None
     advice: Advice
     inputs: str
     runtime: str
@@ -373,7 +373,7 @@ class _Sweeper:
                 if rows_hz > best_hz:
                     best_hz, best_rows = rows_hz, rows
                 grown, before = _peak_bytes() - before, _peak_bytes()
-                point = Point(count, rows, (rows_hz,), p95_ns, p95_ns)
+                point = MeasuredSetting(count, rows, (rows_hz,), p95_ns, p95_ns)
                 found = _end_of_search(point, stale, grown, self._options.slo_ns)
                 if found:
                     limit = found
@@ -413,7 +413,7 @@ class _Sweeper:
                 handle.close(_CLOSE_S)
 
 
-def choose(points: Sequence[Point], slo_ns: int = 0) -> Point | None:
+def choose(points: Sequence[MeasuredSetting], slo_ns: int = 0) -> MeasuredSetting | None:
     """Return the setting with the shortest batches of those with (nearly) the best throughput; None if all take too long.
 
     Args:
@@ -426,7 +426,7 @@ def choose(points: Sequence[Point], slo_ns: int = 0) -> Point | None:
     return min(good, key=lambda point: (point.p95_ns, point.instances), default=None)
 
 
-def advise(now: Point | None, best: Point | None, slo_ns: int = 0) -> Advice:
+def advise(now: MeasuredSetting | None, best: MeasuredSetting | None, slo_ns: int = 0) -> Advice:
     """Compare the best setting with that of the configuration.
 
     Args:
@@ -475,7 +475,7 @@ def _count(config: ModelConfig, on_gpu: bool) -> int:
     return sum(group.count for group in config.instance_group) or 1
 
 
-def _served(plan: Plan) -> Plan:
+def _served(plan: ServingPlan) -> ServingPlan:
     """The plan without a build in the background, which would take cores from the measurement."""
     return replace(plan, build="")
 
@@ -485,12 +485,12 @@ def _group(config: ModelConfig, count: int) -> InstanceGroup:
     return first.model_copy(update={"count": count})
 
 
-def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) -> Point:
+def _point(instances: int, rows: int, runs: Sequence[tuple[float, int, int]]) -> MeasuredSetting:
     hz, medians_ns, p95s_ns = zip(*runs, strict=True)
-    return Point(instances, rows, tuple(hz), round(median(medians_ns)), round(median(p95s_ns)))
+    return MeasuredSetting(instances, rows, tuple(hz), round(median(medians_ns)), round(median(p95s_ns)))
 
 
-def _end_of_search(point: Point, stale: int, grown_bytes: int, slo_ns: int) -> str:
+def _end_of_search(point: MeasuredSetting, stale: int, grown_bytes: int, slo_ns: int) -> str:
     """Why a batch of twice as many rows is not tried; "" if it is."""
     if stale >= _DOUBLINGS:
         return "more rows bring no more"

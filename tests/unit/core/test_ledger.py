@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom, Reservation, told_bytes
+from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom, Reservation, format_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -108,7 +108,7 @@ def test_threads_never_go_over_the_limit_together() -> None:
     ("size_bytes", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (GIB, "1.0 GiB")]
 )
 def test_bytes_for_people(size_bytes: int, told: str) -> None:
-    assert told_bytes(size_bytes) == told
+    assert format_bytes(size_bytes) == told
 
 
 class Books(RuleBasedStateMachine):

@@ -17,7 +17,7 @@ from headrace_engines.errors import BuildError
 from headrace_engines.progress import silent
 from headrace_engines.project import Project, read_spec
 from headrace_engines.store import Store
-from headrace_engines.targets.base import Timing
+from headrace_engines.targets.base import BatchTiming
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 
 from tests.support import networks
@@ -136,7 +136,7 @@ def test_the_output_with_the_label_file_is_held_against_labels(tmp_path: Path) -
 
 
 def candidate(precision: str, rates: Mapping[int, float], refusal: list[str] | None = None) -> BuildResult:
-    timings = tuple(Timing(rows, 1.0, 1.0, rate) for rows, rate in rates.items())
+    timings = tuple(BatchTiming(rows, 1.0, 1.0, rate) for rows, rate in rates.items())
     anything: Any = None
     spec: Any = type("Spec", (), {"precision": precision})()
     return BuildResult(Path(), spec, anything, precision, None, refusal or [], (), timings, 0, 0.0, False)

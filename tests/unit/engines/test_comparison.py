@@ -26,7 +26,7 @@ from headrace_engines.progress import Report
 from headrace_engines.project import BuildSpec, Project, open_project, read_spec
 from headrace_engines.report.pages import comparison_page, comparison_picture
 from headrace_engines.store import Store
-from headrace_engines.targets.base import Engine, Layer, Target, TargetSpec, Timing
+from headrace_engines.targets.base import BatchTiming, Engine, Layer, Target, TargetSpec
 from headrace_engines.targets.onnxruntime import OnnxRuntimeTarget
 from onnx import numpy_helper
 from rich.console import Console
@@ -165,7 +165,7 @@ class Clocked:
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
-    def time(self, inputs: Mapping[str, Any], seconds: float) -> Timing:
+    def time(self, inputs: Mapping[str, Any], seconds: float) -> BatchTiming:
         rows = len(next(iter(inputs.values())))
         self.calls.append((self.name, rows))
         if rows == self.fails_at:
@@ -173,7 +173,7 @@ class Clocked:
         turn = sum(1 for call in self.calls if call == (self.name, rows))
         # The third round of five is hit by somebody else's work.
         median_us = 900.0 if turn == 3 else 100.0 + turn
-        return Timing(rows, median_us, 2 * median_us, rows * 1e6 / median_us)
+        return BatchTiming(rows, median_us, 2 * median_us, rows * 1e6 / median_us)
 
     def layers(self, inputs: Mapping[str, Any]) -> list[Layer]:
         return []
@@ -228,8 +228,8 @@ def test_an_engine_that_fails_while_it_is_timed_is_a_row_with_the_reason(project
 def test_without_a_batch_dimension_an_execution_is_a_row(project: Project, tmp_path: Path) -> None:
     config = project.config.model_copy(update={"max_batch_size": 0})
     single = replace(project, folder=replace(project.folder, config=config))
-    timing = headrace_engines.comparison._median_timing([Timing(8, 100.0, 200.0, 80_000.0)], 1, False)
-    assert timing == Timing(1, 100.0, 200.0, 10_000.0)
+    timing = headrace_engines.comparison._median_timing([BatchTiming(8, 100.0, 200.0, 80_000.0)], 1, False)
+    assert timing == BatchTiming(1, 100.0, 200.0, 10_000.0)
     assert default_sizes(single, read_spec(project.config)) == [1]
 
 

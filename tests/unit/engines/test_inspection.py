@@ -14,7 +14,7 @@ import onnx
 import pytest
 from headrace.config.manifest import Stamp, artefact_name, config_digest, onnx_digest, read_layers, write_stamp
 from headrace.config.model_folder import read_model_folder
-from headrace.repository.folders import look_at_version, without_builds
+from headrace.repository.folders import fingerprint_version, without_builds
 from headrace_engines.commands.inspect import add_arguments, run
 from headrace_engines.errors import BuildError
 from headrace_engines.onnx_graph import read_onnx
@@ -72,7 +72,7 @@ def publish(folder: Path, precision: str = "int8") -> Path:
         config_digest=config_digest(config),
         spec_digest=KEY,
         precision=precision,
-        asked=precision,
+        requested=precision,
         overridden=False,
         machine=target.describe(),
     )
@@ -220,13 +220,13 @@ def test_what_cannot_be_done_is_said(words: tuple[str, str], expected: str, tmp_
 
 def test_a_server_can_show_what_was_published(tmp_path: Path) -> None:
     artefact = publish(add_model(tmp_path))
-    before = look_at_version(artefact.parent)
+    before = fingerprint_version(artefact.parent)
     assert "A server shows it now" in inspect("--model-repository", tmp_path, "--publish")
     report = read_layers(artefact.parent)
     assert report is not None
     assert (report.artefact, report.precision, report.model) == (artefact.name, "int8", "small")
     assert sum(layer.share for layer in report.layers) == pytest.approx(1, abs=0.01)
     # A server that watches the folder does not load the model anew for it.
-    after = look_at_version(artefact.parent)
+    after = fingerprint_version(artefact.parent)
     assert after != before
     assert without_builds(after, "model.onnx") == without_builds(before, "model.onnx")

@@ -53,7 +53,7 @@ def _stamp(entry: StoreEntry, machine: Machine = CPU) -> Stamp:
         config_digest=CONFIG,
         spec_digest="c" * 64,
         precision="int8",
-        asked="int8",
+        requested="int8",
         overridden=False,
         machine=machine,
     )

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from headrace.core.model_config import ModelConfig
-from headrace.core.optimization_config import asked_precision
+from headrace.core.optimization_config import requested_precision
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 
@@ -304,7 +304,7 @@ def test_a_model_for_tensorrt_runs_its_onnx_file_on_a_machine_without_a_gpu(tmp_
     ],
 )
 def test_the_precision_asked_for(told: dict[str, Any], precision: str) -> None:
-    assert asked_precision(ModelConfig.model_validate({"optimization": told}).optimization) == precision
+    assert requested_precision(ModelConfig.model_validate({"optimization": told}).optimization) == precision
 
 
 def test_every_version_has_its_own_engine(repository: Path) -> None:

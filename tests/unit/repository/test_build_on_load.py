@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from headrace.config.manifest import is_artefact_name
 from headrace.config.model_folder import ModelFolder
-from headrace.config.serving_plan import Plan
+from headrace.config.serving_plan import ServingPlan
 from headrace.repository.loader import Loader
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
@@ -52,7 +52,7 @@ class Workshop:
         """The control thread with the fake builder."""
         real = Loader.load
 
-        def load(loader: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        def load(loader: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
             self.loads.append(chosen.file.name)
             return real(loader, folder, version, chosen)
 

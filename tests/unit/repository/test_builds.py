@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from headrace.repository import builds
-from headrace.repository.builds import Builds, Order
+from headrace.repository.builds import BuildOrder, EngineBuilds
 
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
@@ -35,14 +35,14 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-Ends = queue.Queue[tuple[Order, str]]
+Ends = queue.Queue[tuple[BuildOrder, str]]
 
 
 @contextmanager
-def building(words: tuple[str, ...]) -> Iterator[tuple[Builds, Ends]]:
-    """A started `Builds` and what it tells; stopped at the end, when nothing of it may be left."""
+def building(words: tuple[str, ...]) -> Iterator[tuple[EngineBuilds, Ends]]:
+    """A started `EngineBuilds` and what it tells; stopped at the end, when nothing of it may be left."""
     ends: Ends = queue.Queue()
-    made = Builds(words, lambda order, failure: ends.put((order, failure)))
+    made = EngineBuilds(words, lambda order, failure: ends.put((order, failure)))
     made.start()
     try:
         yield made, ends
@@ -52,8 +52,8 @@ def building(words: tuple[str, ...]) -> Iterator[tuple[Builds, Ends]]:
         assert "builds" not in [thread.name for thread in threading.enumerate()]
 
 
-def order(repository: Path, name: str = "a", digest: str = "1") -> Order:
-    return Order(name, "1", repository / name, "onnxruntime", digest)
+def order(repository: Path, name: str = "a", digest: str = "1") -> BuildOrder:
+    return BuildOrder(name, "1", repository / name, "onnxruntime", digest)
 
 
 def calls(orders: Path) -> list[str]:
@@ -84,7 +84,7 @@ def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path)
 
 
 def test_nothing_is_built_before_the_start(orders: Path, repository: Path) -> None:
-    made = Builds(command(orders), lambda *_: None)
+    made = EngineBuilds(command(orders), lambda *_: None)
     made.want("a", [order(repository)])
     assert calls(orders) == []
     assert "builds" not in [thread.name for thread in threading.enumerate()]
@@ -197,7 +197,7 @@ def test_the_end_of_the_thread_is_told(repository: Path, monkeypatch: pytest.Mon
     def broken(*_: object) -> str:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(Builds, "_build", broken)
+    monkeypatch.setattr(EngineBuilds, "_build", broken)
     with building(("true",)) as (made, ends):
         first, second = order(repository), order(repository, "b")
         made.want("a", [first])

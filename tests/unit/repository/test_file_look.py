@@ -7,7 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from headrace.repository.folders import GONE, look_at_model, look_at_version, look_at_versions, without_builds
+from headrace.repository.folders import (
+    ABSENT,
+    fingerprint_model,
+    fingerprint_version,
+    fingerprint_versions,
+    without_builds,
+)
 
 
 @pytest.fixture
@@ -41,64 +47,64 @@ def touch(path: Path) -> None:
 @pytest.mark.parametrize("change", [rewrite, replace, touch, Path.unlink])
 @pytest.mark.parametrize("file", ["1/model.onnx", "1/data/weights"])
 def test_every_change_below_a_version_shows(folder: Path, file: str, change: Callable[[Path], None]) -> None:
-    version, model = look_at_version(folder / "1"), look_at_model(folder)
-    assert look_at_version(folder / "1") == version
+    version, model = fingerprint_version(folder / "1"), fingerprint_model(folder)
+    assert fingerprint_version(folder / "1") == version
     change(folder / file)
-    assert look_at_version(folder / "1") != version
-    assert look_at_model(folder) != model
+    assert fingerprint_version(folder / "1") != version
+    assert fingerprint_model(folder) != model
 
 
 @pytest.mark.parametrize("file", ["config.pbtxt", "warmup/x"])
 def test_a_change_beside_the_versions_shows_in_the_model_alone(folder: Path, file: str) -> None:
-    versions, model = look_at_versions(folder), look_at_model(folder)
+    versions, model = fingerprint_versions(folder), fingerprint_model(folder)
     rewrite(folder / file)
-    assert look_at_versions(folder) == versions
-    assert look_at_model(folder) != model
+    assert fingerprint_versions(folder) == versions
+    assert fingerprint_model(folder) != model
 
 
 @pytest.mark.parametrize("file", ["notes/readme", ".hidden"])
 def test_what_no_model_is_made_of_is_passed_over(folder: Path, file: str) -> None:
-    model = look_at_model(folder)
+    model = fingerprint_model(folder)
     rewrite(folder / file)
-    assert look_at_model(folder) == model
+    assert fingerprint_model(folder) == model
 
 
 def test_a_new_version_shows_even_while_it_is_empty(folder: Path) -> None:
-    model = look_at_model(folder)
+    model = fingerprint_model(folder)
     (folder / "2").mkdir()
-    assert look_at_model(folder) != model
-    assert set(look_at_versions(folder)) == {"1", "2"}
+    assert fingerprint_model(folder) != model
+    assert set(fingerprint_versions(folder)) == {"1", "2"}
 
 
 def test_a_version_replaced_by_an_equal_one_shows(folder: Path) -> None:
-    version = look_at_version(folder / "1")
+    version = fingerprint_version(folder / "1")
     (folder / "1").rename(folder.parent / "old")
     (folder / "1").mkdir()
     for name in ("model.onnx", "data"):
         (folder.parent / "old" / name).rename(folder / "1" / name)
-    assert look_at_version(folder / "1") != version
+    assert fingerprint_version(folder / "1") != version
 
 
 def test_a_version_that_is_a_link_shows_what_it_leads_to(folder: Path) -> None:
     (folder / "1").rename(folder.parent / "a")
     (folder.parent / "b").mkdir()
     (folder / "1").symlink_to(folder.parent / "a")
-    before = look_at_model(folder)
+    before = fingerprint_model(folder)
     (folder / "1").unlink()
     (folder / "1").symlink_to(folder.parent / "b")
-    assert look_at_model(folder) != before
+    assert fingerprint_model(folder) != before
 
 
 def test_what_vanishes_looks_like_gone(folder: Path, tmp_path: Path) -> None:
-    assert look_at_model(tmp_path / "nowhere") == GONE
-    assert look_at_version(folder / "9") == GONE
+    assert fingerprint_model(tmp_path / "nowhere") == ABSENT
+    assert fingerprint_version(folder / "9") == ABSENT
     (folder / "1" / "dangling").symlink_to(tmp_path / "nowhere")
     (folder / "1" / "data" / "loop").symlink_to(folder / "1")
-    assert look_at_model(folder) != GONE, "neither a dangling link nor a circle stops it"
+    assert fingerprint_model(folder) != ABSENT, "neither a dangling link nor a circle stops it"
 
 
 def test_what_builders_put_beside_a_model_is_no_change_of_it(folder: Path) -> None:
-    before = look_at_version(folder / "1")
+    before = fingerprint_version(folder / "1")
     built = (
         "build.json",
         "recipe.json",
@@ -108,9 +114,9 @@ def test_what_builders_put_beside_a_model_is_no_change_of_it(folder: Path) -> No
     )
     for name in (*built, ".model.0123456789ab.onnx.17.tmp"):
         (folder / "1" / name).write_text("built")
-    after = look_at_version(folder / "1")
+    after = fingerprint_version(folder / "1")
     assert {entry[0] for entry in after} - {entry[0] for entry in before} == set(built)
     assert without_builds(after, "model.onnx") == without_builds(before, "model.onnx") == before
     assert len(without_builds(after, "model.0123456789ab.plan")) == len(before) + 1
     (folder / "1" / "model.012345.onnx").write_text("a model")
-    assert without_builds(look_at_version(folder / "1"), "model.onnx") != before
+    assert without_builds(fingerprint_version(folder / "1"), "model.onnx") != before

@@ -12,7 +12,7 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, DeadlineExceeded, Unavailable
 from headrace.core.request import InferRequest
 from headrace.observability.metrics import MemoryCollector
-from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.gpu_model_cache import GpuModelCache
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
 from prometheus_client import CollectorRegistry, generate_latest
@@ -45,12 +45,12 @@ def add(tmp_path: Path, name: str, seed: int, config: str = "") -> None:
 def need(repository: Path) -> int:
     """Bytes of GPU memory that one of the models takes; all take the same."""
     found: list[int] = []
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, __: Registry) -> None:
-        found.append(residency.ledger.held(0))
+        found.append(gpu_model_cache.ledger.held(0))
 
-    run(repository, check, names=frozenset({"a"}), residency=residency)
+    run(repository, check, names=frozenset({"a"}), gpu_model_cache=gpu_model_cache)
     assert found[0] > 4096
     return found[0]
 
@@ -66,32 +66,32 @@ async def asked(registry: Registry, name: str, seed: int) -> None:
 
 def test_all_models_are_ready_and_those_without_room_come_when_they_are_asked(repository: Path) -> None:
     size = need(repository)
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
         assert index(registry) == {("a", "1"): PARKED, ("b", "1"): READY, ("c", "1"): READY}
         assert registry.ready()
-        assert residency.ledger.held(0) == 2 * size
+        assert gpu_model_cache.ledger.held(0) == 2 * size
         await asked(registry, "c", 3)
         await asked(registry, "a", 1)
         # b had not been used for longest.
         await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): PARKED, ("c", "1"): READY})
         await asked(registry, "b", 2)
         await until(lambda: index(registry) == {("a", "1"): READY, ("b", "1"): READY, ("c", "1"): PARKED})
-        await until(lambda: sum(loads.on_demand for _, _, loads in residency.loads()) == 2)
-        assert residency.ledger.held(0) == 2 * size
-        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in residency.loads()}
+        await until(lambda: sum(loads.on_demand for _, _, loads in gpu_model_cache.loads()) == 2)
+        assert gpu_model_cache.ledger.held(0) == 2 * size
+        counts = {name: (loads.count, loads.on_demand, loads.evictions) for name, _, loads in gpu_model_cache.loads()}
         assert counts == {"a": (2, 1, 1), "b": (2, 1, 1), "c": (1, 0, 1)}
-        assert all(loads.time_ns > 0 for _, _, loads in residency.loads())
+        assert all(loads.time_ns > 0 for _, _, loads in gpu_model_cache.loads())
 
-    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
-    assert residency.ledger.held(0) == 0
+    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
+    assert gpu_model_cache.ledger.held(0) == 0
 
 
 def test_who_asks_waits_together_and_everybody_is_answered(repository: Path) -> None:
     """Three models for whom there is room for one take turns; nobody starves, no answer is another model's."""
     size = need(repository)
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
         async def caller(name: str, seed: int) -> int:
@@ -104,16 +104,16 @@ def test_who_asks_waits_together_and_everybody_is_answered(repository: Path) -> 
         counts = await asyncio.gather(*[caller(n, s) for s, n in enumerate("abc", 1) for _ in range(2)])
         assert min(counts) > 3, counts
         # Each stays for a second once it is loaded while it is used, so there are about as many loads as seconds.
-        loads = sum(loads.on_demand for _, _, loads in residency.loads())
+        loads = sum(loads.on_demand for _, _, loads in gpu_model_cache.loads())
         assert 3 <= loads <= 10
 
-    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(size))
+    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
 
 
 def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(repository: Path) -> None:
     size = need(repository)
     (repository / "b" / "config.yaml").write_text(TENSORRT + "instance_group: [{kind: gpu, count: 9}]\n")
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(_: Reconciler, registry: Registry) -> None:
         states = index(registry)
@@ -125,9 +125,9 @@ def test_a_model_too_large_for_the_gpu_is_refused_and_the_others_serve_on(reposi
         await asked(registry, "a", 1)
         await asked(registry, "c", 3)
         # Who made room for the attempt comes back by its first instance, which answers while the second opens.
-        await until(lambda: residency.ledger.held(0) == 2 * size)
+        await until(lambda: gpu_model_cache.ledger.held(0) == 2 * size)
 
-    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
 
 
 def test_a_budget_of_its_own_is_no_matter_for_others(repository: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_model_that_is_to_stay_stays(repository: Path) -> None:
 
 def test_loading_and_unloading_move_memory(repository: Path) -> None:
     size = need(repository)
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
 
     async def check(reconciler: Reconciler, registry: Registry) -> None:
         for name in "abc":
@@ -182,10 +182,10 @@ def test_loading_and_unloading_move_memory(repository: Path) -> None:
         await reconciler.load("a", None, {})
         await asked(registry, "a", 1)
         await reconciler.unload("a", False)
-        await until(lambda: residency.ledger.held(0) == 0)
-        assert residency.loads() == []
+        await until(lambda: gpu_model_cache.ledger.held(0) == 0)
+        assert gpu_model_cache.loads() == []
 
-    run(repository, check, EXPLICIT, frozenset(), residency=residency, gpu_memory_fraction=room(size))
+    run(repository, check, EXPLICIT, frozenset(), gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(size))
 
 
 def test_a_parked_model_with_requests_is_unloaded_once_they_are_answered(repository: Path) -> None:
@@ -272,17 +272,17 @@ def test_a_full_gpu_counts_like_a_full_budget(cuda: LateCuda, repository: Path) 
 
 def test_metrics_tell_who_holds_what(repository: Path) -> None:
     size = need(repository)
-    residency = Residency()
+    gpu_model_cache = GpuModelCache()
     pages: list[str] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         await asked(registry, "a", 1)
         await until(lambda: index(registry)["a", "1"] == READY)
         prometheus = CollectorRegistry()
-        prometheus.register(MemoryCollector(residency))
+        prometheus.register(MemoryCollector(gpu_model_cache))
         pages.append(generate_latest(prometheus).decode())
 
-    run(repository, check, ALL, residency=residency, gpu_memory_fraction=room(2 * size))
+    run(repository, check, ALL, gpu_model_cache=gpu_model_cache, gpu_memory_fraction=room(2 * size))
     page = pages[0]
     assert 'headrace_gpu_memory_bytes{gpu="0",kind="scratch",model="a",version="1"} 8192.0' in page
     assert 'headrace_gpu_memory_bytes{gpu="host",kind="buffers",model="c",version="1"}' in page

@@ -16,7 +16,7 @@ from headrace.config.model_folder import read_model_folder
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
-from headrace.repository.latency_measurement import Kept, Measuring, backend_buckets, sizes
+from headrace.repository.latency_measurement import LatencyMeasurement, StoredLatencies, backend_buckets, sizes
 from headrace.scheduling.latency_table import Profile
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
@@ -60,7 +60,7 @@ def config(tmp_path: Path) -> ModelConfig:
 
 def measured(config: ModelConfig, model: Model, limit_ns: int = NS_PER_S, instances: int = 1) -> Profile:
     profile = Profile()
-    measuring = Measuring(config, model, instances, profile, limit_ns, model.clock)
+    measuring = LatencyMeasurement(config, model, instances, profile, limit_ns, model.clock)
     for _ in range(instances):
         measuring(model)
     return profile
@@ -177,7 +177,7 @@ class SharedExecution:
         pass
 
 
-def all_at_once(measuring: Measuring, model: Shared, count: int) -> list[BaseException | None]:
+def all_at_once(measuring: LatencyMeasurement, model: Shared, count: int) -> list[BaseException | None]:
     """What each instance's thread ended with."""
     ends: list[BaseException | None] = [None] * count
 
@@ -198,7 +198,7 @@ def all_at_once(measuring: Measuring, model: Shared, count: int) -> list[BaseExc
 
 def test_several_instances_are_measured_alone_and_together(config: ModelConfig) -> None:
     model, profile = Shared(), Profile()
-    measuring = Measuring(config, model, 3, profile, NS_PER_S)
+    measuring = LatencyMeasurement(config, model, 3, profile, NS_PER_S)
     assert all_at_once(measuring, model, 3) == [None] * 3
     last = model.runs[0][0]
     assert model.runs[:16] == [(last, rows, 1) for rows in [1, 2, 4, 8] * 4]
@@ -213,13 +213,13 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
     ]
     count = len(model.runs)
     measuring(model.execution(0))  # started anew
-    Measuring(config, model, 1, profile, NS_PER_S)(model.execution(0))  # brought back from parking
+    LatencyMeasurement(config, model, 1, profile, NS_PER_S)(model.execution(0))  # brought back from parking
     assert len(model.runs) == count
 
 
 def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig) -> None:
     model, profile = Shared(), Profile()
-    measuring = Measuring(config, model, 2, profile, NS_PER_S // 50)
+    measuring = LatencyMeasurement(config, model, 2, profile, NS_PER_S // 50)
     measuring(model.execution(0))
     assert model.runs == []
     measuring(model.execution(1))  # it has opened after all: alone, since the other has gone on
@@ -230,22 +230,22 @@ def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, broken: int) -> None:
     model, profile = Shared(broken), Profile()
-    ends = all_at_once(Measuring(config, model, 3, profile, NS_PER_S), model, 3)
+    ends = all_at_once(LatencyMeasurement(config, model, 3, profile, NS_PER_S), model, 3)
     for index, error in enumerate(ends):
         assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
 
 
-def kept_by(model: Model, config: ModelConfig, kept: Kept, limit_ns: int = NS_PER_S) -> tuple[Profile, int]:
+def kept_by(model: Model, config: ModelConfig, kept: StoredLatencies, limit_ns: int = NS_PER_S) -> tuple[Profile, int]:
     """The profile, and how long the smallest batch took."""
     profile = Profile()
-    measuring = Measuring(config, model, 1, profile, limit_ns, model.clock, kept)
+    measuring = LatencyMeasurement(config, model, 1, profile, limit_ns, model.clock, kept)
     measuring(model)
     return profile, measuring.idle_ns
 
 
 def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) -> None:
     times_ns = {1: {1: [9 * NS_PER_MS] * 3, 3: [12 * NS_PER_MS]}, 2: {1: [13 * NS_PER_MS]}}  # under load, as it was
-    kept = Kept(times_ns, 3 * NS_PER_MS)
+    kept = StoredLatencies(times_ns, 3 * NS_PER_MS)
     model = Model()
     profile, idle_ns = kept_by(model, config, kept)
     assert model.rows == [1] * 4
@@ -254,7 +254,7 @@ def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) 
     assert idle_ns == 3 * NS_PER_MS, "as it was when the times were taken"
     for then_ms in (0, 0.9, 4.1):
         model = Model()
-        profile, idle_ns = kept_by(model, config, Kept(times_ns, int(then_ms * NS_PER_MS)))
+        profile, idle_ns = kept_by(model, config, StoredLatencies(times_ns, int(then_ms * NS_PER_MS)))
         assert model.rows == [1] * 4 + [1, 2, 4, 8] * 4
         assert {known.source for known in profile.known()} == {"load"}
         assert idle_ns == 2 * NS_PER_MS
@@ -262,7 +262,7 @@ def test_what_was_kept_is_believed_if_the_model_is_as_fast(config: ModelConfig) 
 
 def test_what_was_kept_is_all_there_is_of_what_is_not_run(tmp_path: Path, config: ModelConfig) -> None:
     texts = read(tmp_path / "texts", identity("BYTES", ("batch", 3)), "max_batch_size: 4\n")
-    kept = Kept({1: {1: [100], 4: [300]}}, 0)
+    kept = StoredLatencies({1: {1: [100], 4: [300]}}, 0)
     for what, limit_ns in ((texts, NS_PER_S), (config, 0)):
         model = Model()
         profile, idle_ns = kept_by(model, what, kept, limit_ns)
@@ -274,7 +274,7 @@ def test_what_was_kept_is_held_against_the_backends_own_table(config: ModelConfi
     class Measured(Model):
         profile: ClassVar = {1: 100.0, 8: 200.5}
 
-    profile, _ = kept_by(Measured(), config, Kept({1: {1: [400_000]}}, then_us * 1000))
+    profile, _ = kept_by(Measured(), config, StoredLatencies({1: {1: [400_000]}}, then_us * 1000))
     assert [(known.rows, known.source) for known in profile.known()] == [(1, source), (2, "load"), (8, "load")]
 
 

@@ -11,7 +11,7 @@ import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import NotFound
 from headrace.repository.registry import Registry, Serving, State
-from headrace.repository.reports import Overview
+from headrace.repository.reports import ServerOverview
 from headrace.scheduling.handle import ModelHandle
 
 from tests.support.fakes import ask
@@ -56,7 +56,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
         while model.recorder.totals().requests < 2:  # counted behind the answer
             time.sleep(0.001)
         clock = Clock()
-        overview = Overview(registry, [], clock)
+        overview = ServerOverview(registry, [], clock)
         clock.now_ns += 5
         told = orjson.loads(orjson.dumps(runner.run(overview.status())))
         assert (told["time_ns"], told["uptime_ns"], told["ready"]) == (1_005, 5, False)
@@ -80,7 +80,7 @@ def test_counts_and_gauges_of_what_serves() -> None:
 def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_ns: int, fresh_ns: int) -> None:
     clock = Clock()
     registry = Slow(clock, look_ns)
-    overview = Overview(registry, [], clock)
+    overview = ServerOverview(registry, [], clock)
     begun_ns = clock.now_ns
 
     async def ask_thrice() -> None:
@@ -97,7 +97,7 @@ def test_it_looks_once_for_all_who_ask_and_seldom_where_looking_takes_long(look_
 
 
 def test_who_leaves_takes_the_answer_from_nobody() -> None:
-    overview = Overview(Registry(), [])
+    overview = ServerOverview(Registry(), [])
 
     async def leave() -> None:
         leaving, staying = (asyncio.create_task(overview.status()) for _ in range(2))
@@ -114,7 +114,7 @@ def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
     with loop_with_handles() as (runner, make):
         registry.mark("m", "1", State.LOADING)
         registry.publish("m", Serving({"1": make()}))
-        overview = Overview(registry, [tmp_path])
+        overview = ServerOverview(registry, [tmp_path])
 
         def refused(model: str = "m") -> str:
             with pytest.raises(NotFound) as caught:

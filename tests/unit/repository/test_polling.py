@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.config.model_folder import ModelFolder
-from headrace.config.serving_plan import Plan
+from headrace.config.serving_plan import ServingPlan
 from headrace.core.completion import Mailbox
 from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest
@@ -67,7 +67,7 @@ def watch(
     watched = Watched(repository)
 
     class CountingLoader(Loader):
-        def load(self, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+        def load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
             watched.loads.append(folder.name)
             return super().load(folder, version, chosen)
 
@@ -143,7 +143,7 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
     tries: list[str] = []
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+    def load(self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
         tries.append(folder.name)
         if folder.config.max_batch_size == 3:
             raise RuntimeError("broken")
@@ -169,7 +169,7 @@ def test_a_model_that_fails_is_tried_again_only_when_its_files_change(tmp_path: 
 def test_files_that_change_while_they_are_read_are_not_served(tmp_path: Path) -> None:
     real = Loader.load
 
-    def load(self: Loader, folder: ModelFolder, version: int, chosen: Plan) -> ModelHandle:
+    def load(self: Loader, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
         handle = real(self, folder, version, chosen)
         if not (folder.path / "1" / "more").exists():
             (folder.path / "1" / "more").write_text("somebody is still copying")

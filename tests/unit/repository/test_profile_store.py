@@ -13,7 +13,7 @@ import pytest
 from headrace.config.model_folder import read_model_folder
 from headrace.core.model_config import ModelConfig
 from headrace.repository import latency_measurement
-from headrace.repository.latency_measurement import NOTHING_KEPT, Kept, KeptProfile, ProfileStore
+from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyStore, StoredLatencies
 from headrace.scheduling.latency_table import Profile
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,26 +39,26 @@ def profile(*tables: tuple[int, dict[int, list[int]]]) -> Profile:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> KeptProfile:
-    return ProfileStore(tmp_path / "a" / "b").kept(config(tmp_path), "0" * 64, "onnxruntime", 2)
+def kept(tmp_path: Path) -> LatencyFile:
+    return LatencyStore(tmp_path / "a" / "b").kept(config(tmp_path), "0" * 64, "onnxruntime", 2)
 
 
-def test_what_is_written_is_read(kept: KeptProfile) -> None:
-    assert kept.read() == NOTHING_KEPT
+def test_what_is_written_is_read(kept: LatencyFile) -> None:
+    assert kept.read() == NO_LATENCIES
     kept.write(profile((1, {1: [100, 90, 110], 8: [400]}), (2, {1: [150]})), 95)
-    assert kept.read() == Kept({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
+    assert kept.read() == StoredLatencies({1: {1: [100, 90, 110], 8: [400]}, 2: {1: [150]}}, 95)
     seen = profile((1, {1: [100]}))
     for place in range(100):
         seen.observe(1, 1000 + place * 37 % 100)
     kept.write(seen, 0)
-    assert kept.read() == Kept(seen.times(32), 0)
+    assert kept.read() == StoredLatencies(seen.times(32), 0)
     assert len(kept.read().times_ns[1][1]) == 32
     kept.write(Profile(), 0)
     assert kept.read().times_ns, "nothing known is not worth a file"
 
 
 def test_the_key_is_all_that_decides_how_long_a_batch_takes(
-    tmp_path: Path, kept: KeptProfile, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kept: LatencyFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, mine = kept.store, config(tmp_path / "mine")
     assert store.kept(mine, "0" * 64, "onnxruntime", 2) == kept
@@ -81,7 +81,7 @@ def test_the_key_is_all_that_decides_how_long_a_batch_takes(
 
 @given(st.data())
 def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    store = ProfileStore(tmp_path_factory.mktemp("store"))
+    store = LatencyStore(tmp_path_factory.mktemp("store"))
     store.write("key", "m", "here", profile((1, {1: [100], 8: [400, 500]}), (2, {4: [300]})), 5)
     (path,) = store._folder.iterdir()
     content = path.read_bytes()
@@ -121,23 +121,23 @@ def test_what_is_no_profile_is_told_and_left_out(
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.profile")
     (tmp_path / "key.json").write_text(json.dumps(document))
-    assert ProfileStore(tmp_path).read("key") == NOTHING_KEPT
+    assert LatencyStore(tmp_path).read("key") == NO_LATENCIES
     assert "key.json is of no use" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(kept: KeptProfile, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_told_once(kept: LatencyFile, caplog: pytest.LogCaptureFixture) -> None:
     folder = kept.store._folder
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
     for _ in range(3):
         kept.write(profile((1, {1: [100]})), 0)
-        assert kept.read() == NOTHING_KEPT
+        assert kept.read() == NO_LATENCIES
     assert [record.levelname for record in caplog.records if "--state-dir" in record.message] == ["WARNING"]
 
 
 def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency_measurement, "_MOST_FILES", 4)
-    store, some = ProfileStore(tmp_path), profile((1, {1: [100]}))
+    store, some = LatencyStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):
         store.write(key, "m", "here", some, 0)

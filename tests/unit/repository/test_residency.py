@@ -10,7 +10,7 @@ import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Account, Kind, Ledger, NoRoom
-from headrace.repository.gpu_model_cache import Residency
+from headrace.repository.gpu_model_cache import GpuModelCache
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,10 +32,10 @@ class FakeVersion:
         self.refused: list[str] = []
         self.failure: Exception | None = None
         self.account = self.open()
-        world.residency.add(self, self.account, keep, self.reopen, world.now_ns - load_ns)  # type: ignore[arg-type]
+        world.gpu_model_cache.add(self, self.account, keep, self.reopen, world.now_ns - load_ns)  # type: ignore[arg-type]
 
     def open(self) -> Account:
-        account = self.world.residency.ledger.account(self.spec.name, "1")
+        account = self.world.gpu_model_cache.ledger.account(self.spec.name, "1")
         try:
             for gpu, size_bytes in self.needs.items():
                 account.reservation(gpu, Kind.WEIGHTS, size_bytes)
@@ -62,7 +62,7 @@ class FakeVersion:
         self.account.close()
         self.parked, self.alive = True, 0
         if self.depth:
-            self.world.residency.wanted(self)  # type: ignore[arg-type]
+            self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
         return True
 
     def refuse(self, error: Exception) -> None:
@@ -76,7 +76,7 @@ class FakeVersion:
         self.depth += 1
         self.used_ns = self.world.now_ns
         if self.parked:
-            self.world.residency.wanted(self)  # type: ignore[arg-type]
+            self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
 
 
 class World:
@@ -87,8 +87,8 @@ class World:
         ledger = Ledger()
         for gpu, limit in limits.items():
             ledger.set_limit(int(gpu.removeprefix("gpu")), limit)
-        self.residency = Residency(ledger, lambda: self.now_ns)
-        self.residency.on_wanted = self.tell
+        self.gpu_model_cache = GpuModelCache(ledger, lambda: self.now_ns)
+        self.gpu_model_cache.on_wanted = self.tell
 
     def tell(self) -> None:
         self.told += 1
@@ -100,12 +100,12 @@ class World:
             try:
                 return FakeVersion(self, name, needs, load_ns, keep)
             except NoRoom as error:
-                if not self.residency.make_room(error, f"{name}/1"):
+                if not self.gpu_model_cache.make_room(error, f"{name}/1"):
                     raise
 
     def serve(self, after_ns: int = 0) -> int | None:
         self.now_ns += after_ns
-        return self.residency.serve()
+        return self.gpu_model_cache.serve()
 
 
 def test_who_was_used_longest_ago_makes_room() -> None:
@@ -158,7 +158,7 @@ def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> N
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
     assert (a.parked, b.parked) == (False, True)
-    assert world.residency.problem(a) == ""  # type: ignore[arg-type]
+    assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
 def test_for_a_request_too_who_was_used_longest_ago_makes_room() -> None:
@@ -237,7 +237,7 @@ def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
     world.load("b")
     a.failure = ConfigError([Finding("a", None, "is gone")])
     changes: list[Any] = []
-    world.residency.on_change = changes.append
+    world.gpu_model_cache.on_change = changes.append
     waits = []
     for _ in range(8):
         a.ask()
@@ -250,7 +250,7 @@ def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
         assert a.depth == 0
     assert waits == [1, 2, 4, 8, 16, 30, 30]
     assert all("'a' is out of memory and could not be loaded again: a: error: is gone" in text for text in a.refused)
-    assert "is gone" in world.residency.problem(a)  # type: ignore[arg-type]
+    assert "is gone" in world.gpu_model_cache.problem(a)  # type: ignore[arg-type]
     assert changes.count(a) == 8
     a.failure = RuntimeError("/secret")
     world.now_ns += 30 * NS_PER_S
@@ -262,14 +262,14 @@ def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
     a.ask()
     assert world.serve() is None
     assert not a.parked
-    assert world.residency.problem(a) == ""  # type: ignore[arg-type]
+    assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
 def test_what_fits_in_no_way_is_refused_and_the_others_stay() -> None:
     world = World(gpu0=20)
     a = world.load("a", 20)
     b = world.load("b", 10)
-    world.residency.ledger.set_limit(0, 15)
+    world.gpu_model_cache.ledger.set_limit(0, 15)
     a.ask()
     assert world.serve() is None
     assert "needs 20 B more of GPU 0" in a.refused[0]
@@ -299,14 +299,14 @@ def test_memory_of_a_version_that_ends_is_waited_for() -> None:
 
     def ended() -> None:
         a.account.close()
-        world.residency.forget(a)  # type: ignore[arg-type]
+        world.gpu_model_cache.forget(a)  # type: ignore[arg-type]
 
     timer = threading.Timer(0.1, ended)
     timer.start()
     world.load("c")
     timer.join()
     assert world.log == [], "nobody had to go"
-    assert [name for name, _, _ in world.residency.loads()] == ["b", "c"]
+    assert [name for name, _, _ in world.gpu_model_cache.loads()] == ["b", "c"]
 
 
 def test_at_the_end_nobody_waits() -> None:
@@ -314,7 +314,7 @@ def test_at_the_end_nobody_waits() -> None:
     a = world.load("a")
     world.load("b")
     a.ask()
-    world.residency.end(Unavailable("the server is stopping"))
+    world.gpu_model_cache.end(Unavailable("the server is stopping"))
     assert a.refused == ["the server is stopping"]
     a.ask()
     assert len(a.refused) == 2
@@ -326,7 +326,7 @@ def test_a_version_that_was_closed_is_not_brought_back() -> None:
     a = world.load("a")
     world.load("b")
     a.ask()
-    world.residency.forget(a)  # type: ignore[arg-type]
+    world.gpu_model_cache.forget(a)  # type: ignore[arg-type]
     assert world.serve() is None
     assert world.log == ["park a"]
 
@@ -360,4 +360,4 @@ def test_whoever_asks_is_served_and_no_limit_is_broken(
     assert not any(version.refused for version in versions)
     for gpu in (0, 1):
         held = sum(version.needs.get(gpu, 0) for version in versions if not version.parked)
-        assert held == world.residency.ledger.held(gpu) <= 20
+        assert held == world.gpu_model_cache.ledger.held(gpu) <= 20

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from headrace.config.model_folder import read_model_folder
-from headrace.config.serving_plan import GpuRuntime, Plan, serving_plan
+from headrace.config.serving_plan import GpuRuntime, ServingPlan, serving_plan
 from headrace.core.errors import ConfigError, Unavailable, Unsupported
 from headrace.repository.gpu_backend import tensorrt_machine
 from headrace.repository.reconciler import ControlPolicy, Reconciler
@@ -280,7 +280,7 @@ def no_gpu() -> GpuRuntime:
     return GpuRuntime(describe, lambda: False)
 
 
-def planned(folder: Path, config: str) -> Plan:
+def planned(folder: Path, config: str) -> ServingPlan:
     put(folder, 1, config=config or "{}\n")
     return serving_plan(read_model_folder(folder / "m", folder), 1, no_gpu())
 

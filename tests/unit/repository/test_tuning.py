@@ -14,7 +14,16 @@ from headrace.__main__ import main
 from headrace.config.model_folder import ModelFolder, read_model_folder
 from headrace.core.errors import ConfigError
 from headrace.repository import tuning
-from headrace.repository.tuning import Advice, Options, Point, advise, choose, default_counts, sweep, tuning_inputs
+from headrace.repository.tuning import (
+    Advice,
+    MeasuredSetting,
+    Options,
+    advise,
+    choose,
+    default_counts,
+    sweep,
+    tuning_inputs,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +31,7 @@ from tests.support.models import add_model, affine, identity, row_sums, unbatche
 
 MS = 1_000_000
 POINTS = st.builds(
-    lambda instances, rows, runs, p95_ns: Point(instances, rows, tuple(runs), p95_ns, p95_ns),
+    lambda instances, rows, runs, p95_ns: MeasuredSetting(instances, rows, tuple(runs), p95_ns, p95_ns),
     st.integers(1, 8),
     st.integers(1, 64),
     st.lists(st.floats(1, 1e6), min_size=1, max_size=5),
@@ -34,12 +43,14 @@ def folder_of(path: Path) -> ModelFolder:
     return read_model_folder(path, path.parent)
 
 
-def point(instances: int, rows: int, rows_hz: float, p95_ms: float, spread: float = 0.0, runs: int = 5) -> Point:
+def point(
+    instances: int, rows: int, rows_hz: float, p95_ms: float, spread: float = 0.0, runs: int = 5
+) -> MeasuredSetting:
     """Seeded runs around a median rate, up to `spread` of it to either side."""
     chance = random.Random(f"{instances} {rows} {rows_hz}")
     parts = [spread, *(chance.uniform(0, spread) for _ in range(runs // 2 - 1))]
     hz = [rows_hz, *(rows_hz * (1 + part) for part in parts), *(rows_hz * (1 - part) for part in parts)]
-    return Point(instances, rows, tuple(hz), int(p95_ms * MS), int(p95_ms * MS))
+    return MeasuredSetting(instances, rows, tuple(hz), int(p95_ms * MS), int(p95_ms * MS))
 
 
 def test_every_pair_is_run_several_times(tmp_path: Path) -> None:
@@ -120,7 +131,7 @@ def test_memory_and_time_bound_the_search(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_change_is_recommended_only_beyond_the_spread(
-    now: Point | None, best: Point | None, change: bool, reason: str
+    now: MeasuredSetting | None, best: MeasuredSetting | None, change: bool, reason: str
 ) -> None:
     advice = advise(now, best)
     assert advice.change is change
@@ -135,7 +146,7 @@ def test_a_configuration_that_misses_the_objective_is_changed_in_any_case() -> N
 
 
 @given(POINTS, POINTS)
-def test_runs_that_overlap_are_never_a_reason(now: Point, best: Point) -> None:
+def test_runs_that_overlap_are_never_a_reason(now: MeasuredSetting, best: MeasuredSetting) -> None:
     if advise(now, best).change:
         assert best.low_hz > now.high_hz
 
@@ -154,7 +165,7 @@ def test_the_soonest_of_the_best_is_chosen() -> None:
 
 @given(st.lists(POINTS, max_size=20), st.integers(0, 10**9))
 def test_the_choice_keeps_what_is_promised_and_nothing_that_does_is_much_better(
-    points: list[Point], slo_ns: int
+    points: list[MeasuredSetting], slo_ns: int
 ) -> None:
     best = choose(points, slo_ns)
     fit = [point for point in points if not slo_ns or point.p95_ns * (1 + 1 / point.instances) <= slo_ns * 0.999999]

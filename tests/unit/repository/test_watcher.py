@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from headrace.repository.folders import Look
+from headrace.repository.folders import Fingerprint
 from headrace.repository.reconciler import Watcher
 
 SETTLE_NS = 100
 
 
-def look(size: int) -> Look:
+def look(size: int) -> Fingerprint:
     return (("1/model.onnx", size, 0, 0),)
 
 

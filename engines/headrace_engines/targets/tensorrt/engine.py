@@ -26,7 +26,7 @@ from headrace.cuda.graphs import Graph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError
-from headrace_engines.targets.base import Layer, Timing
+from headrace_engines.targets.base import BatchTiming, Layer
 from headrace_engines.targets.tensorrt.api import Interrupt, TensorRtApi, as_build_error, signals_deferred
 from headrace_engines.targets.tensorrt.errors import explain_open
 
@@ -337,7 +337,7 @@ _BURST = 16
 _BURST_SHARE = 0.05
 
 
-def time_executions(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> Timing:
+def time_executions(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> BatchTiming:
     """Time executions of one batch.
 
     Single executions are timed between events that are queued ahead in bursts, so that the GPU never waits for Python; the first
@@ -378,7 +378,7 @@ def time_executions(stream: Stream, launch: Callable[[], None], rows: int, secon
     last.record(stream)
     stream.synchronize()
     rows_per_s = rows * count / (max(last.us_since(first), 1e-3) / 1e6)
-    return Timing(rows, median_us, float(np.percentile(singles, 99)), rows_per_s)
+    return BatchTiming(rows, median_us, float(np.percentile(singles, 99)), rows_per_s)
 
 
 def choose_profile(
@@ -469,7 +469,7 @@ class TensorRtEngine:
             self._stream.synchronize()
             return {tensor.name: tensor.values() for tensor in self._outputs}
 
-    def time(self, inputs: Mapping[str, Array], seconds: float) -> Timing:
+    def time(self, inputs: Mapping[str, Array], seconds: float) -> BatchTiming:
         """Time executions of this batch for about so long, as a CUDA graph where it can be captured; inputs on the device.
 
         Raises:

@@ -67,7 +67,7 @@ class _Place:
             config_digest=config_digest(project.config),
             spec_digest="c" * 64,
             precision="int8",
-            asked="int8",
+            requested="int8",
             overridden=False,
             machine=machine,
             accuracy={"top1_agreement": 0.9876, "accuracy": None},

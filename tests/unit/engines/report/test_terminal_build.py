@@ -17,7 +17,7 @@ from headrace_engines.build import BuildResult
 from headrace_engines.commands.build import BuildOutcome, show_outcomes
 from headrace_engines.project import BuildSpec, read_spec
 from headrace_engines.report.terminal import BuildDisplay
-from headrace_engines.targets.base import Timing
+from headrace_engines.targets.base import BatchTiming
 from rich.console import Console
 
 from tests.support.models import add_model, affine
@@ -33,7 +33,7 @@ def spec(tmp_path: Path) -> BuildSpec:
 
 def outcome(spec: BuildSpec, published: bool = True, error: str = "", **changes: object) -> BuildOutcome:
     built = BuildResult(
-        Path("x.onnx"), spec, HERE, "0" * 64, ACCURACY, [], (), (Timing(1, 1.0, 2.0, 13_995_487.0),), 102_100_000, 9.1, False
+        Path("x.onnx"), spec, HERE, "0" * 64, ACCURACY, [], (), (BatchTiming(1, 1.0, 2.0, 13_995_487.0),), 102_100_000, 9.1, False
     )  # fmt: skip
     return BuildOutcome("efficientnet_lite0", replace(built, **changes), published, False, error, 9.1)
 
