@@ -135,7 +135,7 @@ class GrpcioServer:
         calls, asked_headers, client_limits = self._calls, self._methods.asked_headers, self._client_limits
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call, held = _UnaryCall(context, asked_headers), client_limits.hold()
+            call, held = _UnaryCall(context, asked_headers), HeldBody(client_limits)
             calls.add(call)
             try:
                 held.grow(len(message))
@@ -153,7 +153,7 @@ class GrpcioServer:
         streams, asked_headers, client_limits = self._streams, self._methods.asked_headers, self._client_limits
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, asked_headers, client_limits.hold(), self._stopping)
+            call = _StreamCall(context, asked_headers, HeldBody(client_limits), self._stopping)
             streams.add(call)
             try:
                 await method(call)
