@@ -1,4 +1,4 @@
-"""A fast gRPC engine over a few simple methods, on a loop in a thread of its own, for clients of every kind."""
+"""A fast gRPC engine with a few simple methods, on an event loop in a thread, for clients of every kind."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EchoServer:
 
     @property
     def open_streams(self) -> int:
-        """Streams, and work of streams that are gone, on all connections."""
+        """Open streams, and closed ones whose method still runs, on all connections."""
         return sum(len(c.streams) + c.cancelled_running for c in self.engine._connections)
 
     async def _echo(self, message: bytes, call: GrpcCall) -> Message:
@@ -129,7 +129,7 @@ class EchoServer:
             await call.write([message])
 
     async def _pour(self, call: StreamCall) -> None:
-        """Sends 1 KiB messages as long as they are taken."""
+        """Send messages of 1 KiB until the client disconnects."""
         try:
             while True:
                 await call.write([bytes(1024)])
@@ -141,7 +141,7 @@ class EchoServer:
             raise
 
     async def _deaf(self, call: StreamCall) -> None:
-        """Reads nothing until it is released, then everything, and tells how much that was."""
+        """Read nothing until it is released, then all messages; respond with their number."""
         await self.released.wait()
         count = 0
         while await call.read() is not None:
@@ -189,7 +189,7 @@ def echo_server(
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Wait for what happens on the server's loop."""
+    """Wait for a condition that the server's loop makes true."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "it did not come to that in time"

@@ -1,4 +1,4 @@
-"""What the tests of the HTTP/2 server share: a transport without a socket, a plain application, a peer that speaks frames."""
+"""Support for tests of the HTTP/2 server: a transport without a socket, a plain application, a client that sends frames."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Frame(NamedTuple):
 
 
 def read_frames(data: bytes) -> list[Frame]:
-    """All frames of what a server wrote; fails if they are not whole."""
+    """Parse the frames that a server wrote; fails if one is incomplete."""
     found, position = [], 0
     while position < len(data):
         word, flags, stream_id = frames.FRAME_HEADER.unpack_from(data, position)
@@ -44,7 +44,7 @@ def read_frames(data: bytes) -> list[Frame]:
 
 
 class WireTransport(asyncio.Transport):
-    """Keeps what is written; `fill` and `empty` play a peer that does not read."""
+    """Transport that collects written bytes; `fill` and `empty` simulate a peer that does not read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class WireTransport(asyncio.Transport):
 
 
 class PlainStream(Http2Stream):
-    """Answers with the body it got, or with `application.answer` if there is one."""
+    """Responds with the request body, or with `application.answer` if there is one."""
 
     def __init__(self, connection: Http2Connection, stream_id: int, application: PlainApplication) -> None:
         super().__init__(connection, stream_id)
@@ -151,7 +151,7 @@ class PlainApplication:
 
 
 class Wire:
-    """One connection without a socket, greeted."""
+    """A connection without a socket, after the handshake."""
 
     def __init__(self, application: Any = None, limits: Http2Limits | None = None, hello: bytes = HELLO) -> None:
         self.application = application or PlainApplication()
@@ -162,21 +162,21 @@ class Wire:
         self.connection.data_received(hello)
 
     async def send(self, *data: bytes) -> list[Frame]:
-        """Feed bytes, let the loop run, and give the frames that came in answer."""
+        """Send bytes, run the loop, and return the frames of the response."""
         for part in data:
             if not self.transport.closed:
                 self.connection.data_received(part)
         return await self.frames()
 
     async def frames(self) -> list[Frame]:
-        """What was written since the last call."""
+        """Frames written since the last call."""
         for _ in range(12):
             await asyncio.sleep(0)
         written, self.transport.written = bytes(self.transport.written), bytearray()
         return read_frames(written)
 
     async def drop(self) -> None:
-        """The peer goes."""
+        """Disconnect the peer."""
         self.transport.abort()
         await asyncio.sleep(0.001)
 
@@ -194,7 +194,7 @@ def data(stream_id: int, payload: bytes, end: bool = False) -> bytes:
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run an async test to its end; anything the loop would only have logged fails it."""
+    """Run an async test; an error that the loop would only log fails it."""
 
     def run() -> None:
         wrong: list[dict[str, Any]] = []
@@ -222,7 +222,7 @@ def message(payload: bytes, flag: int = 0) -> bytes:
 
 
 class RawPeer:
-    """A socket that speaks frames."""
+    """Client on a socket that sends and reads frames."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)

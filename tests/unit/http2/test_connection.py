@@ -1,4 +1,4 @@
-"""The rules of RFC 9113 that a server must keep, on a connection without a socket."""
+"""Rules of RFC 9113 for servers, on a connection without a socket."""
 
 from __future__ import annotations
 
@@ -247,6 +247,21 @@ async def test_a_change_of_the_initial_window_reaches_open_streams() -> None:
 
 
 @on_a_loop
+async def test_a_window_update_in_two_parts_counts_once() -> None:
+    wire = Wire()
+    wire.application.answer = b"abcdefghij"
+    update = frames.window_update(1, 4)
+    await wire.send(frames.settings({Setting.INITIAL_WINDOW_SIZE: 0}), request(1))
+    for size in range(1, len(update)):
+        wire.connection.data_received(update[:size])
+        assert _body(await wire.send(b""), 1) == b""
+        wire.connection.data_received(update[size:])
+        body = _body(await wire.send(b""), 1)
+        assert body == b"abcdefghij"[4 * (size - 1) : 4 * size]
+    assert not wire.connection.streams
+
+
+@on_a_loop
 async def test_streams_share_the_connection_by_turns() -> None:
     wire = Wire()
     wire.application.answer = b"x" * 60000
@@ -310,7 +325,7 @@ async def test_data_beyond_the_connections_window_is_a_fault() -> None:
 
 
 class _H2Client:
-    """h2 as the peer, which checks everything that we send."""
+    """The client is the `h2` package, which checks every frame of the server."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire

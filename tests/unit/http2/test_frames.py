@@ -1,4 +1,4 @@
-"""Frames of HTTP/2, byte for byte, and what their readers refuse."""
+"""HTTP/2 frames: exact bytes, and rejection of invalid payloads."""
 
 from __future__ import annotations
 

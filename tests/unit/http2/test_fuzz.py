@@ -1,4 +1,4 @@
-"""Arbitrary bytes and damaged sessions: the connection ends or goes on, but nothing raises, hangs or stays behind."""
+"""Arbitrary bytes and damaged sessions: the connection closes or continues; nothing raises, hangs or leaks."""
 
 from __future__ import annotations
 

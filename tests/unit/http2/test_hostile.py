@@ -1,4 +1,4 @@
-"""Peers that mean harm: floods, silence, crumbs, windows of nothing. Each ends as a bounded nuisance."""
+"""Hostile peers: floods, silence, very small frames, empty windows. Each uses a bounded amount of the server."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def test_rapid_reset_ends_the_connection() -> None:
 
 @on_a_loop
 async def test_streams_that_the_server_must_reset_are_a_flood_too() -> None:
-    """CVE-2025-8671: the peer makes us reset its streams."""
+    """CVE-2025-8671: the peer makes the server reset its streams."""
     wire = Wire(limits=Http2Limits(frame_burst=500, frames_per_s=100))
     wire.application.answers = False
     attack = [request(2 * n + 1) + frames.window_update(2 * n + 1, 0) for n in range(2000)]
@@ -263,7 +263,7 @@ async def test_a_shutdown_takes_two_steps_and_loses_no_stream() -> None:
 
 @on_a_loop
 async def test_a_shutdown_before_the_preface_serves_what_is_under_way() -> None:
-    """A client that has read the server's SETTINGS may have begun its calls, although nothing of it has come yet."""
+    """A client that has read the server's SETTINGS may have sent calls that have not arrived."""
     wire = Wire(hello=b"")
     wire.connection.timers.start_graceful_shutdown()
     assert [frame.kind for frame in await wire.frames()] == [

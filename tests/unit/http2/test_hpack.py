@@ -1,4 +1,4 @@
-"""HPACK against the RFC's own examples, against the `hpack` package, and against an enemy."""
+"""HPACK: the examples of RFC 7541, comparison with the `hpack` package, invalid blocks."""
 
 from __future__ import annotations
 
