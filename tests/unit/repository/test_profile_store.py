@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(kept: LatencyFile, caplog:
 
 
 def test_those_used_longest_ago_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latency_measurement, "_MOST_FILES", 4)
+    monkeypatch.setattr(latency_measurement, "_MAX_FILES", 4)
     store, some = LatencyStore(tmp_path), profile((1, {1: [100]}))
     keys = [f"{number:02}" for number in range(4)]
     for age, key in enumerate(random.Random(1).sample(keys, 4)):
