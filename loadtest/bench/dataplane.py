@@ -27,7 +27,7 @@ from typing import cast
 
 import numpy as np
 import uvloop
-from headrace.backends.base import Execution, Flight
+from headrace.backends.base import Execution, InFlightBatch
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.request import InferRequest
@@ -94,19 +94,19 @@ class Sleeper:
         self.launch(flight)
         return self.finish(flight)
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """Memory that is used again and again."""
         shape = like["x"].shape[1:]
         buffer = self._buffers.popleft() if self._buffers else np.empty((4096, *shape), np.uint8)
-        return Flight({"x": buffer[:rows]}, rows, buffer)
+        return InFlightBatch({"x": buffer[:rows]}, rows, buffer)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         """Fix when it will be done."""
         self._free_ns = max(monotonic_ns(), self._free_ns) + self.device.ns(flight.rows)
         flight.handle = (self._free_ns, flight.handle)
         self.batches += 1
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         """Sleep until then."""
         done_ns, buffer = cast("tuple[int, Array]", flight.handle)
         sleep_until(done_ns)
@@ -116,7 +116,7 @@ class Sleeper:
             "classes": np.zeros((flight.rows, 5), np.int32),
         }
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         """Nothing was begun."""
 
     def close(self) -> None:

@@ -91,9 +91,9 @@ def test_flights_overlap_there_and_survive_its_death(plan: Path) -> None:
                 assert all(right(execution.finish(flight), x) for flight, x in zip(flights, batches, strict=True))
             (child,) = own_children()
             os.kill(child, signal.SIGKILL)
-            eventually(lambda: not model.standing.up, 30)
+            eventually(lambda: not model.process_status.up, 30)
         assert right(executions[0].run({"x": batches[1]}), batches[1])
-        assert model.standing.restarts == 2
+        assert model.process_status.restarts == 2
         for execution in executions:
             execution.close()
     eventually(lambda: free_bytes() > before - (64 << 20), 30)

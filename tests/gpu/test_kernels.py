@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, ".")
 
 from headrace.cuda import driver
-from headrace.cuda.graphs import Graph
+from headrace.cuda.graphs import CudaGraph
 from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 from headrace.pipelines.recipe import ImageRecipe
@@ -87,7 +87,7 @@ def test_scores_become_probabilities() -> None:
 def test_times() -> None:
     """No bar: prints what the kernels take on this GPU."""
     with driver.current():
-        stream, rows = driver.Stream(), 128
+        stream, rows = driver.CudaStream(), 128
         large = DeviceBuffer(rows * 480 * 640 * 3)
         tensor = DeviceBuffer(256 * 3 * 224 * 224 * 4)
         kernel: Preprocessor | PictureScaler
@@ -119,7 +119,7 @@ def test_times() -> None:
         tensor.free()
 
 
-def _gather_times(stream: driver.Stream, target: DeviceBuffer) -> None:
+def _gather_times(stream: driver.CudaStream, target: DeviceBuffer) -> None:
     gather, row_bytes = RowGather(0), 224 * 224 * 3
     pinned, table = PinnedBuffer(), PinnedBuffer()
     pinned.reserve(256 * row_bytes)
@@ -138,7 +138,7 @@ def _gather_times(stream: driver.Stream, target: DeviceBuffer) -> None:
     gather.close()
 
 
-def _us(stream: driver.Stream, launch) -> float:  # type: ignore[no-untyped-def]
+def _us(stream: driver.CudaStream, launch) -> float:  # type: ignore[no-untyped-def]
     """Of one launch, of many in a graph: launched one by one, they would take as long as the host takes."""
     launch()
     stream.synchronize()
@@ -147,8 +147,8 @@ def _us(stream: driver.Stream, launch) -> float:  # type: ignore[no-untyped-def]
         for _ in range(50):
             launch()
 
-    graph = Graph(stream, many)
-    begin, end = driver.Event(), driver.Event()
+    graph = CudaGraph(stream, many)
+    begin, end = driver.TimingEvent(), driver.TimingEvent()
     graph.launch()
     begin.record(stream)
     graph.launch()

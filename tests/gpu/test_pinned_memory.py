@@ -64,13 +64,13 @@ class Fetch:
     """Reads memory as the server does: by a kernel, into the GPU's own memory, and from there."""
 
     def __init__(self) -> None:
-        from headrace.cuda.driver import Stream, current
+        from headrace.cuda.driver import CudaStream, current
         from headrace.cuda.kernels.launching import RowGather
         from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 
         self._kernel = RowGather(0)
         with current(0):
-            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), Stream()
+            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), CudaStream()
             self._table.reserve(8)
 
     def __call__(self, address: int, size_bytes: int) -> Array:

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.cuda.devices import describe
-from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, Stream, current
-from headrace.cuda.graphs import Graph
+from headrace.cuda.driver import CudaStream, DeviceError, OutOfDeviceMemory, current
+from headrace.cuda.graphs import CudaGraph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import TargetSpec
@@ -100,11 +100,11 @@ def test_nothing_stays_on_the_gpu(tmp_path: Path) -> None:
 
 def test_a_capture_that_fails_leaves_the_stream_usable(tmp_path: Path) -> None:
     with current():
-        stream, block = Stream(), DeviceBuffer(64)
+        stream, block = CudaStream(), DeviceBuffer(64)
         for spoil in (stream.synchronize, lambda: DeviceBuffer(1 << 20)):
             # Waiting, and allocating with cuMemAlloc, are not allowed while a stream is captured by this thread.
             with contextlib.suppress(DeviceError):
-                Graph(stream, spoil).close()
+                CudaGraph(stream, spoil).close()
             stream.synchronize()
             values = PinnedBuffer()
             values.reserve(64)

@@ -61,7 +61,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(path: Path, stages: tuple[Any, ...] = STAGES, **parameters: str) -> Iterator[Any]:
     """An execution of a plan behind its stages."""
     with closing(TensorRtBackend().load(path, 1, {MAX_BATCH_SIZE: str(ROWS), **parameters})) as model:
-        assert not stages or model.join(stages) == ""
+        assert not stages or model.attach_stages(stages) == ""
         with closing(model.execution(0)) as execution:
             yield execution
 
@@ -171,7 +171,7 @@ def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str], recipe: I
                 for _, first, rows in residents:
                     resident[first : first + len(rows)] = True
                 flight.inputs["x"][~resident] = sent[~resident]
-                flight.residents.extend(residents)
+                flight.resident_inputs.extend(residents)
                 execution.launch(flight)
                 check(execution.finish(flight), sent, recipe)
 
@@ -179,7 +179,7 @@ def test_rows_are_read_where_they_lie(plan: Path, way: dict[str, str], recipe: I
 def test_few_rows_are_prepared_where_they_lie(plan: Path) -> None:
     """The graphs can be captured; and no bar: prints what a lone flight takes with and without."""
     with opened(plan, (PictureStage("x", PLAIN, FLOAT), RANKED), one_graph_rows="4") as execution:
-        lanes = list(execution._dock._lanes.values())
+        lanes = list(execution._resources._contexts.values())
         assert all(lane.direct for lane in lanes), "else it would have been captured the other way"
         sent = pictures(4, 0, PLAIN)
         pinned = pinned_empty(sent.shape, sent.dtype)
@@ -189,9 +189,9 @@ def test_few_rows_are_prepared_where_they_lie(plan: Path) -> None:
             for lane in lanes:
                 if lane.rows <= 4:
                     with current():
-                        lane.drop_flight()
+                        lane.drop_batch_graphs()
                         lane.direct = direct
-                        assert execution._dock.captured_flight(lane)
+                        assert execution._resources.try_capture_batch_graph(lane)
                     assert lane.direct == direct
             for rows in (1, 4):
                 for resident in (False, True):
@@ -211,7 +211,7 @@ def test_several_flights_have_tables_of_their_own(plan: Path) -> None:
             for number in range(200):
                 order = np.random.default_rng(number).permutation(ROWS)[: 1 + number % 9]
                 flight = execution.begin({"x": sent}, len(order))
-                flight.residents.extend(("x", at, pool[n : n + 1]) for at, n in enumerate(order))
+                flight.resident_inputs.extend(("x", at, pool[n : n + 1]) for at, n in enumerate(order))
                 execution.launch(flight)
                 under_way.append((flight, order))
                 if len(under_way) == execution.depth:
@@ -231,12 +231,13 @@ def test_the_table_and_the_times_of_a_flight(plan: Path) -> None:
     pool = pinned_rows(pinned)
     begun = time.perf_counter()
     with opened(plan) as execution:
-        choice = execution._dock.choice
+        choice = execution._resources.tuning_result
         print(
-            f"\nopened in {time.perf_counter() - begun:.2f} s; whole {sorted(choice.whole)}, alone {sorted(choice.lone)}"
+            f"\nopened in {time.perf_counter() - begun:.2f} s; whole {sorted(choice.one_graph)}, "
+            f"alone {sorted(choice.one_graph_when_idle)}"
         )
         print(f"exact {sorted(choice.exact)}")
-        assert 1 in choice.whole | choice.lone, (
+        assert 1 in choice.one_graph | choice.one_graph_when_idle, (
             f"one row is soonest back in one graph, unless others use the GPU: {processes()}"
         )
         for rows, timing in sorted(choice.timings.items()):
@@ -260,7 +261,7 @@ def _one(execution: Any, sent: np.ndarray[Any, Any], rows: ResidentRows | None) 
     stamps = [time.perf_counter_ns()]
     flight = execution.begin({"x": sent}, len(sent))
     if rows is not None:
-        flight.residents.append(("x", 0, rows))
+        flight.resident_inputs.append(("x", 0, rows))
     stamps.append(time.perf_counter_ns())
     execution.launch(flight)
     stamps.append(time.perf_counter_ns())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from headrace.backends.base import ExecutionLost, Flight
+from headrace.backends.base import ExecutionLost, InFlightBatch
 from headrace.core.tensor import PINNED, Array, is_resident
 
 from tests.support.fakes import InstanceKilledError
@@ -102,7 +102,7 @@ class FakePipeline:
         self._misbehave("finish", inputs["x"])
         return {"y": np.asarray(inputs["x"]) * 2}
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         self._on("instance")
         if not is_resident(like["x"]):
             self._misbehave("begin", like["x"])
@@ -115,13 +115,13 @@ class FakePipeline:
         buffer = np.full(shape, np.nan, like["x"].dtype)
         self.note(f"begin {number}")
         self.during_fill()
-        return Flight({"x": buffer}, rows or 1, _Batch(number, buffer), self.device)
+        return InFlightBatch({"x": buffer}, rows or 1, _Batch(number, buffer), self.device)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         self._on("instance")
         batch = self._batch(flight)
         unread = np.isnan(batch.buffer)  # type: ignore[call-overload]
-        for name, row, rows in flight.residents:
+        for name, row, rows in flight.resident_inputs:
             self._expect(name == "x" and rows.device in (PINNED, self.device), "residents that this GPU cannot read")
             self._expect(bool(unread[row : row + len(rows)].all()), "residents that were copied too")
             unread[row : row + len(rows)] = False
@@ -135,7 +135,7 @@ class FakePipeline:
         self._in_the_air.append(batch.number)
         self.note(f"launch {batch.number}")
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         self.finishers.append(threading.current_thread())
         self._expect(self._finishing.acquire(blocking=False), "two finish at the same time")
         try:
@@ -143,7 +143,7 @@ class FakePipeline:
         finally:
             self._finishing.release()
 
-    def _finish(self, flight: Flight) -> dict[str, Array]:
+    def _finish(self, flight: InFlightBatch) -> dict[str, Array]:
         self._on("finisher")
         batch = self._batch(flight)
         self._expect(batch.launched, "finished before it was launched")
@@ -159,7 +159,7 @@ class FakePipeline:
         self._misbehave("finish", x)
         return {"y": x * 2}
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         self._on("instance")
         batch = self._batch(flight)
         self._expect(not batch.launched, "discarded after the launch")
@@ -187,7 +187,7 @@ class FakePipeline:
         other = [thread for name, thread in self._threads.items() if name != role]
         self._expect(ident == threading.get_ident() and ident not in other, f"not on the {role}'s thread")
 
-    def _batch(self, flight: Flight) -> _Batch:
+    def _batch(self, flight: InFlightBatch) -> _Batch:
         assert isinstance(flight.handle, _Batch)
         self._expect(flight.handle.number in self._open, "a flight that is not open")
         return flight.handle
@@ -219,9 +219,9 @@ def _firsts(x: Array) -> list[float]:
     return [float(row) for row in (values.reshape(len(values), -1)[:, 0] if values.ndim > 1 else values.reshape(-1))]  # type: ignore[arg-type]
 
 
-def _values(flight: Flight, batch: _Batch) -> Array:
+def _values(flight: InFlightBatch, batch: _Batch) -> Array:
     """What the GPU computes on."""
     x = np.array(batch.buffer)
-    for _, row, rows in flight.residents:
+    for _, row, rows in flight.resident_inputs:
         x[row : row + len(rows)] = read(rows).reshape(-1, *x.shape[1:])
     return x

@@ -100,7 +100,7 @@ def install(monkeypatch: pytest.MonkeyPatch, cuda: LateCuda) -> None:
     """Let `headrace.cuda` find the fake until the test is over."""
     fake_cuda.install(monkeypatch, cuda)
     # What is measured is the work itself, one piece after the other; once is enough.
-    monkeypatch.setattr(tensorrt_tuning, "_AT_ONCE", 1)
+    monkeypatch.setattr(tensorrt_tuning, "_BATCHES_QUEUED", 1)
     monkeypatch.setattr(tensorrt_tuning, "_ROUNDS", 1)
     monkeypatch.setattr(tensorrt_tuning, "perf_counter_ns", lambda: int(cuda.now_us * 1000))
     import pycuda.driver as module  # the fake

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from headrace.backends.base import ExecutionLost, Flight, InputRefused, PipelinedExecution
+from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, PipelinedExecution
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.ledger import HOST, Account, Kind
 from headrace.core.tensor import Array
@@ -96,17 +96,17 @@ class PipelinedFragile(FragileExecution):
 
     depth = 2
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
-        return Flight({"x": np.zeros((rows, *like["x"].shape[1:]), like["x"].dtype)}, rows)
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
+        return InFlightBatch({"x": np.zeros((rows, *like["x"].shape[1:]), like["x"].dtype)}, rows)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         if RAISE - 0.5 in flight.inputs["x"]:
             raise RuntimeError("at the launch: /secret")
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         return self.run(flight.inputs)
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         return
 
 
@@ -149,7 +149,7 @@ def pid(outputs: dict[str, Array]) -> int:
     return int(np.asarray(outputs["pid"])[0, 0])
 
 
-def fly(execution: PipelinedExecution, *rows: float) -> Flight:
+def fly(execution: PipelinedExecution, *rows: float) -> InFlightBatch:
     """Launch a batch of a row for each value."""
     like = x_of(rows[0])
     flight = execution.begin(like, len(rows))

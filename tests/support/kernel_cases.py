@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from headrace.cuda import driver
-from headrace.cuda.graphs import Graph
+from headrace.cuda.graphs import CudaGraph
 from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 from headrace.cuda.kernels.stages import picture_kernel
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
@@ -37,7 +37,7 @@ RECIPES = {
 }
 CAMERA = ImageRecipe(by="server", source=(480, 640), **IMAGENET)
 
-Launch = Callable[[driver.Stream, list[int], list[int]], None]
+Launch = Callable[[driver.CudaStream, list[int], list[int]], None]
 
 
 def computed(
@@ -52,7 +52,7 @@ def computed(
         graph: capture the launch and replay it.
     """
     with driver.current():
-        stream = driver.Stream()
+        stream = driver.CudaStream()
         blocks = [DeviceBuffer(array.nbytes) for array in (*inputs, *outputs)]
         pinned = [PinnedBuffer() for _ in blocks]
         for buffer, array in zip(pinned, (*inputs, *outputs), strict=True):
@@ -72,7 +72,7 @@ def computed(
 
         if graph:
             stream.synchronize()
-            captured = Graph(stream, work)
+            captured = CudaGraph(stream, work)
             captured.launch()
             captured.launch()
             stream.synchronize()
@@ -119,7 +119,7 @@ def check_pictures_anywhere(recipe: ImageRecipe, dtype: str, rows: int = 3, offs
         pinned.view(pool.shape, pool.dtype)[:] = pool
         addresses = places.view((rows,), np.dtype(np.uint64))
 
-        def launch(stream: driver.Stream, source: list[int], to: list[int]) -> None:
+        def launch(stream: driver.CudaStream, source: list[int], to: list[int]) -> None:
             bases = (source[0], pinned.address)
             addresses[:] = [bases[at % 2] + int(number) * step + offset for at, number in enumerate(order)]
             kernel.launch_each(stream, places.address, rows, to[0])
@@ -145,7 +145,7 @@ def check_gather(row_bytes: int, rows: int, total: int, offset: int = 0, blocks:
         pinned.view(pool.shape, pool.dtype)[:] = pool
         addresses = places.view((rows,), np.dtype(np.uint64))
 
-        def launch(stream: driver.Stream, source: list[int], to: list[int]) -> None:
+        def launch(stream: driver.CudaStream, source: list[int], to: list[int]) -> None:
             bases = (source[0], pinned.address)
             addresses[:] = [
                 bases[at % 2] + int(number) * (row_bytes + offset) + offset for at, number in enumerate(order)

@@ -162,13 +162,13 @@ SHARED_MEMORY = (
 GPU_PIPELINE = (
     Mutant(
         "the kernels do not wait for the copy of their inputs",
-        "        berth.copied_in.hold_back(self.computing)\n",
+        "        slot.copied_in.block(self.computing)\n",
         "",
         ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
     ),
     Mutant(
         "the copy of the outputs does not wait for the kernels",
-        "        berth.computed.hold_back(self.copying_out)\n",
+        "        slot.computed.block(self.copying_out)\n",
         "",
         ("test_batches_of_every_size", "test_flights_overlap_and_answer_in_the_order_of_launch"),
     ),
@@ -180,8 +180,8 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "rows that a GPU reads are not kept until the flight has landed",
-        "        berth.residents = flight.residents\n",
-        "        berth.residents = []\n",
+        "        slot.resident_inputs = batch.resident_inputs\n",
+        "        slot.resident_inputs = []\n",
         ("test_the_memory_is_kept_until_the_flight_has_landed",),
     ),
     Mutant(
@@ -198,8 +198,8 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "a discarded flight's memory is lost",
-        "        self._give_back(_trip(flight).berth)\n",
-        "        _trip(flight)\n",
+        "        self._give_back(_batch_state(batch).slot)\n",
+        "        _batch_state(batch)\n",
         ("test_a_discarded_flight_is_free_again",),
     ),
 )

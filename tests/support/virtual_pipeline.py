@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-from headrace.backends.base import Flight
+from headrace.backends.base import InFlightBatch
 from headrace.core.tensor import Array
 
 
@@ -63,12 +63,12 @@ class VirtualPipeline:
     def __post_init__(self) -> None:
         self._free_ns = [0, 0, 0]
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         assert len(self.done_ns) < self.depth
         self.spend(self.costs.fill.ns(rows))  # which comes next, and is over at the launch
-        return Flight({name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}, rows)
+        return InFlightBatch({name: np.empty((rows, *a.shape[1:]), a.dtype) for name, a in like.items()}, rows)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         at_ns = self.clock()
         steps = (self.costs.copy_in, self.costs.compute, self.costs.copy_out)
         for engine, cost in enumerate(steps):
@@ -76,11 +76,11 @@ class VirtualPipeline:
         self.computing_ns += self.costs.compute.ns(flight.rows)
         self.done_ns.append(at_ns)
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         assert self.clock() >= self.done_ns.popleft(), "finished before the device was"
         return {"y": flight.inputs["x"] * 2}
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         pass
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:

@@ -9,7 +9,7 @@ share no memory with the inputs. `run` may block; it must not keep the interpret
 
 An execution that can overlap batches offers more (`PipelinedExecution`); one batch then takes this road:
 
-    begin(like, rows) -> Flight       the instance's thread; host memory for a batch, which the caller fills
+    begin(like, rows) -> InFlightBatch       the instance's thread; host memory for a batch, which the caller fills
     launch(flight)                    the instance's thread; copy in, compute and copy out are queued
     finish(flight) -> outputs         the finisher's thread; waits for this flight, in the order of launch
 """
@@ -50,22 +50,22 @@ class Execution(Protocol):
 
 
 # An input's name, the first of the batch's rows they are, the rows.
-Resident = tuple[str, int, ResidentRows]
+ResidentInput = tuple[str, int, ResidentRows]
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightBatch:
     """A batch on its way through a pipelined execution.
 
     Ownership: the caller's from `begin` to `launch`, the backend's from then on; nobody keeps it after `finish` or `discard`.
 
     Attributes:
         inputs: by name, C-contiguous host arrays of exactly `rows` rows (pinned on a GPU); the caller fills them, but for the
-            rows in `residents`.
+            rows in `resident_inputs`.
         rows: rows in the batch.
         handle: the backend's own.
         device: number of the GPU that reads resident rows at launch; None if the execution takes none, as most do.
-        residents: (input, first row in the batch, rows): what lies in pinned memory or on `device`, and is read from there
+        resident_inputs: (input, first row in the batch, rows): what lies in pinned memory or on `device`, and is read from there
             instead of from `inputs`. The caller's to append until the launch, in any order; the flight keeps the memory alive.
     """
 
@@ -73,7 +73,7 @@ class Flight:
     rows: int
     handle: object = None
     device: int | None = None
-    residents: list[Resident] = field(default_factory=list)
+    resident_inputs: list[ResidentInput] = field(default_factory=list)
 
 
 class PipelinedExecution(Execution, Protocol):
@@ -95,7 +95,7 @@ class PipelinedExecution(Execution, Protocol):
 
     depth: int
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """A free flight; never blocks, since the caller keeps to `depth`. From the instance's thread.
 
         Args:
@@ -107,7 +107,7 @@ class PipelinedExecution(Execution, Protocol):
             Exception: there is none to be had for such inputs; nothing is open then.
         """
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         """Queue copy in, compute and copy out, and return at once. From the instance's thread.
 
         The caller does not touch the flight's inputs any more.
@@ -116,7 +116,7 @@ class PipelinedExecution(Execution, Protocol):
             Exception: nothing was launched; the flight has been given back.
         """
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         """Wait for a flight, without the interpreter's lock. From the finisher's thread, in the order of launch.
 
         Returns:
@@ -127,7 +127,7 @@ class PipelinedExecution(Execution, Protocol):
             Exception: anything else is the model's failure. The flight has been given back in any case.
         """
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         """Give back a flight that was begun and is not launched, since nobody waits for it. From the instance's thread."""
 
 
@@ -136,7 +136,7 @@ def is_pipelined(execution: Execution) -> TypeGuard[PipelinedExecution]:
     return getattr(execution, "depth", 1) > 1
 
 
-def is_prompt(execution: Execution) -> bool:
+def never_blocks(execution: Execution) -> bool:
     """True if the event loop may begin and launch a flight; see `PipelinedExecution.prompt`."""
     return getattr(execution, "prompt", False) is True
 
@@ -151,7 +151,7 @@ class LoadedModel(Protocol):
         """Give back everything; called once, after all executions are closed."""
 
 
-class Standing(NamedTuple):
+class ProcessStatus(NamedTuple):
     """How a model fares that runs in a process of its own.
 
     Attributes:
@@ -165,20 +165,20 @@ class Standing(NamedTuple):
     restarts: int
 
 
-class Isolated(Protocol):
+class HasProcessStatus(Protocol):
     """A model that runs in a process of its own."""
 
     @property
-    def standing(self) -> Standing:
+    def process_status(self) -> ProcessStatus:
         """How the process fares; from any thread."""
 
 
-def isolated_in(model: LoadedModel) -> Isolated | None:
+def find_isolated_model(model: LoadedModel) -> HasProcessStatus | None:
     """The model, or what stands behind it as its `inner`, if that runs in a process of its own."""
     found: Any = model
-    while found is not None and not hasattr(found, "standing"):
+    while found is not None and not hasattr(found, "process_status"):
         found = getattr(found, "inner", None)
-    return cast("Isolated | None", found)
+    return cast("HasProcessStatus | None", found)
 
 
 class Backend(Protocol):

@@ -96,7 +96,7 @@ _N = TypeVar("_N", int, float)
 
 
 @dataclass(slots=True)
-class Reading:
+class GpuReading:
     """One GPU now; None stands for what it does not tell.
 
     Attributes:
@@ -178,7 +178,7 @@ class Nvml:
         self._identities: dict[int, tuple[str, str]] = {}  # name and UUID, saved for when the GPU is lost
         self._driver = ""
 
-    def readings(self) -> list[Reading]:
+    def readings(self) -> list[GpuReading]:
         """Of every GPU that the server may use; none where there is no driver. Takes some milliseconds."""
         with self._lock:
             if not self._is_opened:
@@ -204,15 +204,15 @@ class Nvml:
         else:
             self._devices = [self._read("DeviceGetHandleByPciBusId", bus) for bus in buses]
 
-    def _reading(self, gpu: int, device: Any) -> Reading:
+    def _reading(self, gpu: int, device: Any) -> GpuReading:
         pynvml = self._pynvml
         memory = None if device is None else self._read("DeviceGetMemoryInfo", device)
         if memory is not None and gpu not in self._identities:
             self._identities[gpu] = self._read("DeviceGetName", device) or "", self._read("DeviceGetUUID", device) or ""
         name, uuid = self._identities.get(gpu, ("", ""))
         if memory is None:
-            return Reading(gpu, name, uuid, self._driver if device is not None else "")
-        reading = Reading(gpu, name, uuid, self._driver, up=True)
+            return GpuReading(gpu, name, uuid, self._driver if device is not None else "")
+        reading = GpuReading(gpu, name, uuid, self._driver, up=True)
         reading.memory_used_bytes, reading.memory_total_bytes = int(memory.used), int(memory.total)
         utilization = self._read("DeviceGetUtilizationRates", device)
         reading.utilization = None if utilization is None else utilization.gpu / 100

@@ -130,7 +130,7 @@ def pushed(context: Any) -> Iterator[None]:
         loaded().Context.pop()
 
 
-class Stream:
+class CudaStream:
     """A queue of work on the current device, which waits for no other stream.
 
     Attributes:
@@ -152,19 +152,19 @@ class Stream:
             self.stream.synchronize()
 
 
-class Event:
+class TimingEvent:
     """A moment in a stream's work."""
 
     def __init__(self) -> None:
         with check("making an event"):
             self._event = loaded().Event()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: CudaStream) -> None:
         """Mark the moment when all work queued on the stream so far is done."""
         with check("recording an event"):
             self._event.record(stream.stream)
 
-    def us_since(self, earlier: Event) -> float:
+    def us_since(self, earlier: TimingEvent) -> float:
         """Microseconds from an earlier event to this one; both have happened."""
         with check("reading an event"):
             return float(self._event.time_since(earlier._event)) * 1000
@@ -197,7 +197,7 @@ _SLEEPING = 1  # CU_EVENT_BLOCKING_SYNC
 _UNTIMED = 2  # CU_EVENT_DISABLE_TIMING: recording costs less
 
 
-class Signal:
+class CompletionEvent:
     """A moment in a stream's work that other streams and one thread may wait for; recorded anew for every batch.
 
     Once made, it raises PyCUDA's own errors: whoever uses it turns those of all that a batch needs into ours together.
@@ -212,11 +212,11 @@ class Signal:
         with check("making an event"):
             self._event = loaded().Event(_UNTIMED if spins else _UNTIMED | _SLEEPING)
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: CudaStream) -> None:
         """Mark the moment when all work queued on the stream so far is done."""
         self._event.record(stream.stream)
 
-    def hold_back(self, stream: Stream) -> None:
+    def block(self, stream: CudaStream) -> None:
         """Let a stream begin what is queued on it from here on only after the moment last recorded."""
         stream.stream.wait_for_event(self._event)
 
@@ -225,7 +225,7 @@ class Signal:
         self._event.synchronize()
 
 
-def works() -> bool:
+def is_context_usable() -> bool:
     """False once the current context has failed for good: after an illegal access, say, every call gives the same error.
 
     (CUDA driver API, CUDA_ERROR_ILLEGAL_ADDRESS: "the process must be terminated and relaunched".)

@@ -10,13 +10,13 @@ import ctypes
 from collections.abc import Callable
 
 from headrace.cuda import driver
-from headrace.cuda.driver import Stream, succeeded
+from headrace.cuda.driver import CudaStream, succeeded
 
 # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do in the meantime does not spoil the capture.
 _THREAD_LOCAL = 1
 
 
-class Graph:
+class CudaGraph:
     """Work of a stream, ready to be replayed. Made and used with the stream's device current.
 
     Args:
@@ -27,7 +27,7 @@ class Graph:
         DeviceError: the work cannot be captured.
     """
 
-    def __init__(self, stream: Stream, enqueue: Callable[[], None]) -> None:
+    def __init__(self, stream: CudaStream, enqueue: Callable[[], None]) -> None:
         self._stream = ctypes.c_void_p(stream.handle)
         self._executable = ctypes.c_void_p()
         library = driver.library()

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from headrace.core.ledger import HOST, Account, Kind, Reservation
 from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda import driver
-from headrace.cuda.driver import DeviceError, Stream, check, current, loaded, succeeded
+from headrace.cuda.driver import CudaStream, DeviceError, check, current, loaded, succeeded
 
 # Pinned memory of the host that every GPU reads by itself: mappings that are registered with the driver.
 #
@@ -179,14 +179,14 @@ class Allocator:
         return None if self._account is None else self._account.reservation(self.gpu, kind, size_bytes)
 
 
-def upload(target: DeviceBuffer, source: Array, stream: Stream) -> None:
+def upload(target: DeviceBuffer, source: Array, stream: CudaStream) -> None:
     """Queue a copy to the GPU; `source` is pinned, contiguous and left alone until the stream is there."""
     if source.nbytes:
         with check("copying to the GPU"):
             loaded().memcpy_htod_async(target.address, source, stream.stream)
 
 
-def download(target: Array, source: DeviceBuffer, stream: Stream) -> None:
+def download(target: Array, source: DeviceBuffer, stream: CudaStream) -> None:
     """Queue a copy from the GPU; `target` is pinned, contiguous and complete once the stream is there."""
     if target.nbytes:
         with check("copying from the GPU"):

@@ -254,8 +254,8 @@ class Profile(Protocol):
         """Rows, expected nanoseconds, and what 95 of 100 batches keep to; a bounded number of sizes."""
 
 
-class Standing(Protocol):
-    """See `headrace.backends.base.Standing`."""
+class ObservedProcess(Protocol):
+    """See `headrace.backends.base.ProcessStatus`."""
 
     @property
     def up(self) -> bool:
@@ -306,7 +306,7 @@ class Life(Protocol):
         """It is out of memory, and loaded when a request asks for it."""
 
     @property
-    def standing(self) -> Standing | None:
+    def process_status(self) -> ObservedProcess | None:
         """How the model's own process fares; None if it has none."""
 
 
@@ -445,10 +445,10 @@ def _lives(sources: _Sources) -> Iterator[Metric]:
 def _processes(sources: _Sources) -> Iterator[Metric]:
     up, restarts = table.PROCESS_UP.gauge(), table.PROCESS_RESTARTS.counter()
     for labels, source in sources:
-        standing = source.standing
-        if standing is not None:
-            up.add_metric(labels, standing.up)
-            restarts.add_metric(labels, standing.restarts)
+        process_status = source.process_status
+        if process_status is not None:
+            up.add_metric(labels, process_status.up)
+            restarts.add_metric(labels, process_status.restarts)
     yield from (up, restarts)
 
 

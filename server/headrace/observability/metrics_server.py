@@ -176,7 +176,7 @@ class Memory(Protocol):
 
 
 class Reading(Protocol):
-    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.Reading`.
+    """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.GpuReading`.
 
     Attributes:
         gpu: its number among those that the server sees.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.backends.base import Execution, Flight, LoadedModel, PipelinedExecution, is_pipelined, is_prompt
+from headrace.backends.base import Execution, InFlightBatch, LoadedModel, PipelinedExecution, is_pipelined, never_blocks
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.core.tensor_config import Postprocess, picture_input, scores_output
@@ -175,7 +175,7 @@ class PictureExecution:
         self._ranking = ranking
         self._free: list[Array] = []
         self.depth = inner.depth if batched and is_pipelined(inner) else 1
-        self.prompt = pixels is None and is_prompt(inner)  # preparing a picture is work
+        self.prompt = pixels is None and never_blocks(inner)  # preparing a picture is work
         if pixels is not None:
             # Pillow is loaded where a picture is, not by every server.
             from headrace.pipelines.image import PixelSteps
@@ -191,20 +191,20 @@ class PictureExecution:
             inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
         return self._seen(self._inner.run(inputs))
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """A flight with memory of ours for the pixels; everything else goes to the inner one's."""
         pixels = self._pixels
         if pixels is None or pixels.name not in like:
             inner = self._pipelined().begin(like, rows)
-            return Flight(inner.inputs, rows, inner, inner.device, inner.residents)
+            return InFlightBatch(inner.inputs, rows, inner, inner.device, inner.resident_inputs)
         tensor: Array = np.empty(pixels.shape, pixels.dtype)
         inner = self._pipelined().begin({**like, pixels.name: tensor}, rows)
         buffer = self._free.pop() if self._free else np.empty((0,), np.uint8)
         if buffer.shape[0] < rows:
             buffer = np.empty((rows, *pixels.recipe.pixels), np.uint8)
-        return Flight({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
+        return InFlightBatch({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         """Prepare the pictures straight into the inner flight, and launch that."""
         inner, pixels = self._given_back(flight), self._pixels
         if pixels is not None and inner is not flight.handle:
@@ -215,11 +215,11 @@ class PictureExecution:
                 raise
         self._pipelined().launch(inner)
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         """The outputs as callers see them."""
         return self._seen(self._pipelined().finish(_inner(flight)))
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         """Discard the inner flight."""
         self._pipelined().discard(self._given_back(flight))
 
@@ -227,7 +227,7 @@ class PictureExecution:
         """Close the inner one."""
         self._inner.close()
 
-    def _given_back(self, flight: Flight) -> Flight:
+    def _given_back(self, flight: InFlightBatch) -> InFlightBatch:
         """The inner flight; the pixels' memory is free for the next one, since the model has no need of it."""
         if isinstance(flight.handle, tuple):
             self._free.append(flight.handle[1])
@@ -242,9 +242,9 @@ class PictureExecution:
         return self._inner
 
 
-def _inner(flight: Flight) -> Flight:
+def _inner(flight: InFlightBatch) -> InFlightBatch:
     inner = flight.handle[0] if isinstance(flight.handle, tuple) else flight.handle
-    assert isinstance(inner, Flight), "a flight of ours carries the inner one"
+    assert isinstance(inner, InFlightBatch), "a flight of ours carries the inner one"
     return inner
 
 

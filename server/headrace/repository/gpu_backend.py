@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headrace.backends.process.backend import IsolatedModel
 from headrace.backends.tensorrt.api import installed
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
-from headrace.backends.tensorrt.plan import Tensor
+from headrace.backends.tensorrt.plan import PlanTensor
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine
 from headrace.core.errors import ConfigError, Finding
@@ -95,7 +95,7 @@ def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps
     stages = [stage for stage in (prepares, ranks) if stage is not None]
     if not stages:
         return steps
-    reason = model.join(stages)
+    reason = model.attach_stages(stages)
     if reason:
         logger.warning("model %s: the CPU prepares its pictures and ranks its classes: %s", config.name, reason)
         return steps
@@ -127,7 +127,7 @@ def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
     )
 
 
-def _mismatch(declared: ModelInput | ModelOutput, tensor: Tensor | None, batched: bool) -> str:
+def _mismatch(declared: ModelInput | ModelOutput, tensor: PlanTensor | None, batched: bool) -> str:
     if tensor is None:
         return "is not in the plan"
     dtype = BY_CONFIG_NAME[declared.data_type].dtype
@@ -139,5 +139,5 @@ def _mismatch(declared: ModelInput | ModelOutput, tensor: Tensor | None, batched
     return "" if fits else f"has the shape {list(own)} in the configuration, {list(shape)} in the plan"
 
 
-def _listed(tensors: Sequence[Tensor]) -> str:
+def _listed(tensors: Sequence[PlanTensor]) -> str:
     return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)

@@ -244,7 +244,7 @@ class Registry:
         """
         serving = self._serving
         if not self._complete or not all(
-            handle.ready and ((standing := handle.standing) is None or standing.up)
+            handle.ready and ((process_status := handle.process_status) is None or process_status.up)
             for model in serving.values()
             for handle in model.handles.values()
         ):

@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
-from headrace.backends.base import Execution, ExecutionLost, Flight, PipelinedExecution, is_pipelined, is_prompt
+from headrace.backends.base import (
+    Execution,
+    ExecutionLost,
+    InFlightBatch,
+    PipelinedExecution,
+    is_pipelined,
+    never_blocks,
+)
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import Completion, Outcome
 from headrace.core.errors import HeadraceError, ModelFailed
@@ -434,13 +441,13 @@ class ReshapingExecution:
         self._outputs = outputs
         self._batched = batched
         self.depth = inner.depth if is_pipelined(inner) else 1
-        self.prompt = is_prompt(inner)
+        self.prompt = never_blocks(inner)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""
         return self._seen(self._inner.run(self._wanted(inputs)))
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """A flight whose inputs are the inner one's memory in the callers' shape."""
         inner = self._pipelined().begin(self._wanted(like), rows)
         inputs = {
@@ -448,17 +455,17 @@ class ReshapingExecution:
             for name, array in inner.inputs.items()
         }
         # Rows that are resident have the same bytes in either shape.
-        return Flight(inputs, rows, inner, inner.device, inner.residents)
+        return InFlightBatch(inputs, rows, inner, inner.device, inner.resident_inputs)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         """Launch the inner flight."""
         self._pipelined().launch(_inner(flight))
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         """All outputs in the callers' shape."""
         return self._seen(self._pipelined().finish(_inner(flight)))
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         """Discard the inner flight."""
         self._pipelined().discard(_inner(flight))
 
@@ -490,6 +497,6 @@ class ReshapingExecution:
         return array.reshape((array.shape[0], *shape) if self._batched else shape)
 
 
-def _inner(flight: Flight) -> Flight:
-    assert isinstance(flight.handle, Flight), "a flight of ours carries the inner one"
+def _inner(flight: InFlightBatch) -> InFlightBatch:
+    assert isinstance(flight.handle, InFlightBatch), "a flight of ours carries the inner one"
     return flight.handle

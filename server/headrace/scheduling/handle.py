@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.backends.base import Execution, LoadedModel, Standing, is_pipelined
+from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pipelined
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
@@ -233,9 +233,9 @@ class ModelHandle:
         return self._crew.alive > 0 or self._crew.parked
 
     @property
-    def standing(self) -> Standing | None:
+    def process_status(self) -> ProcessStatus | None:
         """How the model's own process fares; None if it has none (now)."""
-        return self._crew.standing
+        return self._crew.process_status
 
     @property
     def alive(self) -> int:

@@ -21,7 +21,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from headrace.backends.base import Execution, ExecutionLost, Isolated, LoadedModel, Standing, isolated_in
+from headrace.backends.base import (
+    Execution,
+    ExecutionLost,
+    HasProcessStatus,
+    LoadedModel,
+    ProcessStatus,
+    find_isolated_model,
+)
 from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import settle_all
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unavailable
@@ -202,7 +209,7 @@ class Crew:
         self._name = name
         self._size = size
         self._model: LoadedModel | None = model
-        self.isolated: Isolated | None = isolated_in(model)
+        self.isolated: HasProcessStatus | None = find_isolated_model(model)
         self._scheduler = scheduler
         self._make_runner = make_runner
         self._on_dead = on_dead
@@ -274,7 +281,7 @@ class Crew:
             if self._closed or not self.parked:
                 model.close()
                 return False
-            self._model, self.isolated = model, isolated_in(model)
+            self._model, self.isolated = model, find_isolated_model(model)
             self._scheduler.resume()
             self._start(warm_up)
             self.parked = False
@@ -285,10 +292,10 @@ class Crew:
         return [work for instance in list(self._instances) if (work := instance.under_way) is not None]
 
     @property
-    def standing(self) -> Standing | None:
+    def process_status(self) -> ProcessStatus | None:
         """How the process fares in which the model runs; None if it has none of its own, or is parked."""
         isolated = self.isolated
-        return None if isolated is None else isolated.standing
+        return None if isolated is None else isolated.process_status
 
     def admit(self) -> None:
         """Refuse requests while there is no process for them, and none soon.
@@ -296,9 +303,9 @@ class Crew:
         Raises:
             Unavailable: so it is.
         """
-        standing = self.standing
-        if standing is not None and standing.refusal:
-            raise Unavailable(standing.refusal)
+        process_status = self.process_status
+        if process_status is not None and process_status.refusal:
+            raise Unavailable(process_status.refusal)
 
     def hush(self) -> None:
         """Tell nobody of deaths any more: the version is being closed."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import ExecutionLost, Flight, PipelinedExecution, is_prompt
+from headrace.backends.base import ExecutionLost, InFlightBatch, PipelinedExecution, never_blocks
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
@@ -61,7 +61,7 @@ class _Run:
         self.taken_ns = taken_ns
         self.assembled_ns = 0
         self.instances = 1  # at work when it was launched
-        self.flight: Flight | None = None
+        self.flight: InFlightBatch | None = None
 
 
 class _Landing(NamedTuple):
@@ -127,7 +127,7 @@ class Pipeline:
         self._held: set[_Run] = set()
         self._launched: SimpleQueue[_Run | None] = SimpleQueue()
         self._landed: SimpleQueue[_Landing | BaseException] = SimpleQueue()
-        self._prompt = is_prompt(execution)
+        self._prompt = never_blocks(execution)
         self._flew = False  # the instance's, as what follows: the event loop has launched a flight in its place
         self._fell: BaseException | None = None  # and what it died of there
         self._open = 0  # flights that were launched and have not come back through _landed
@@ -424,10 +424,10 @@ class Filler:
         self._threads = threads
         self._helpers: list[_Helper] = []
 
-    def fill(self, flight: Flight, entries: list[Entry]) -> None:
+    def fill(self, flight: InFlightBatch, entries: list[Entry]) -> None:
         """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
 
-        Rows that the flight's GPU reads by itself are not copied but noted in `flight.residents`. NumPy releases the
+        Rows that the flight's GPU reads by itself are not copied but noted in `flight.resident_inputs`. NumPy releases the
         interpreter's lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster
         than the lock changes hands.
 
@@ -514,7 +514,7 @@ def _copy_all(copies: list[_Copy]) -> None:
         np.concatenate(parts, out=buffer, casting="equiv")
 
 
-def _copies(flight: Flight, entries: list[Entry]) -> list[_Copy]:
+def _copies(flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
     """What is to be copied, once that is noted which is not."""
     takes_residents = flight.device is not None
     copies: list[_Copy] = []
@@ -529,7 +529,7 @@ def _copies(flight: Flight, entries: list[Entry]) -> list[_Copy]:
     return copies
 
 
-def _around(flight: Flight, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
+def _around(flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
     """Note the parts that the flight's GPU reads by itself; the others between them are copied, neighbours together."""
     dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, flight.device)
     start = row = 0  # where the parts to be copied begin, and how far we are
@@ -538,7 +538,7 @@ def _around(flight: Flight, name: str, buffer: Array, parts: list[Array]) -> lis
     for part in parts:
         stop = row + part.shape[0]
         if is_resident(part) and part.device in places and part.dtype == dtype and part.shape[1:] == row_shape:
-            flight.residents.append((name, row, part))
+            flight.resident_inputs.append((name, row, part))
             if copied:
                 copies.append((buffer[start:row], copied))
                 copied = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from headrace.cuda import driver, memory
-from headrace.cuda.graphs import Graph
+from headrace.cuda.graphs import CudaGraph
 
 from tests.gpu.contract.conftest import GpuUnderTest
 
@@ -17,7 +17,7 @@ class Copies:
     """A copy to the GPU and back, between two rows of pinned memory."""
 
     def __init__(self) -> None:
-        self.stream = driver.Stream()
+        self.stream = driver.CudaStream()
         self.block, self.pinned = memory.DeviceBuffer(64), memory.PinnedBuffer()
         self.pinned.reserve(128)
         self.source, self.target = self.pinned.view((2, 64), np.dtype(np.uint8))
@@ -43,7 +43,7 @@ def copies(gpu: GpuUnderTest) -> Iterator[Copies]:
 
 
 def test_a_capture_runs_nothing(copies: Copies) -> None:
-    graph = Graph(copies.stream, copies.enqueue)
+    graph = CudaGraph(copies.stream, copies.enqueue)
     copies.stream.synchronize()
     assert copies.target.tolist() == [0] * 64
     graph.close()
@@ -51,7 +51,7 @@ def test_a_capture_runs_nothing(copies: Copies) -> None:
 
 
 def test_a_graph_replays_its_work_with_the_values_of_now(copies: Copies) -> None:
-    graph = Graph(copies.stream, copies.enqueue)
+    graph = CudaGraph(copies.stream, copies.enqueue)
     for value in (1, 2, 3):
         copies.source[:] = value
         graph.launch()
@@ -66,7 +66,7 @@ def test_a_failed_capture_leaves_the_stream_usable(copies: Copies) -> None:
         raise ValueError("refused")
 
     with pytest.raises(ValueError, match="refused"):
-        Graph(copies.stream, fail)
+        CudaGraph(copies.stream, fail)
     copies.stream.synchronize()
     assert copies.target.tolist() == [0] * 64
     copies.enqueue()
@@ -77,7 +77,7 @@ def test_a_failed_capture_leaves_the_stream_usable(copies: Copies) -> None:
 def test_waiting_spoils_a_capture_and_leaves_the_stream_usable(copies: Copies) -> None:
     # The fake refuses it with an assertion.
     with contextlib.suppress(driver.DeviceError, AssertionError):
-        Graph(copies.stream, copies.stream.synchronize).close()
+        CudaGraph(copies.stream, copies.stream.synchronize).close()
     copies.enqueue()
     copies.stream.synchronize()
     assert copies.target.tolist() == [1] * 64

@@ -45,7 +45,7 @@ def test_contexts_nest_and_are_left_after_an_error() -> None:
 
 def test_memory_grows_and_is_copied_in_the_order_of_the_stream() -> None:
     with driver.current():
-        block, pinned, stream = memory.DeviceBuffer(), memory.PinnedBuffer(), driver.Stream()
+        block, pinned, stream = memory.DeviceBuffer(), memory.PinnedBuffer(), driver.CudaStream()
         block.reserve(16)
         small = block.address
         block.reserve(8)
@@ -93,7 +93,7 @@ def test_freed_memory_can_be_used_again(gpu: GpuUnderTest) -> None:
 
 def test_a_stream_waits_for_an_event_of_another() -> None:
     with driver.current():
-        first, second, copied = driver.Stream(), driver.Stream(), driver.loaded().Event()
+        first, second, copied = driver.CudaStream(), driver.CudaStream(), driver.loaded().Event()
         block, pinned = memory.DeviceBuffer(1 << 20), memory.PinnedBuffer()
         pinned.reserve(2 << 20)
         source, target = pinned.view((2, 1 << 20), UINT8)
@@ -114,7 +114,7 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
 
 def test_events_measure_microseconds_between_them() -> None:
     with driver.current():
-        stream, first, last = driver.Stream(), driver.Event(), driver.Event()
+        stream, first, last = driver.CudaStream(), driver.TimingEvent(), driver.TimingEvent()
         block, pinned = memory.DeviceBuffer(8 << 20), memory.PinnedBuffer()
         pinned.reserve(8 << 20)
         first.record(stream)
@@ -127,7 +127,7 @@ def test_events_measure_microseconds_between_them() -> None:
         del stream, first, last
 
 
-def upload_and_wait(block: memory.DeviceBuffer, values: Array, stream: driver.Stream) -> None:
+def upload_and_wait(block: memory.DeviceBuffer, values: Array, stream: driver.CudaStream) -> None:
     with driver.current():
         memory.upload(block, values, stream)
         stream.synchronize()
@@ -135,7 +135,7 @@ def upload_and_wait(block: memory.DeviceBuffer, values: Array, stream: driver.St
 
 def test_another_thread_may_use_the_same_memory() -> None:
     with driver.current():
-        stream, block, pinned = driver.Stream(), memory.DeviceBuffer(64), memory.PinnedBuffer()
+        stream, block, pinned = driver.CudaStream(), memory.DeviceBuffer(64), memory.PinnedBuffer()
         pinned.reserve(64)
         values = pinned.view((64,), UINT8)
         values[:] = 5

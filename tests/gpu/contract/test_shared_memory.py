@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.tensor import PINNED, Array
-from headrace.cuda.driver import DeviceError, Stream, current, loaded
+from headrace.cuda.driver import CudaStream, DeviceError, current, loaded
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, pinned_empty, pinned_rows
 from headrace.cuda.shared_memory import ClientMemory, PinnedFile, find_client_memory
@@ -160,7 +160,7 @@ class Fetch:
     def __init__(self) -> None:
         self._kernel = RowGather(0)
         with current(0):
-            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), Stream()
+            self._buffer, self._table, self._stream = DeviceBuffer(SIZE), PinnedBuffer(), CudaStream()
             self._table.reserve(8)
 
     def __call__(self, address: int, size_bytes: int) -> Array:

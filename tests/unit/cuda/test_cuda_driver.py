@@ -40,12 +40,12 @@ def test_a_failed_capture_leaves_the_stream_usable(cuda: FakeCuda) -> None:
         raise ValueError("refused")
 
     with driver.current():
-        stream = driver.Stream()
+        stream = driver.CudaStream()
         with pytest.raises(ValueError, match="refused"):
-            graphs.Graph(stream, fail)
+            graphs.CudaGraph(stream, fail)
         stream.synchronize()
         cuda.refuse_capture = True
         with pytest.raises(driver.DeviceError, match=r"capturing a CUDA graph failed.*INVALIDATED, 901"):
-            graphs.Graph(stream, lambda: None)
+            graphs.CudaGraph(stream, lambda: None)
         stream.synchronize()
     assert not cuda.graphs

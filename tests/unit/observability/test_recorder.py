@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-from headrace.backends.base import Standing
+from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
 from headrace.core.request import BatchTimes, LevelLoad, Load
 from headrace.core.tensor import ModelSpec
@@ -115,7 +115,7 @@ class _Source:
     alive, restarts, parked = 2, 3, False
     policy = SimpleNamespace(instances=4, batch=SimpleNamespace(objective_ns=50_000_000))
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
-    standing = Standing(False, "", 6)
+    process_status = ProcessStatus(False, "", 6)
     profile = _Profile()
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from headrace.backends.base import Flight, is_pipelined
+from headrace.backends.base import InFlightBatch, is_pipelined
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
 from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k, with_pictures
@@ -212,28 +212,28 @@ class PipelinedModel(Model):
         super().__init__()
         self.open = 0
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         assert (like["x"].shape[1:], like["x"].dtype) == ((3, 6, 5), np.float32)
         self.open += 1
-        return Flight({"x": np.full((rows, 3, 6, 5), np.nan, np.float32)}, rows, "mine")
+        return InFlightBatch({"x": np.full((rows, 3, 6, 5), np.nan, np.float32)}, rows, "mine")
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, flight: InFlightBatch) -> None:
         assert flight.handle == "mine"
         assert not np.isnan(flight.inputs["x"]).any()  # type: ignore[call-overload]
         if 7 in flight.inputs["x"]:
             self.open -= 1
             raise RuntimeError("refused")
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         self.open -= 1
         return self.run(flight.inputs)
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         assert flight.handle == "mine"
         self.open -= 1
 
 
-def flown(execution: PictureExecution, pixels: np.ndarray) -> Flight:
+def flown(execution: PictureExecution, pixels: np.ndarray) -> InFlightBatch:
     flight = execution.begin({"x": pixels[:1]}, len(pixels))
     assert flight.inputs["x"].dtype == np.uint8
     flight.inputs["x"][...] = pixels

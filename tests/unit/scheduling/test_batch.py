@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import Flight
+from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion
 from headrace.core.request import InferRequest
 from headrace.core.tensor import Array, as_input
@@ -29,14 +29,14 @@ def _rows(first: int, count: int) -> Array:
     return np.arange(first * 2, (first + count) * 2, dtype=np.float32).reshape(count, 2)
 
 
-def _flight(rows: int, device: int | None) -> Flight:
-    return Flight({"x": np.full((rows, 2), NONE)}, rows, None, device)
+def _flight(rows: int, device: int | None) -> InFlightBatch:
+    return InFlightBatch({"x": np.full((rows, 2), NONE)}, rows, None, device)
 
 
-def _seen(flight: Flight) -> Array:
+def _seen(flight: InFlightBatch) -> Array:
     """What the GPU computes on."""
     x = flight.inputs["x"].copy()
-    for name, first, rows in flight.residents:
+    for name, first, rows in flight.resident_inputs:
         assert name == "x"
         assert (x[first : first + len(rows)] == NONE).all(), "rows that are resident were copied too"
         x[first : first + len(rows)] = read(rows)
@@ -57,16 +57,16 @@ def test_every_row_is_where_the_gpu_looks_for_it(kinds: str, device: int | None)
     flight = _flight(first, device)
     Filler("test").fill(flight, entries)
     assert np.array_equal(_seen(flight), _rows(0, first))
-    assert [row for _, row, _ in flight.residents] == expected
+    assert [row for _, row, _ in flight.resident_inputs] == expected
 
 
 def test_each_input_goes_its_own_way() -> None:
     a, b = _rows(0, 2), _rows(5, 3)
     entries = [_entry(x=resident(a), y=a), _entry(x=resident(b), y=b)]
-    flight = Flight({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
+    flight = InFlightBatch({name: np.full((5, 2), NONE) for name in "xy"}, 5, None, 0)
     Filler("test").fill(flight, entries)
     assert np.array_equal(flight.inputs["y"], np.concatenate([a, b]))
-    assert [(name, row) for name, row, _ in flight.residents] == [("x", 0), ("x", 2)]
+    assert [(name, row) for name, row, _ in flight.resident_inputs] == [("x", 0), ("x", 2)]
 
 
 @pytest.mark.parametrize("array", [np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int32)], ids=["shape", "dtype"])
@@ -74,7 +74,7 @@ def test_rows_of_another_kind_are_no_residents_either(array: Array) -> None:
     flight = _flight(2, 0)
     with pytest.raises((ValueError, TypeError)):
         Filler("test").fill(flight, [_entry(x=resident(array))])
-    assert not flight.residents
+    assert not flight.resident_inputs
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -97,4 +97,4 @@ def test_an_oversized_request_is_cut_where_it_lies() -> None:
     flight = _flight(5, 0)
     Filler("test").fill(flight, [_entry(**part) for part in parts])
     assert np.array_equal(_seen(flight), _rows(0, 5))
-    assert len(flight.residents) == 3
+    assert len(flight.resident_inputs) == 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import Flight
+from headrace.backends.base import InFlightBatch
 from headrace.core.completion import Completion, Mailbox
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest
@@ -70,7 +70,7 @@ def test_every_byte_is_in_its_place(filler: Filler, rows: list[int], row_bytes: 
     cut = parts(rows, row_bytes)
     for _ in range(3):
         buffer: Array = np.zeros((sum(rows), row_bytes), np.uint8)
-        filler.fill(Flight({"x": buffer}, sum(rows)), [entry(x=part) for part in cut])
+        filler.fill(InFlightBatch({"x": buffer}, sum(rows)), [entry(x=part) for part in cut])
         assert np.array_equal(buffer, np.concatenate(cut))
     assert len(helpers()) == busy
 
@@ -81,10 +81,10 @@ def test_inputs_of_all_sizes_and_rows_that_the_gpu_reads(filler: Filler) -> None
         entry(x=resident(a) if index % 10 == 3 else a, y=b)
         for index, (a, b) in enumerate(zip(large, small, strict=True))
     ]
-    flight = Flight({"x": np.zeros((40, MIB // 8), np.uint8), "y": np.zeros((40, 1), np.uint8)}, 40, None, 0)
+    flight = InFlightBatch({"x": np.zeros((40, MIB // 8), np.uint8), "y": np.zeros((40, 1), np.uint8)}, 40, None, 0)
     filler.fill(flight, entries)
-    assert [row for _, row, _ in flight.residents] == [3, 13, 23, 33]
-    for _, row, rows in flight.residents:
+    assert [row for _, row, _ in flight.resident_inputs] == [3, 13, 23, 33]
+    for _, row, rows in flight.resident_inputs:
         assert not flight.inputs["x"][row].any()
         flight.inputs["x"][row] = read(rows)[0]
     assert np.array_equal(flight.inputs["x"], np.concatenate(large))
@@ -123,12 +123,12 @@ def test_whoever_fails_the_fill_fails_and_waits_for_the_others(filler: Filler, p
     arrays[place] = rows_that_are_gone()
     buffer: Array = np.zeros((8, MIB), np.uint8)
     with pytest.raises(BadRequest, match="gone"):
-        filler.fill(Flight({"x": buffer}, 8), [entry(x=array) for array in arrays])
+        filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=array) for array in arrays])
     # Two rows a share: the other three are complete, and nobody writes any more.
     others = [row for row in range(8) if row // 2 != place // 2]
     assert np.array_equal(buffer[others], expected[others])
     arrays[place] = expected[place : place + 1]
-    filler.fill(Flight({"x": buffer}, 8), [entry(x=array) for array in arrays])
+    filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=array) for array in arrays])
     assert np.array_equal(buffer, expected)
 
 
@@ -140,7 +140,7 @@ def test_a_failure_keeps_no_array_alive(filler: Filler) -> None:
     gc.disable()
     try:
         with pytest.raises(BadRequest):
-            filler.fill(Flight({"x": np.zeros((8, MIB), np.uint8)}, 8), [entry(x=array) for array in arrays])
+            filler.fill(InFlightBatch({"x": np.zeros((8, MIB), np.uint8)}, 8), [entry(x=array) for array in arrays])
         arrays.clear()
         assert [ref() for ref in kept if ref() is not None] == []
     finally:
@@ -152,7 +152,7 @@ def test_a_failure_keeps_no_array_alive(filler: Filler) -> None:
 )
 def test_rows_of_another_kind_are_refused(filler: Filler, array: Array) -> None:
     with pytest.raises((ValueError, TypeError)):
-        filler.fill(Flight({"x": np.zeros((4, MIB), np.uint8)}, 4), [entry(x=array)])
+        filler.fill(InFlightBatch({"x": np.zeros((4, MIB), np.uint8)}, 4), [entry(x=array)])
 
 
 def test_where_no_thread_can_be_had_the_instance_copies_alone(
@@ -166,7 +166,7 @@ def test_where_no_thread_can_be_had_the_instance_copies_alone(
     cut = parts([1] * 8, MIB)
     for _ in range(2):
         buffer: Array = np.zeros((8, MIB), np.uint8)
-        filler.fill(Flight({"x": buffer}, 8), [entry(x=part) for part in cut])
+        filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=part) for part in cut])
         assert np.array_equal(buffer, np.concatenate(cut))
     assert caplog.text.count("copies with 1 threads") == 1
 

@@ -66,7 +66,7 @@ def test_only_who_kills_the_process_gets_the_error(tmp_path: Path, words: str, i
             assert str(error).startswith("the process of fake died while it ran the request")
         assert {value: y_of(answer) for value, answer in answers.items()} == {value: 2 * value for value in answers}
         # One for each batch that the two were in, and one for each of the two alone; more where they met others inside.
-        assert 2 <= handle.standing.restarts <= 7  # type: ignore[union-attr]
+        assert 2 <= handle.process_status.restarts <= 7  # type: ignore[union-attr]
 
     play(tmp_path, words, scenario, instances=instances)
 
@@ -76,7 +76,7 @@ def test_who_asks_while_there_is_no_process_waits_for_the_next(tmp_path: Path) -
         assert y_of(await handle.infer(ask(1))) == 2
         (child,) = own_children()
         os.kill(child, signal.SIGKILL)
-        await asyncio.to_thread(eventually, lambda: handle.standing is not None and not handle.standing.up)
+        await asyncio.to_thread(eventually, lambda: handle.process_status is not None and not handle.process_status.up)
         handle.admit()
         assert handle.ready, "its instances live"
         assert y_of(await handle.infer(ask(3))) == 6

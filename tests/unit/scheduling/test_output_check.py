@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace.backends.base import Execution, Flight
+from headrace.backends.base import Execution, InFlightBatch
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ModelFailed
 from headrace.core.request import InferResponse
@@ -51,7 +51,7 @@ class WrongPipeline(FakePipeline):
         super().__init__(**more)
         self.change = change
 
-    def _finish(self, flight: Flight) -> dict[str, Array]:
+    def _finish(self, flight: InFlightBatch) -> dict[str, Array]:
         return {"y": np.asarray(self.change(super()._finish(flight)["y"]))}
 
 

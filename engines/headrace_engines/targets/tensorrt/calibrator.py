@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from headrace.cuda.driver import Stream
+from headrace.cuda.driver import CudaStream
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 
 from headrace_engines.errors import BuildError
@@ -50,7 +50,7 @@ class CalibrationFeed:
         self._table = table
         self._report = report
         self._next = 0
-        self._stream = Stream()
+        self._stream = CudaStream()
         self._buffers = {name: (DeviceBuffer(), PinnedBuffer()) for name in batches[0]}
         first = next(iter(batches[0].values()))
         self.batch_size = int(first.shape[0]) if first.ndim else 1

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from headrace.cuda.devices import describe
-from headrace.cuda.driver import DeviceError, Event, OutOfDeviceMemory, Stream, current
-from headrace.cuda.graphs import Graph
+from headrace.cuda.driver import CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
+from headrace.cuda.graphs import CudaGraph
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError
@@ -104,7 +104,7 @@ class EngineTensor:
         self._staged = self._pinned.view(values.shape, self.dtype)
         np.copyto(self._staged, values)
 
-    def send(self, stream: Stream) -> None:
+    def send(self, stream: CudaStream) -> None:
         """Queue the copy of what is staged to the GPU."""
         if self._staged is not None and not self.on_host:
             upload(self._device, self._staged, stream)
@@ -124,7 +124,7 @@ class EngineTensor:
         self._pinned.reserve(math.prod(shape) * self.dtype.itemsize)
         self._staged = self._pinned.view(shape, self.dtype)
 
-    def fetch(self, stream: Stream) -> None:
+    def fetch(self, stream: CudaStream) -> None:
         """Queue the copy of an output from the GPU."""
         if self._staged is not None and not self.on_host:
             download(self._staged, self._device, stream)
@@ -337,7 +337,7 @@ _BURST = 16
 _BURST_SHARE = 0.05
 
 
-def time_executions(stream: Stream, launch: Callable[[], None], rows: int, seconds: float) -> BatchTiming:
+def time_executions(stream: CudaStream, launch: Callable[[], None], rows: int, seconds: float) -> BatchTiming:
     """Time executions of one batch.
 
     Single executions are timed between events that are queued ahead in bursts, so that the GPU never waits for Python; the first
@@ -359,7 +359,7 @@ def time_executions(stream: Stream, launch: Callable[[], None], rows: int, secon
     each_s = (time.monotonic() - begun) / warm
 
     burst = int(min(max(_BURST_SHARE * seconds / each_s, 2), _BURST))
-    events = [Event() for _ in range(burst + 1)]
+    events = [TimingEvent() for _ in range(burst + 1)]
     singles: list[float] = []
     begun = time.monotonic()
     while not singles or time.monotonic() - begun < _SINGLE * seconds:
@@ -571,7 +571,7 @@ class TensorRtEngine:
             raise BuildError(f"{path} {explain_open(errors, self._api.version, describe(self._device).name)}")
         self._plan_bytes = len(plan)
         self._context = self._new_context(errors)
-        self._stream = Stream()
+        self._stream = CudaStream()
         self._read_tensors()
 
     def _settle(self) -> None:
@@ -689,9 +689,9 @@ class TensorRtEngine:
                     raise memory.raised
             raise BuildError(f"{self._name} failed on the GPU: {errors[-1] if errors else 'TensorRT gives no reason'}")
 
-    def _capture(self, errors: Any) -> Graph | None:
+    def _capture(self, errors: Any) -> CudaGraph | None:
         try:
-            return Graph(self._stream, lambda: self._enqueue(self._context, errors))
+            return CudaGraph(self._stream, lambda: self._enqueue(self._context, errors))
         except (BuildError, DeviceError) as error:
             logger.warning("%s is timed without a CUDA graph, it cannot be captured: %s", self._name, error)
             return None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.backends.base import ExecutionLost, Flight, InputRefused, Standing
-from headrace.backends.process.channel import Message, Placed, end_of, lay_out, told
-from headrace.backends.process.supervisor import Generation, ModelProcess
+from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
+from headrace.backends.process.channel import Message, TensorLayout, end_offset, lay_out_tensors, read_layouts
+from headrace.backends.process.supervisor import ChildProcess, ModelProcess
 from headrace.core.errors import (
     BadRequest,
     ConfigError,
@@ -34,7 +34,7 @@ from headrace.core.ledger import Account, Kind, NoRoom
 from headrace.core.tensor import Array
 
 if TYPE_CHECKING:
-    from headrace.backends.tensorrt.plan import Tensor
+    from headrace.backends.tensorrt.plan import PlanTensor
 
 logger = logging.getLogger("headrace.isolated")
 
@@ -131,26 +131,26 @@ class IsolatedModel:
         return IsolatedExecution(self._process, index, self._limit_s)
 
     @property
-    def standing(self) -> Standing:
+    def process_status(self) -> ProcessStatus:
         """How the process fares."""
         gate = self._process.gate
-        return Standing(gate.is_open, gate.refusal, self._process.restarts)
+        return ProcessStatus(gate.is_open, gate.refusal, self._process.restarts)
 
     @property
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> list[PlanTensor]:
         """What the file says that it takes; nothing if the backend does not know."""
         return self._tensors("inputs")
 
     @property
-    def outputs(self) -> list[Tensor]:
+    def outputs(self) -> list[PlanTensor]:
         """What it says that it gives; nothing if the backend does not know."""
         return self._tensors("outputs")
 
-    def _tensors(self, side: str) -> list[Tensor]:
-        from headrace.backends.tensorrt.plan import Tensor
+    def _tensors(self, side: str) -> list[PlanTensor]:
+        from headrace.backends.tensorrt.plan import PlanTensor
 
         found = self._process.tensors.get(side) or []
-        return [Tensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in found]
+        return [PlanTensor(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in found]
 
     def close(self) -> None:
         """End the process; its memory is free when this returns."""
@@ -161,20 +161,20 @@ class _Passage:
     """A batch on its way through the process.
 
     Attributes:
-        order: what the process is told to do.
+        order: what the process is read_layouts to do.
         slot: number of the memory that it lies in.
         placed: its inputs.
-        generation: the process that has been told; None if none has.
+        generation: the process that has been read_layouts; None if none has.
         number: that its answer will bear.
     """
 
     __slots__ = ("generation", "number", "order", "placed", "slot")
 
-    def __init__(self, order: str, slot: int, placed: list[Placed]) -> None:
+    def __init__(self, order: str, slot: int, placed: list[TensorLayout]) -> None:
         self.order = order
         self.slot = slot
         self.placed = placed
-        self.generation: Generation | None = None
+        self.generation: ChildProcess | None = None
         self.number = 0
 
 
@@ -213,17 +213,17 @@ class IsolatedExecution:
         slot = self._free[0]
         return self._outcome(_Passage("run", slot, self._slots[slot].put(inputs)))
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """A flight in shared memory."""
         slot = self._free[0]
-        placed = lay_out(like, rows)
+        placed = lay_out_tensors(like, rows)
         memory = self._slots[slot]
-        memory.grow(end_of(placed))
+        memory.grow(end_offset(placed))
         inputs = memory.arrays(placed)
-        return Flight(inputs, rows, _Passage("launch", self._free.popleft(), placed))
+        return InFlightBatch(inputs, rows, _Passage("launch", self._free.popleft(), placed))
 
-    def launch(self, flight: Flight) -> None:
-        """Tell the process, if it may be told now."""
+    def launch(self, flight: InFlightBatch) -> None:
+        """Tell the process, if it may be read_layouts now."""
         passage = _passage(flight)
         try:
             with self._lock:
@@ -234,7 +234,7 @@ class IsolatedExecution:
             raise
         self._open[passage] = None
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
+    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
         """Wait for the process to be done with it."""
         passage = _passage(flight)
         try:
@@ -243,7 +243,7 @@ class IsolatedExecution:
             del self._open[passage]
             self._free.append(passage.slot)
 
-    def discard(self, flight: Flight) -> None:
+    def discard(self, flight: InFlightBatch) -> None:
         """Its memory is free again."""
         self._free.append(_passage(flight).slot)
 
@@ -288,7 +288,7 @@ class IsolatedExecution:
         finally:
             self._process.gate.leave(passage)
 
-    def _sent(self, passage: _Passage) -> Generation:
+    def _sent(self, passage: _Passage) -> ChildProcess:
         """Wait until it may enter, and send it and what may follow it."""
         try:
             generation = self._process.gate.enter(passage, wait=True)
@@ -311,7 +311,7 @@ class IsolatedExecution:
             self._unsent.popleft()
 
     def _let_in(self, passage: _Passage, quietly: bool = False) -> bool:
-        """Send it if it may enter now; `quietly`: what speaks against it, it will be told in its own turn."""
+        """Send it if it may enter now; `quietly`: what speaks against it, it will be read_layouts in its own turn."""
         try:
             generation = self._process.gate.enter(passage, wait=False)
         except (Unavailable, ExecutionLost):
@@ -322,7 +322,7 @@ class IsolatedExecution:
             self._send(passage, generation)
         return generation is not None
 
-    def _send(self, passage: _Passage, generation: Generation) -> None:
+    def _send(self, passage: _Passage, generation: ChildProcess) -> None:
         """To a process that it is inside of; that the process is gone shows when the answer is waited for."""
         self._number += 1
         passage.generation, passage.number = generation, self._number
@@ -336,7 +336,7 @@ class IsolatedExecution:
 
     # On the finisher's thread, or the instance's in a run
 
-    def _answer(self, passage: _Passage, generation: Generation) -> Message:
+    def _answer(self, passage: _Passage, generation: ChildProcess) -> Message:
         channel = generation.channels[self._index]
         while True:
             answer, _fds = channel.receive()
@@ -349,10 +349,10 @@ class IsolatedExecution:
             raise _KINDS.get(kind, ModelFailed)(text)
         if "failed" in answer:
             raise FailedInChildError(answer["failed"])
-        arrays = self._slots[passage.slot].arrays(told(answer, "outputs"))
+        arrays = self._slots[passage.slot].arrays(read_layouts(answer, "outputs"))
         return {name: array.copy() for name, array in arrays.items()}
 
 
-def _passage(flight: Flight) -> _Passage:
+def _passage(flight: InFlightBatch) -> _Passage:
     assert isinstance(flight.handle, _Passage), "a flight of ours"
     return flight.handle

@@ -108,7 +108,7 @@ class Channel:
         return b"".join(parts)
 
 
-class Placed(NamedTuple):
+class TensorLayout(NamedTuple):
     """Where a tensor lies in a slot.
 
     Attributes:
@@ -126,11 +126,11 @@ class Placed(NamedTuple):
     size: int
 
 
-class Slot:
+class SharedSlot:
     """Shared memory for one batch: a mark, its inputs, and its outputs behind them. It grows, and never shrinks.
 
-    Ownership: one batch at a time; within it one end at a time, as the messages go. Each end has a `Slot` of its own on the same
-    memory. No array in it is moved when it grows: arrays keep the mapping that they were made in.
+    Ownership: one batch at a time; within it one end at a time, in the order of the messages. Each end has its own `SharedSlot`
+    on the same memory. Arrays keep the mapping that they were made in when the slot grows.
 
     Args:
         fd: of the memory; the slot owns it.
@@ -141,7 +141,7 @@ class Slot:
         self._map: mmap.mmap | None = None
 
     @classmethod
-    def create(cls, name: str, size: int) -> Slot:
+    def create(cls, name: str, size: int) -> SharedSlot:
         """New memory.
 
         Args:
@@ -177,7 +177,7 @@ class Slot:
         self._map = mmap.mmap(self.fd, there)
         return self._map
 
-    def arrays(self, placed: Iterable[Placed]) -> dict[str, Array]:
+    def arrays(self, placed: Iterable[TensorLayout]) -> dict[str, Array]:
         """Views of tensors of numbers, by name; texts as arrays of their own.
 
         Raises:
@@ -206,7 +206,7 @@ class Slot:
         number: int = _MARK.unpack_from(self._reaching(_START), 0)[0]
         return number
 
-    def put(self, arrays: Mapping[str, Array], start: int = _START) -> list[Placed]:
+    def put(self, arrays: Mapping[str, Array], start: int = _START) -> list[TensorLayout]:
         """Copy tensors into the slot, from `start` on.
 
         Raises:
@@ -217,7 +217,7 @@ class Slot:
         for name, (array, text) in packed.items():
             size = array.nbytes if text is None else len(text)
             dtype = _TEXT if text is not None else array.dtype.str
-            placed.append(Placed(name, dtype, array.shape, start, size))
+            placed.append(TensorLayout(name, dtype, array.shape, start, size))
             start = _aligned(start + size)
         memory = self.grow(start)
         for (array, text), at in zip(packed.values(), placed, strict=True):
@@ -233,27 +233,27 @@ class Slot:
         self._map = None
 
 
-def lay_out(like: Mapping[str, Array], rows: int) -> list[Placed]:
+def lay_out_tensors(like: Mapping[str, Array], rows: int) -> list[TensorLayout]:
     """Where tensors of numbers go that have the dtypes of `like`, and its shapes but for `rows` in front."""
     placed, start = [], _START
     for name, array in like.items():
         shape = (rows, *array.shape[1:])
         size = array.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        placed.append(Placed(name, array.dtype.str, shape, start, size))
+        placed.append(TensorLayout(name, array.dtype.str, shape, start, size))
         start = _aligned(start + size)
     return placed
 
 
-def told(message: Message, key: str) -> list[Placed]:
+def read_layouts(message: Message, key: str) -> list[TensorLayout]:
     """The tensors that a message tells of.
 
     Raises:
         ValueError, TypeError, KeyError: it tells of none in the right way.
     """
-    return [Placed(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in message[key]]
+    return [TensorLayout(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in message[key]]
 
 
-def end_of(placed: Sequence[Placed]) -> int:
+def end_offset(placed: Sequence[TensorLayout]) -> int:
     """The first byte behind them on which another tensor may begin."""
     return max((_aligned(at.offset + at.size) for at in placed), default=_START)
 

@@ -26,8 +26,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from headrace.backends.base import Backend, Execution, ExecutionLost, Flight, LoadedModel, is_pipelined
-from headrace.backends.process.channel import Channel, Message, Placed, Slot, end_of, told
+from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
+from headrace.backends.process.channel import Channel, Message, SharedSlot, TensorLayout, end_offset, read_layouts
 from headrace.core.errors import ConfigError, Finding, HeadraceError
 from headrace.core.ledger import Account, Kind, Ledger, NoRoom
 from headrace.core.tensor import Array
@@ -73,7 +73,7 @@ class ExecutionServer:
     Args:
         channel: of the instance.
         open_execution: makes its execution, on the instance's thread.
-        opened: told the execution's depth, or why there is none.
+        opened: read_layouts the execution's depth, or why there is none.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ExecutionServer:
         self._channel = channel
         self._open_execution = open_execution
         self._opened = opened
-        self._slots: list[Slot] = []
-        self._flights: SimpleQueue[tuple[Message, Flight | Exception] | None] = SimpleQueue()
+        self._slots: list[SharedSlot] = []
+        self._flights: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
 
     def serve(self) -> None:
         """Until the server closes its end."""
@@ -103,7 +103,7 @@ class ExecutionServer:
         try:
             while True:
                 message, fds = self._channel.receive()
-                self._slots += [Slot(fd) for fd in fds]
+                self._slots += [SharedSlot(fd) for fd in fds]
                 if message["do"] == "run":
                     self._answer(message, partial(self._run, execution, message))
                 elif message["do"] == "launch":
@@ -117,7 +117,7 @@ class ExecutionServer:
     def _launch(self, execution: Any, message: Message) -> None:
         try:
             inputs = self._inputs(message)
-            flight: Flight = execution.begin(inputs, next(iter(inputs.values())).shape[0])
+            flight: InFlightBatch = execution.begin(inputs, next(iter(inputs.values())).shape[0])
             try:
                 for name, array in flight.inputs.items():
                     np.copyto(array, inputs[name], casting="equiv")
@@ -141,7 +141,7 @@ class ExecutionServer:
     def _answer(self, message: Message, act: Callable[[], dict[str, Array]]) -> None:
         try:
             outputs = act()
-            placed = self._slots[message["slot"]].put(outputs, end_of(_places(message)))
+            placed = self._slots[message["slot"]].put(outputs, end_offset(_places(message)))
         except Exception as error:
             self._say(_told_error(error), message)
         else:
@@ -159,12 +159,12 @@ class ExecutionServer:
         self._channel.send({"number": message["number"], **answer})
 
 
-def _places(message: Message) -> list[Placed]:
-    return told(message, "inputs")
+def _places(message: Message) -> list[TensorLayout]:
+    return read_layouts(message, "inputs")
 
 
 def _told_error(error: Exception) -> Message:
-    """What the server is told of an error; whose text callers may read, and whose not, it knows by the kind."""
+    """What the server is read_layouts of an error; whose text callers may read, and whose not, it knows by the kind."""
     if isinstance(error, ExecutionLost):
         return {"lost": str(error)[:_MOST_TEXT]}
     if isinstance(error, HeadraceError):

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process.channel import Channel, Message, Slot
+from headrace.backends.process.channel import Channel, Message, SharedSlot
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Holding, NoRoom
@@ -34,7 +34,7 @@ Inside = TypeVar("Inside")
 _CAREFUL = 32
 
 
-class Gate(Generic[Inside]):
+class BatchAdmission(Generic[Inside]):
     """Batches enter a process and leave it. When it dies, those inside together are suspects: any of them may have killed it.
 
     A suspect enters the next process alone, and nobody else does before all suspects have left; so a second death shows which one
@@ -161,7 +161,7 @@ _TAIL_LINES = 100  # a dump of all threads, of which the one that matters comes 
 logger = logging.getLogger("headrace.isolated")
 
 
-class Generation:
+class ChildProcess:
     """One process.
 
     Attributes:
@@ -225,10 +225,10 @@ class ModelProcess:
         command: Sequence[str] = CHILD,
     ) -> None:
         self.name = name
-        self.gate: Gate[Generation] = Gate()
+        self.gate: BatchAdmission[ChildProcess] = BatchAdmission()
         self.restarts = 0
         self.tensors: dict[str, list[tuple[str, str, list[int]]] | None] = {}
-        self.slots: list[list[Slot]] = []
+        self.slots: list[list[SharedSlot]] = []
         self.held: list[Holding] = []
         self._order = order
         self._instances = instances
@@ -237,7 +237,7 @@ class ModelProcess:
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._generation: Generation | None = None  # that is loading or serves
+        self._generation: ChildProcess | None = None  # that is loading or serves
         self._dead_in_row = 0
         self._loaded: Future[None] = Future()
         self._keeper = threading.Thread(target=self._keep, name=f"{name} keeper", daemon=True)
@@ -308,7 +308,7 @@ class ModelProcess:
             ears.drain()
         return self._count(generation, failure)
 
-    def _begin(self) -> Generation | None:
+    def _begin(self) -> ChildProcess | None:
         """Start a process; None if none is wanted any more."""
         pairs = [socket.socketpair() for _ in range(self._instances + 1)]
         theirs = [pair[1] for pair in pairs]
@@ -329,13 +329,13 @@ class ModelProcess:
                     pass_fds=[end.fileno() for end in theirs],
                     process_group=0,  # Ctrl-C reaches us alone
                 )
-                self._generation = Generation(process, control, channels)
+                self._generation = ChildProcess(process, control, channels)
                 return self._generation
         finally:
             for end in theirs:
                 end.close()
 
-    def _open(self, generation: Generation, ears: _Ears) -> ConfigError | None:
+    def _open(self, generation: ChildProcess, ears: _Ears) -> ConfigError | None:
         """Have the model loaded; why it cannot be."""
         try:
             generation.control.send(self._order)
@@ -361,7 +361,7 @@ class ModelProcess:
             name = f"headrace {self.name}"
             for depth in depths:
                 self.slots.append([])
-                self.slots[-1].extend(Slot.create(name, self._slot_bytes) for _ in range(depth))
+                self.slots[-1].extend(SharedSlot.create(name, self._slot_bytes) for _ in range(depth))
         if depths != [len(slots) for slots in self.slots]:
             return _broken(self.name, "its file runs otherwise than before")
         try:
@@ -371,7 +371,7 @@ class ModelProcess:
             return _broken(self.name, f"its process died at its start: {_ending(generation)}")
         return None
 
-    def _serve(self, generation: Generation) -> None:
+    def _serve(self, generation: ChildProcess) -> None:
         generation.born_ns = monotonic_ns()
         self.gate.open(generation)
         if self._loaded.done():
@@ -379,7 +379,7 @@ class ModelProcess:
         else:
             self._loaded.set_result(None)
 
-    def _count(self, generation: Generation | None, failure: ConfigError | None) -> float:
+    def _count(self, generation: ChildProcess | None, failure: ConfigError | None) -> float:
         """A process is gone, or none could be had; the pause before the next one in seconds.
 
         Args:
@@ -423,7 +423,7 @@ class ModelProcess:
 class _Ears:
     """What a process says: messages on its control socket, and lines on its standard output and error."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: ChildProcess) -> None:
         self._generation = generation
         self._control = generation.control
         assert generation.process.stdout is not None, "the process was started with a pipe"
@@ -485,7 +485,7 @@ class _Ears:
         return True
 
 
-def _ending(generation: Generation) -> str:
+def _ending(generation: ChildProcess) -> str:
     """Wait for the end of a process whose control socket is closed, or that is of no use, and say what it died of."""
     process = generation.process
     process.kill()

@@ -22,7 +22,7 @@ from headrace.cuda import tensorrt
 
 logger = logging.getLogger("headrace.tensorrt")
 
-_ERRORS_KEPT = 20
+_MAX_ERRORS = 20
 _OTHER_MACHINE = re.compile(
     r"incompatible device|not compatible with this version|expecting (?:compute|library version)"
 )
@@ -41,7 +41,7 @@ _DTYPES = {
 }
 
 
-class Timing(NamedTuple):
+class BucketTiming(NamedTuple):
     """Times of one number of rows.
 
     Attributes:
@@ -53,29 +53,29 @@ class Timing(NamedTuple):
     plain_us: float
 
 
-class Choice(NamedTuple):
+class TuningResult(NamedTuple):
     """How the batches of a plan are run.
 
     Attributes:
-        buckets: numbers of rows that have lanes and graphs of their own, ascending; none where there is no batch dimension.
-        whole: of the buckets those whose flights are one graph each; 0 for that of a model without a batch dimension.
-        lone: those whose flights are one graph each while nothing else of the instance is in the air; likewise.
+        buckets: numbers of rows that have contexts and graphs of their own, ascending; none where there is no batch dimension.
+        whole: of the buckets those whose batches are one graph each; 0 for that of a model without a batch dimension.
+        lone: those whose batches are one graph each while nothing else of the instance is in the air; likewise.
         timings: by rows what was measured; empty if nothing was.
         exact: numbers of rows that run as they are, in no bucket.
     """
 
     buckets: tuple[int, ...]
-    whole: frozenset[int] = frozenset()
-    timings: Mapping[int, Timing] = {}
+    one_graph: frozenset[int] = frozenset()
+    timings: Mapping[int, BucketTiming] = {}
     exact: frozenset[int] = frozenset()
-    lone: frozenset[int] = frozenset()
+    one_graph_when_idle: frozenset[int] = frozenset()
 
     def padded(self, rows: int) -> int:
         """Rows that are run for a batch of `rows`, at most the last bucket."""
         return rows if rows in self.exact else self.buckets[bisect_left(self.buckets, rows)]
 
 
-class Installed(NamedTuple):
+class InstalledTensorRt(NamedTuple):
     """What a plan depends on besides its model.
 
     Attributes:
@@ -87,7 +87,7 @@ class Installed(NamedTuple):
     gpu: gpus.Gpu
 
 
-class TensorRt:
+class TensorRtLibrary:
     """One installed TensorRT.
 
     Attributes:
@@ -99,7 +99,7 @@ class TensorRt:
 
     def __init__(self, trt: Any) -> None:
         self.trt = trt
-        self.choices: dict[Hashable, Choice] = {}
+        self.tuning_results: dict[Hashable, TuningResult] = {}
         self.version = tensorrt.version(trt)
         self._errors = threading.local()
         # TensorRT keeps the first logger of a process, so there is one for all models.
@@ -114,10 +114,10 @@ class TensorRt:
             return None
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[deque[str]]:
+    def collect_errors(self) -> Iterator[deque[str]]:
         """The errors that TensorRT logs in this thread from here on, which then only whoever collects them tells."""
         outer = getattr(self._errors, "found", None)
-        self._errors.found = found = deque[str](maxlen=_ERRORS_KEPT)
+        self._errors.found = found = deque[str](maxlen=_MAX_ERRORS)
         try:
             yield found
         finally:
@@ -133,7 +133,7 @@ class TensorRt:
             logger.log(logging.ERROR if severity <= 1 else logging.DEBUG, "%s", text)
 
 
-def load() -> TensorRt:
+def load() -> TensorRtLibrary:
     """The TensorRT of this machine, loaded on first use.
 
     Raises:
@@ -143,8 +143,8 @@ def load() -> TensorRt:
 
 
 @functools.cache
-def _started(trt: Any) -> TensorRt:
-    return TensorRt(trt)
+def _started(trt: Any) -> TensorRtLibrary:
+    return TensorRtLibrary(trt)
 
 
 def gpu_is_visible() -> bool:
@@ -152,14 +152,14 @@ def gpu_is_visible() -> bool:
     return gpus.is_visible()
 
 
-def installed(device: int = 0) -> Installed:
+def installed(device: int = 0) -> InstalledTensorRt:
     """What plans for one GPU of this machine depend on.
 
     Raises:
         Unsupported: there is no GPU, no driver or no TensorRT; says what to install.
     """
     gpu = gpus.describe(device)
-    return Installed(load().version, gpu)
+    return InstalledTensorRt(load().version, gpu)
 
 
 def numpy_type(datatype: Any) -> np.dtype[Any] | None:
@@ -168,7 +168,7 @@ def numpy_type(datatype: Any) -> np.dtype[Any] | None:
     return None if found is None else np.dtype(found)
 
 
-def is_full(errors: Collection[str]) -> bool:
+def is_out_of_memory(errors: Collection[str]) -> bool:
     """True if TensorRT complains that there is no memory.
 
     Args:
@@ -177,7 +177,7 @@ def is_full(errors: Collection[str]) -> bool:
     return any(_NO_MEMORY.search(error) for error in errors)
 
 
-def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
+def load_failure(errors: Collection[str], here: InstalledTensorRt) -> tuple[str, str]:
     """Why a plan is not loaded, and the cure.
 
     Args:
@@ -188,7 +188,7 @@ def refusal(errors: Collection[str], here: Installed) -> tuple[str, str]:
     rebuild = "build it again on this machine with `headrace build`"
     if any(_OTHER_MACHINE.search(error) for error in errors):
         return f"was not built by TensorRT {here.version} on {here.gpu.name} ({last})", rebuild
-    if is_full(errors):
+    if is_out_of_memory(errors):
         cure = "close what else uses the GPU, or serve fewer models or instances"
         return f"does not fit into the memory of {here.gpu.name} ({last})", cure
     return f"is no plan that TensorRT {here.version} can load ({last})", rebuild

@@ -16,17 +16,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import ExecutionLost, Flight
+from headrace.backends.base import ExecutionLost, InFlightBatch
 from headrace.backends.tensorrt.api import installed, load
-from headrace.backends.tensorrt.buffers import Berth
-from headrace.backends.tensorrt.contexts import Dock, InputShapes, Lane, Placement, Views, told
-from headrace.backends.tensorrt.plan import Joined, Plan, Ports, Shape, Stage, Tensor, choose_profile, refused
-from headrace.backends.tensorrt.tuning import tuned
+from headrace.backends.tensorrt.buffers import BufferSlot
+from headrace.backends.tensorrt.contexts import (
+    BatchViews,
+    DeviceResources,
+    InputShapes,
+    InstancePlacement,
+    PreparedContext,
+    describe_shapes,
+)
+from headrace.backends.tensorrt.plan import (
+    GpuStage,
+    OpenStage,
+    PlanBindings,
+    PlanTensor,
+    Shape,
+    TensorRtPlan,
+    choose_profile,
+    plan_error,
+)
+from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
 from headrace.core.ledger import Account, Kind, NoRoom, Reservation
 from headrace.core.tensor import Array
 from headrace.cuda import devices as gpus
-from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, loaded, primary_context, works
+from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_context_usable, loaded, primary_context
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
 
@@ -48,8 +64,8 @@ GPUS = "headrace.gpus"
 
 # One batch is staged while one computes and one comes back.
 _DEPTH = 3
-_MOST_DEPTH = 8
-# Whether the host spins while it waits for a flight.
+_MAX_DEPTH = 8
+# Whether the host spins while it waits for a batch.
 _WAITS: dict[str, bool | None] = {"auto": None, "spin": True, "sleep": False}
 
 logger = logging.getLogger("headrace.tensorrt")
@@ -87,17 +103,19 @@ class TensorRtBackend:
             parameters: of the model's configuration, as docs/configuration.md has them; and `MAX_BATCH_SIZE` and `GPUS`.
             account: in which the memory is booked; None: nobody counts.
         """
-        told = parameters.get(GPUS, "")
-        devices = [int(number) for number in told.split(",")] if told else [0] * instances
+        gpu_list = parameters.get(GPUS, "")
+        devices = [int(number) for number in gpu_list.split(",")] if gpu_list else [0] * instances
         placements = [_placement(file.name, device, parameters) for device in devices]
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise refused(file.name, f"cannot be read: {error.strerror}", "build it with `headrace build`") from error
+            raise plan_error(
+                file.name, f"cannot be read: {error.strerror}", "build it with `headrace build`"
+            ) from error
         return TensorRtModel(file.name, content, placements, account)
 
 
-def _placement(file: str, device: int, parameters: dict[str, str]) -> Placement:
+def _placement(file: str, device: int, parameters: dict[str, str]) -> InstancePlacement:
     """Where and how an instance runs.
 
     Raises:
@@ -106,14 +124,14 @@ def _placement(file: str, device: int, parameters: dict[str, str]) -> Placement:
     graphs, depth = parameters.get("cuda_graphs", "1"), parameters.get("pipeline_depth", str(_DEPTH))
     one_graph, wait = parameters.get("one_graph_rows", "auto"), parameters.get("wait", "auto")
     if graphs not in ("0", "1"):
-        raise refused(file, f"parameter 'cuda_graphs' is '{graphs}'", "write 1 or 0")
-    if not depth.isdecimal() or not 2 <= int(depth) <= _MOST_DEPTH:
-        raise refused(file, f"parameter 'pipeline_depth' is '{depth}'", f"write 2 to {_MOST_DEPTH}")
+        raise plan_error(file, f"parameter 'cuda_graphs' is '{graphs}'", "write 1 or 0")
+    if not depth.isdecimal() or not 2 <= int(depth) <= _MAX_DEPTH:
+        raise plan_error(file, f"parameter 'pipeline_depth' is '{depth}'", f"write 2 to {_MAX_DEPTH}")
     if one_graph != "auto" and not one_graph.isdecimal():
-        raise refused(file, f"parameter 'one_graph_rows' is '{one_graph}'", "write auto, or a number of rows")
+        raise plan_error(file, f"parameter 'one_graph_rows' is '{one_graph}'", "write auto, or a number of rows")
     if wait not in _WAITS:
-        raise refused(file, f"parameter 'wait' is '{wait}'", f"write one of {', '.join(_WAITS)}")
-    return Placement(
+        raise plan_error(file, f"parameter 'wait' is '{wait}'", f"write one of {', '.join(_WAITS)}")
+    return InstancePlacement(
         device=device,
         max_rows=int(parameters.get(MAX_BATCH_SIZE, "0")),
         depth=int(depth),
@@ -137,15 +155,17 @@ class TensorRtModel:
         ConfigError: the plan is foreign or broken, or does not fit into memory.
     """
 
-    def __init__(self, name: str, content: bytes, placements: list[Placement], account: Account | None = None) -> None:
+    def __init__(
+        self, name: str, content: bytes, placements: list[InstancePlacement], account: Account | None = None
+    ) -> None:
         self._name = name
         self._placements = placements
-        self._plans: dict[int, Plan] = {}
-        self._stages: dict[int, dict[str, Joined]] = {}
+        self._plans: dict[int, TensorRtPlan] = {}
+        self._stages: dict[int, dict[str, OpenStage]] = {}
         self._gathers: dict[int, RowGather] = {}
         self._weights: list[Reservation | None] = []
         self._lock = threading.Lock()  # guards _told: instances open in threads of their own
-        self._told = False
+        self._warned = False
         digest = hashlib.sha256(content).digest()
         try:
             for device in sorted({placement.device for placement in placements}):
@@ -159,7 +179,7 @@ class TensorRtModel:
             self.close()
             raise
 
-    def join(self, stages: Sequence[Stage]) -> str:
+    def attach_stages(self, stages: Sequence[GpuStage]) -> str:
         """Let the GPUs do these before and behind the plan; called once, before any execution is asked for.
 
         Returns:
@@ -169,9 +189,9 @@ class TensorRtModel:
             for device in self._plans:
                 joined = self._stages[device] = {}
                 for stage in stages:
-                    joined[stage.tensor] = Joined(stage, stage.open(device))
+                    joined[stage.tensor] = OpenStage(stage, stage.open(device))
         except (Unsupported, DeviceError) as error:
-            self._part()
+            self._detach_stages()
             return str(error)
         return ""
 
@@ -185,7 +205,7 @@ class TensorRtModel:
         try:
             stages = self._stages.get(placement.device)
             gather = self._gathers.get(placement.device)
-            return TensorRtExecution(self._plans[placement.device], placement, self._tell, stages, gather)
+            return TensorRtExecution(self._plans[placement.device], placement, self._warn, stages, gather)
         except ConfigError:
             raise
         except OutOfDeviceMemory as error:
@@ -193,32 +213,36 @@ class TensorRtModel:
             raise NoRoom(self._name, f"cannot be run: {error}", cure, placement.device) from error
         except HeadraceError as error:
             cure = "serve fewer models or instances, or lower max_batch_size"
-            raise refused(self._name, f"cannot be run: {error}", cure) from error
+            raise plan_error(self._name, f"cannot be run: {error}", cure) from error
 
     @property
     def resident_devices(self) -> frozenset[int]:
-        """Numbers of the GPUs whose flights take resident rows: all, or none where the kernel cannot be had."""
+        """Numbers of the GPUs whose batches take resident rows: all, or none where the kernel cannot be had."""
         return frozenset(self._gathers)
 
     @property
     def profile(self) -> dict[int, float]:
         """By rows the microseconds that a batch of a bucket keeps a GPU busy; empty until an instance is open, if ever."""
-        choice = next(iter(self._plans.values())).choice
-        return {} if choice is None else {n: t.replay_us for n, t in choice.timings.items() if n in choice.buckets}
+        tuning_result = next(iter(self._plans.values())).tuning_result
+        return (
+            {}
+            if tuning_result is None
+            else {n: t.replay_us for n, t in tuning_result.timings.items() if n in tuning_result.buckets}
+        )
 
     @property
-    def inputs(self) -> Sequence[Tensor]:
+    def inputs(self) -> Sequence[PlanTensor]:
         """What the plan takes."""
         return next(iter(self._plans.values())).inputs
 
     @property
-    def outputs(self) -> Sequence[Tensor]:
+    def outputs(self) -> Sequence[PlanTensor]:
         """What it gives."""
         return next(iter(self._plans.values())).outputs
 
     def close(self) -> None:
         """Give the GPUs' memory back."""
-        self._part()
+        self._detach_stages()
         self._close_gathers()
         for device, plan in self._plans.items():
             with current(device):
@@ -241,61 +265,61 @@ class TensorRtModel:
         while self._gathers:
             self._gathers.popitem()[1].close()
 
-    def _part(self) -> None:
+    def _detach_stages(self) -> None:
         for device, joined in self._stages.items():
             with current(device):
                 while joined:
                     joined.popitem()[1].work.close()
         self._stages.clear()
 
-    def _tell(self, reason: str) -> None:
+    def _warn(self, reason: str) -> None:
         with self._lock:
-            told, self._told = self._told, True
-        if not told:
+            gpu_list, self._warned = self._warned, True
+        if not gpu_list:
             logger.warning("%s runs without CUDA graphs, it cannot be captured: %s", self._name, reason)
 
 
-def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator) -> Plan:
+def _deserialised(name: str, content: bytes, digest: bytes, allocator: Allocator) -> TensorRtPlan:
     device = allocator.gpu
     try:
         here = installed(device)
         with current(device):
-            return Plan(load(), content, digest, name, here, allocator)
+            return TensorRtPlan(load(), content, digest, name, here, allocator)
     except ConfigError:
         raise
     except HeadraceError as error:
         cure = "name GPUs that are there in instance_group, or close what else uses them"
-        raise refused(name, f"cannot be loaded on GPU {device}: {error}", cure) from error
+        raise plan_error(name, f"cannot be loaded on GPU {device}: {error}", cure) from error
 
 
 # What is remembered of batches that were seen; beyond that it is found out anew.
-_REMEMBERED = 4096
+_MAX_CACHED_SHAPES = 4096
 
 
-class _Trip(NamedTuple):
-    """A flight's way.
+class _BatchState(NamedTuple):
+    """A batch's way.
 
     Attributes:
-        berth: whose memory it has.
-        lane: which it takes.
+        slot: whose memory it has.
+        context: which it takes.
         views: on that memory.
     """
 
-    berth: Berth
-    lane: Lane
-    views: Views
+    slot: BufferSlot
+    context: PreparedContext
+    views: BatchViews
 
 
-class _Working:
+class _CurrentDevice:
     """The GPU current in a thread; an error after which it does nothing any more becomes `ExecutionLost`. Has no state."""
 
     def __init__(self, context: Any, device: int, name: str) -> None:
-        self._context = context
+        self._trt_context = context
         self._device = device
         self._name = name
 
     def __enter__(self) -> None:
-        self._context.push()
+        self._trt_context.push()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -306,7 +330,7 @@ class _Working:
                 return
             if not isinstance(error, (HeadraceError, loaded().Error)):
                 return
-            if not works():
+            if not is_context_usable():
                 message = f"GPU {self._device} has failed, {self._name} runs there no more: {error}"
                 raise ExecutionLost(message) from error
             if not isinstance(error, HeadraceError):
@@ -318,7 +342,7 @@ class _Working:
 class TensorRtExecution:
     """See `headrace.backends.base.PipelinedExecution`. Opened and closed by the instance's thread.
 
-    Ownership: berths go from `_free` through a flight back to `_free` (a deque: both threads touch its ends); everything else is
+    Ownership: slots go from `_free` through a batch back to `_free` (a deque: both threads touch its ends); everything else is
     the instance's thread's.
 
     Args:
@@ -326,7 +350,7 @@ class TensorRtExecution:
         placement: where and how.
         tell: is told once why a CUDA graph cannot be had.
         stages: what the GPU does before and behind the plan, by the plan's tensor.
-        kernel: fetches resident rows; None: flights take none.
+        kernel: fetches resident rows; None: batches take none.
 
     Raises:
         ConfigError: the plan does not take batches of `max_rows` rows, or gives outputs that cannot be served.
@@ -335,158 +359,162 @@ class TensorRtExecution:
 
     def __init__(
         self,
-        plan: Plan,
-        placement: Placement,
-        tell: Callable[[str], None],
-        stages: Mapping[str, Joined] | None = None,
+        plan: TensorRtPlan,
+        placement: InstancePlacement,
+        warn: Callable[[str], None],
+        stages: Mapping[str, OpenStage] | None = None,
         kernel: RowGather | None = None,
     ) -> None:
         self.depth = placement.depth
         self._plan = plan
-        self._ports = Ports(plan, stages or {})
-        self._given = self._ports.given
+        self._ports = PlanBindings(plan, stages or {})
+        self._input_types = self._ports.input_types
         self._batched = placement.max_rows > 0
         self._device = None if kernel is None else placement.device
-        self._working = _Working(primary_context(placement.device), placement.device, plan.name)
-        self._dock = Dock(plan, self._ports, placement, kernel, tell)
-        self._free: deque[Berth] = deque()
-        self._routes: dict[InputShapes, InputShapes] = {}
-        self._views: dict[tuple[int, InputShapes], Views] = {}
-        with self._working:
+        self._on_device = _CurrentDevice(primary_context(placement.device), placement.device, plan.name)
+        self._resources = DeviceResources(plan, self._ports, placement, kernel, warn)
+        self._free: deque[BufferSlot] = deque()
+        self._run_shapes: dict[InputShapes, InputShapes] = {}
+        self._views: dict[tuple[int, InputShapes], BatchViews] = {}
+        with self._on_device:
             try:
-                self._dock.open()
-                if self._dock.fixed:
-                    self._dock.prepare(tuned(self._dock, plan, placement))
-                # With other shapes to come, `begin` may have to make a lane and capture its graph.
-                self.prompt = self._dock.fixed
+                self._resources.open()
+                if self._resources.has_fixed_shapes:
+                    self._resources.prepare(tune(self._resources, plan, placement))
+                # With other shapes to come, `begin` may have to make a context and capture its graph.
+                self.prompt = self._resources.has_fixed_shapes
             except BaseException:
-                self._dock.close()
+                self._resources.close()
                 raise
-        self._free.extend(self._dock.berths)
+        self._free.extend(self._resources.slots)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs; see `headrace.backends.base.Execution.run`."""
         rows = next(iter(inputs.values())).shape[0] if self._batched else 0
-        flight = self._begin(inputs, rows)
+        batch = self._begin(inputs, rows)
         try:
             for name, array in inputs.items():
-                np.copyto(flight.inputs[name], array)
+                np.copyto(batch.inputs[name], array)
         except BaseException:
-            self.discard(flight)
+            self.discard(batch)
             raise
-        self.launch(flight)
-        return self.finish(flight)
+        self.launch(batch)
+        return self.finish(batch)
 
-    def begin(self, like: Mapping[str, Array], rows: int) -> Flight:
-        """A free flight; see `headrace.backends.base.PipelinedExecution.begin`."""
+    def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
+        """A free batch; see `headrace.backends.base.PipelinedExecution.begin`."""
         return self._begin(like, rows if self._batched else 0)
 
-    def launch(self, flight: Flight) -> None:
+    def launch(self, batch: InFlightBatch) -> None:
         """Queue copy in, compute and copy out."""
-        berth, lane, views = _trip(flight)
-        # From here on the GPU may read them, whatever becomes of the flight.
-        berth.residents = flight.residents
+        slot, context, views = _batch_state(batch)
+        # From here on the GPU may read them, whatever becomes of the batch.
+        slot.resident_inputs = batch.resident_inputs
         alone = len(self._free) == self.depth - 1
         try:
-            with self._working:
-                self._dock.launch(berth, lane, views, flight.residents, alone)
+            with self._on_device:
+                self._resources.launch(slot, context, views, batch.resident_inputs, alone)
         except BaseException:
             # Some of it may be queued: nobody else may use the memory before it is over.
-            with self._working:
-                self._dock.synchronize()
-            self._give_back(berth)
+            with self._on_device:
+                self._resources.synchronize()
+            self._give_back(slot)
             raise
 
-    def finish(self, flight: Flight) -> dict[str, Array]:
-        """Wait for a flight, and copies of its outputs."""
-        berth, _, views = _trip(flight)
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
+        """Wait for a batch, and copies of its outputs."""
+        slot, _, views = _batch_state(batch)
         try:
-            with self._working:
-                berth.landing.wait()
+            with self._on_device:
+                slot.finished.wait()
             return {name: values.copy() for name, values in views.outputs.items()}
         finally:
-            self._give_back(berth)
+            self._give_back(slot)
 
-    def discard(self, flight: Flight) -> None:
-        """Give a flight back that was not launched."""
-        self._give_back(_trip(flight).berth)
+    def discard(self, batch: InFlightBatch) -> None:
+        """Give a batch back that was not launched."""
+        self._give_back(_batch_state(batch).slot)
 
     def close(self) -> None:
         """Give everything back, after what still runs."""
-        # Views would keep pinned memory from going.
+        # BatchViews would keep pinned memory from going.
         self._views.clear()
         self._free.clear()
-        with self._working:
-            self._dock.close()
+        with self._on_device:
+            self._resources.close()
 
-    def _begin(self, like: Mapping[str, Array], rows: int) -> Flight:
+    def _begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         self._check(like)
-        asked = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._given])
-        padded = self._routes.get(asked)
+        requested = tuple([(rows, *like[name].shape[1:]) if rows else like[name].shape for name in self._input_types])
+        padded = self._run_shapes.get(requested)
         if padded is None:
-            padded = self._remembered_route(asked, rows)
-        berth = self._free.popleft()
+            padded = self._cached_run_shapes(requested, rows)
+        slot = self._free.popleft()
         try:
-            lane = self._dock.ready(berth, padded)
-            if lane is None:
-                with self._working:
-                    lane = self._dock.lane(berth, padded)
-            views = self._views.get((berth.index, asked))
+            context = self._resources.find_context(slot, padded)
+            if context is None:
+                with self._on_device:
+                    context = self._resources.context(slot, padded)
+            views = self._views.get((slot.index, requested))
             if views is None:
-                views = self._remembered_views(berth, lane, asked, rows)
+                views = self._cached_views(slot, context, requested, rows)
         except BaseException:
-            self._free.append(berth)
+            self._free.append(slot)
             raise
-        return Flight(dict(views.inputs), views.rows, _Trip(berth, lane, views), self._device)
+        return InFlightBatch(dict(views.inputs), views.rows, _BatchState(slot, context, views), self._device)
 
-    def _give_back(self, berth: Berth) -> None:
-        berth.residents = []
-        self._free.append(berth)
+    def _give_back(self, slot: BufferSlot) -> None:
+        slot.resident_inputs = []
+        self._free.append(slot)
 
     def _check(self, like: Mapping[str, Array]) -> None:
-        if like.keys() != self._given.keys():
-            raise ModelFailed(f"{self._plan.name} takes {', '.join(self._given)}, it was given {', '.join(like)}")
-        for name, dtype in self._given.items():
+        if like.keys() != self._input_types.keys():
+            raise ModelFailed(f"{self._plan.name} takes {', '.join(self._input_types)}, it was given {', '.join(like)}")
+        for name, dtype in self._input_types.items():
             if like[name].dtype != dtype:
                 raise ModelFailed(f"{self._plan.name} takes '{name}' as {dtype}, it was given as {like[name].dtype}")
 
-    def _remembered_route(self, asked: InputShapes, rows: int) -> InputShapes:
+    def _cached_run_shapes(self, requested: InputShapes, rows: int) -> InputShapes:
         """The shapes of the plan's inputs that are run for a batch."""
-        if len(self._routes) >= _REMEMBERED:
-            self._routes.clear()
-        found = self._routes[asked] = self._route(dict(zip(self._given, asked, strict=True)), rows)
+        if len(self._run_shapes) >= _MAX_CACHED_SHAPES:
+            self._run_shapes.clear()
+        found = self._run_shapes[requested] = self._choose_run_shapes(
+            dict(zip(self._input_types, requested, strict=True)), rows
+        )
         return found
 
-    def _route(self, asked: dict[str, Shape], rows: int) -> InputShapes:
-        exact, choice = self._ports.inward(asked), self._dock.choice
+    def _choose_run_shapes(self, requested: dict[str, Shape], rows: int) -> InputShapes:
+        exact, tuning_result = self._ports.plan_shapes(requested), self._resources.tuning_result
         if not rows:
             candidates: tuple[int, ...] = (0,)
-        elif self._dock.fixed and rows <= choice.buckets[-1]:
-            candidates = (choice.padded(rows),)
+        elif self._resources.has_fixed_shapes and rows <= tuning_result.buckets[-1]:
+            candidates = (tuning_result.padded(rows),)
         else:
-            candidates = tuple(bucket for bucket in choice.buckets if bucket >= rows)
+            candidates = tuple(bucket for bucket in tuning_result.buckets if bucket >= rows)
         for run in candidates:
             shapes = {name: (run, *shape[1:]) for name, shape in exact.items()} if rows else exact
             if choose_profile(self._plan.profiles, shapes) is not None:
                 return tuple(shapes.values())
-        raise ModelFailed(f"{self._plan.name} was not built for {told(exact)}: see optimization.profiles")
+        raise ModelFailed(f"{self._plan.name} was not built for {describe_shapes(exact)}: see optimization.profiles")
 
-    def _remembered_views(self, berth: Berth, lane: Lane, asked: InputShapes, rows: int) -> Views:
-        if len(self._views) >= _REMEMBERED:
+    def _cached_views(
+        self, slot: BufferSlot, context: PreparedContext, requested: InputShapes, rows: int
+    ) -> BatchViews:
+        if len(self._views) >= _MAX_CACHED_SHAPES:
             self._views.clear()
         fetched = {
             # Of an output's rows those that are not padding.
-            name: (rows, *shape[1:]) if rows and shape and shape[0] == lane.rows else shape
-            for name, shape in lane.outputs.items()
+            name: (rows, *shape[1:]) if rows and shape and shape[0] == context.rows else shape
+            for name, shape in context.outputs.items()
         }
-        views = self._views[berth.index, asked] = Views(
-            {name: berth.inputs[name].view(shape) for name, shape in zip(self._given, asked, strict=True)},
-            {name: berth.outputs[name].view(shape) for name, shape in fetched.items()},
+        views = self._views[slot.index, requested] = BatchViews(
+            {name: slot.inputs[name].view(shape) for name, shape in zip(self._input_types, requested, strict=True)},
+            {name: slot.outputs[name].view(shape) for name, shape in fetched.items()},
             rows or 1,
         )
         return views
 
 
-def _trip(flight: Flight) -> _Trip:
-    assert isinstance(flight.handle, _Trip), "a flight goes back to the execution that began it"
-    return flight.handle
+def _batch_state(batch: InFlightBatch) -> _BatchState:
+    assert isinstance(batch.handle, _BatchState), "a batch goes back to the execution that began it"
+    return batch.handle

@@ -2,8 +2,8 @@
 
 It is always the kernel, also for a single row that a plain copy would bring: see `headrace.cuda.shared_memory`.
 
-A table is written by the host while nothing in its berth is running, and read by the GPU until the berth's batch has landed: so
-every berth has its own.
+A table is written by the host while nothing in its slot is running, and read by the GPU until the slot's batch has landed: so
+every slot has its input_name.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from headrace.backends.base import Resident
-from headrace.backends.tensorrt.plan import Port, Ports, Shape
+from headrace.backends.base import ResidentInput
+from headrace.backends.tensorrt.plan import PlanBindings, Shape, TensorBinding
 from headrace.core.tensor import Array
-from headrace.cuda.driver import Signal, Stream
+from headrace.cuda.driver import CompletionEvent, CudaStream
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, download, upload
 
-# Memory for the batches of an instance: a berth has all that one batch needs on its way, and no two batches at a time.
+# TensorBuffer for the batches of an instance: a slot has all that one batch needs on its way, and no two batches at a time.
 
 
 _ADDRESS_BYTES = 8
 
 # Blocks of the kernel: few beside a model that computes, since each takes a multiprocessor from it and a few fill the bus; more
 # alone on the GPU, so that a few rows are there soon.
-BESIDE = 8
-ALONE = 32
+SHARED_BLOCKS = 8
+IDLE_BLOCKS = 32
 
 
 class RowTable:
@@ -44,29 +44,35 @@ class RowTable:
 
     def __init__(self, names: Iterable[str], max_rows: int, allocator: Allocator) -> None:
         part_bytes = max_rows * _ADDRESS_BYTES
-        self._places = {name: place * part_bytes for place, name in enumerate(names)}
+        self._offsets = {name: index * part_bytes for index, name in enumerate(names)}
         self._buffer = allocator.pinned()
-        self._buffer.reserve(len(self._places) * part_bytes)
+        self._buffer.reserve(len(self._offsets) * part_bytes)
         self._bytes = self._buffer.view((self._buffer.size_bytes,), np.dtype(np.uint8)).data
 
     def write(
-        self, name: str, staged: int, row_bytes: int, rows: int, total: int, residents: Iterable[Resident]
+        self,
+        name: str,
+        pinned_address: int,
+        row_bytes: int,
+        rows: int,
+        total: int,
+        resident_inputs: Iterable[ResidentInput],
     ) -> None:
         """Fill in one input.
 
         Args:
             name: of the input.
-            staged: address of the berth's pinned memory for it, where the rows are that are not resident.
+            staged: address of the slot's pinned memory for it, where the rows are that are not resident.
             row_bytes: of one row; nothing is done without any.
             rows: of the batch, at least 1.
             total: rows that the kernel reads, at least `rows`: the last one again and again.
-            residents: those of the flight, of all inputs.
+            residents: those of the batch, of all inputs.
         """
         if not row_bytes:
             return
-        addresses = list(range(staged, staged + rows * row_bytes, row_bytes))
-        for own, first, values in residents:
-            if own == name:
+        addresses = list(range(pinned_address, pinned_address + rows * row_bytes, row_bytes))
+        for input_name, first, values in resident_inputs:
+            if input_name == name:
                 address = values.address
                 # Without a batch dimension all of it is one row, whatever its first dimension.
                 count = values.shape[0] if rows > 1 else 1
@@ -75,11 +81,11 @@ class RowTable:
                 else:
                     addresses[first : first + count] = range(address, address + count * row_bytes, row_bytes)
         addresses += [addresses[-1]] * (total - rows)
-        struct.pack_into(f"={total}Q", self._bytes, self._places[name], *addresses)
+        struct.pack_into(f"={total}Q", self._bytes, self._offsets[name], *addresses)
 
     def address(self, name: str) -> int:
         """Of an input's part of the table."""
-        return self._buffer.address + self._places[name]
+        return self._buffer.address + self._offsets[name]
 
     def close(self) -> None:
         """Give it back; nothing reads it any more."""
@@ -88,7 +94,7 @@ class RowTable:
 
 
 def gather(
-    kernel: RowGather, stream: Stream, table: RowTable, rows: int, sizes: Mapping[str, tuple[int, int]], blocks: int
+    kernel: RowGather, stream: CudaStream, table: RowTable, rows: int, sizes: Mapping[str, tuple[int, int]], blocks: int
 ) -> None:
     """Queue that the GPU gets inputs by a table.
 
@@ -108,7 +114,7 @@ def gather(
             kernel.launch(stream, table.address(name), row_bytes, rows, rows, target, blocks)
 
 
-class Memory:
+class TensorBuffer:
     """One tensor's memory on both sides, of one size for ever.
 
     Args:
@@ -156,15 +162,15 @@ class Memory:
         """True if a tensor of this shape has room."""
         return self.size_of(shape) <= self.size_bytes
 
-    def clear(self, stream: Stream) -> None:
+    def clear(self, stream: CudaStream) -> None:
         """Queue that the GPU's side becomes what the pinned side is."""
         upload(self._device, self._pinned.view((self._pinned.size_bytes,), np.dtype(np.uint8)), stream)
 
-    def send(self, values: Array, stream: Stream) -> None:
+    def send(self, values: Array, stream: CudaStream) -> None:
         """Queue the copy of a `view` to the GPU."""
         upload(self._device, values, stream)
 
-    def fetch(self, values: Array, stream: Stream) -> None:
+    def fetch(self, values: Array, stream: CudaStream) -> None:
         """Queue the copy from the GPU into a `view`."""
         download(values, self._device, stream)
 
@@ -174,14 +180,14 @@ class Memory:
         self._pinned.free()
 
 
-class Berth:
+class BufferSlot:
     """Room for one batch at a time: memory for what callers send and get, and the events of its stages.
 
     Args:
-        index: among the berths of an instance.
+        index: among the slots of an instance.
         ports: tensors as callers see them.
         sizes: of the tensors at their largest.
-        within: by the plan's name the addresses of the tensors that never leave the GPU, which the berths share.
+        within: by the plan's name the addresses of the tensors that never leave the GPU, which the slots share.
         allocator: of the GPU.
 
     Attributes:
@@ -192,25 +198,27 @@ class Berth:
         computed: the outputs are.
         copied_out: they are in pinned memory; by whether the host spins or sleeps until then.
         landing: which of these two is waited for.
-        rows: where the rows of the batch are, if some of them are not in the berth.
+        rows: where the rows of the batch are, if some of them are not in the slot.
         residents: what keeps those alive from launch to landing.
     """
 
-    def __init__(self, index: int, ports: Ports, sizes: Sizes, within: Mapping[str, int], allocator: Allocator) -> None:
+    def __init__(
+        self, index: int, ports: PlanBindings, sizes: BufferSizes, inner: Mapping[str, int], allocator: Allocator
+    ) -> None:
         self.index = index
-        self.inputs: dict[str, Memory] = {}
-        self.outputs: dict[str, Memory] = {}
-        self.addresses = dict(within)
+        self.inputs: dict[str, TensorBuffer] = {}
+        self.outputs: dict[str, TensorBuffer] = {}
+        self.addresses = dict(inner)
         self.rows: RowTable | None = None
-        self.residents: list[Resident] = []
+        self.resident_inputs: list[ResidentInput] = []
         try:
             for port in ports.inputs:
                 self._add(self.inputs, port, sizes.inputs, allocator)
             for port in ports.outputs:
                 self._add(self.outputs, port, sizes.outputs, allocator)
-            self.copied_in, self.computed = Signal(), Signal()
-            self.copied_out = {spins: Signal(spins) for spins in (False, True)}
-            self.landing = self.copied_out[False]
+            self.copied_in, self.computed = CompletionEvent(), CompletionEvent()
+            self.copied_out = {spins: CompletionEvent(spins) for spins in (False, True)}
+            self.finished = self.copied_out[False]
         except Exception:
             self.close()
             raise
@@ -219,7 +227,7 @@ class Berth:
         """Give everything back; nothing runs any more."""
         for memory in (*self.inputs.values(), *self.outputs.values()):
             memory.close()
-        self.residents = []
+        self.resident_inputs = []
         if self.rows is not None:
             self.rows.close()
         # Events free themselves once nothing refers to them; they must do so while the device is current.
@@ -227,14 +235,16 @@ class Berth:
             if hasattr(self, name):
                 delattr(self, name)
 
-    def _add(self, memories: dict[str, Memory], port: Port, sizes: Mapping[str, int], allocator: Allocator) -> None:
-        for name, dtype in port.outside.items():
-            memories[name] = Memory(dtype, sizes[name], allocator)
-        if port.joined is None:
+    def _add(
+        self, memories: dict[str, TensorBuffer], port: TensorBinding, sizes: Mapping[str, int], allocator: Allocator
+    ) -> None:
+        for name, dtype in port.client_tensors.items():
+            memories[name] = TensorBuffer(dtype, sizes[name], allocator)
+        if port.stage is None:
             self.addresses[port.tensor] = memories[port.tensor].address
 
 
-class Sizes:
+class BufferSizes:
     """Bytes of tensors at their largest.
 
     Attributes:
@@ -246,23 +256,26 @@ class Sizes:
     def __init__(self) -> None:
         self.inputs: dict[str, int] = {}
         self.outputs: dict[str, int] = {}
-        self.within: dict[str, int] = {}
+        self.inner: dict[str, int] = {}
 
-    def add(self, ports: Ports, given: Mapping[str, Shape], made: Mapping[str, Shape]) -> None:
+    def add(self, ports: PlanBindings, plan_inputs: Mapping[str, Shape], plan_outputs: Mapping[str, Shape]) -> None:
         """Let the tensors have room for a batch.
 
         Args:
             ports: tensors as callers see them.
-            given: shapes of the plan's inputs.
-            made: of its outputs.
+            plan_inputs: shapes of the plan's inputs.
+            plan_outputs: of its outputs.
         """
-        for side, found, shapes in ((ports.inputs, self.inputs, given), (ports.outputs, self.outputs, made)):
-            outside = ports.outward(side, shapes)
+        for side, sizes_of_side, shapes in (
+            (ports.inputs, self.inputs, plan_inputs),
+            (ports.outputs, self.outputs, plan_outputs),
+        ):
+            outside = ports.client_shapes(side, shapes)
             for port in side:
-                for name, dtype in port.outside.items():
-                    _raise_to(found, name, outside[name], dtype)
-                if port.joined is not None:
-                    _raise_to(self.within, port.tensor, shapes[port.tensor], port.dtype)
+                for name, dtype in port.client_tensors.items():
+                    _raise_to(sizes_of_side, name, outside[name], dtype)
+                if port.stage is not None:
+                    _raise_to(self.inner, port.tensor, shapes[port.tensor], port.dtype)
 
 
 def _raise_to(sizes: dict[str, int], name: str, shape: Shape, dtype: np.dtype[Any]) -> None:

@@ -14,30 +14,36 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from headrace.backends.tensorrt.api import Choice, Installed, TensorRt, is_full, numpy_type, refusal
+from headrace.backends.tensorrt.api import (
+    InstalledTensorRt,
+    TensorRtLibrary,
+    TuningResult,
+    is_out_of_memory,
+    load_failure,
+    numpy_type,
+)
 from headrace.core.errors import ConfigError, Finding, ModelFailed
 from headrace.core.ledger import NoRoom
-from headrace.cuda.driver import Stream
+from headrace.cuda.driver import CudaStream
 from headrace.cuda.memory import Allocator
 
-# What a GPU does between a model's callers and its plan: pixels to a tensor, scores to classes.
+# Stages: kernels between a model's callers and its plan, e.g. pixels to a tensor, scores to classes.
 #
-# A stage stands before one input of the plan or behind one output. Callers see something else in its place (`outside`), of as
-# many
-# rows; the plan's own tensor never leaves the GPU.
+# A stage runs before one input of the plan or after one output. Callers see other tensors in its place (`client_tensors`), with
+# as many rows. The plan's own tensor never leaves the GPU.
 
 
 # Below, a batch takes about as long with one row more.
 _FINE_FROM = 8
 # Of more plans a process forgets what it has found out first.
-_CHOICES_KEPT = 256
+_MAX_TUNING_RESULTS = 256
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class PlanTensor:
     """One input or output.
 
     Attributes:
@@ -51,7 +57,7 @@ class Tensor:
     shape: Shape
 
 
-class Range(NamedTuple):
+class ProfileRange(NamedTuple):
     """The shapes that a profile takes of one input.
 
     Attributes:
@@ -60,12 +66,12 @@ class Range(NamedTuple):
         most: largest sizes.
     """
 
-    least: Shape
-    tuned: Shape
-    most: Shape
+    min_shape: Shape
+    opt_shape: Shape
+    max_shape: Shape
 
 
-class Plan:
+class TensorRtPlan:
     """A plan on one GPU.
 
     Args:
@@ -91,7 +97,13 @@ class Plan:
     """
 
     def __init__(
-        self, api: TensorRt, content: bytes, digest: bytes, name: str, here: Installed, allocator: Allocator
+        self,
+        api: TensorRtLibrary,
+        content: bytes,
+        digest: bytes,
+        name: str,
+        here: InstalledTensorRt,
+        allocator: Allocator,
     ) -> None:
         self._trt = api.trt
         self._api = api
@@ -101,13 +113,17 @@ class Plan:
         # TensorRT makes no promise for contexts that are made by several threads at once.
         self._lock = threading.Lock()
         # Guards `choice`, and keeps instances from disturbing the one that measures.
-        self.tuning = threading.Lock()
-        self.choice: Choice | None = None
-        with api.collecting() as errors:
+        self.tuning_lock = threading.Lock()
+        self.tuning_result: TuningResult | None = None
+        with api.collect_errors() as errors:
             self._runtime = api.runtime()
             self._engine: Any = None if self._runtime is None else self._runtime.deserialize_cuda_engine(content)
             if self._engine is None:
-                raise self._full(*refusal(errors, here)) if is_full(errors) else refused(name, *refusal(errors, here))
+                raise (
+                    self._no_room(*load_failure(errors, here))
+                    if is_out_of_memory(errors)
+                    else plan_error(name, *load_failure(errors, here))
+                )
         tensors = [self._read(index) for index in range(self._engine.num_io_tensors)]
         self.inputs = [tensor for tensor, given in tensors if given]
         self.outputs = [tensor for tensor, given in tensors if not given]
@@ -127,36 +143,38 @@ class Plan:
             ConfigError: there is no memory for it.
         """
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        with self._lock, self._api.collecting() as errors:
+        with self._lock, self._api.collect_errors() as errors:
             context = self._engine.create_execution_context(strategy)
         if context is None:
-            told = f" ({errors[-1].strip()})" if errors else ""
-            raise self._full(f"finds no memory on the GPU for an instance{told}", "serve fewer models or instances")
+            detail = f" ({errors[-1].strip()})" if errors else ""
+            raise self._no_room(
+                f"finds no memory on the GPU for an instance{detail}", "serve fewer models or instances"
+            )
         if self.scratch_bytes:
             context.set_device_memory(scratch, self.scratch_bytes)
         return context
 
-    def recall(self, how: Hashable) -> Choice | None:
+    def find_tuning_result(self, how: Hashable) -> TuningResult | None:
         """What was found earlier in this process for the same content on this GPU, run the same way.
 
         Args:
             how: it is run.
         """
-        return self._api.choices.get((self._digest, self.allocator.gpu, how))
+        return self._api.tuning_results.get((self._digest, self.allocator.gpu, how))
 
-    def remember(self, how: Hashable, choice: Choice) -> None:
+    def save_tuning_result(self, how: Hashable, tuning_result: TuningResult) -> None:
         """Let those who load the same content later `recall` what has been found."""
-        choices = self._api.choices
-        choices[self._digest, self.allocator.gpu, how] = choice
-        for oldest in list(choices)[:-_CHOICES_KEPT]:
-            choices.pop(oldest, None)  # another instance's thread may have
+        tuning_results = self._api.tuning_results
+        tuning_results[self._digest, self.allocator.gpu, how] = tuning_result
+        for oldest in list(tuning_results)[:-_MAX_TUNING_RESULTS]:
+            tuning_results.pop(oldest, None)  # another instance's thread may have
 
-    def _full(self, message: str, cure: str) -> NoRoom:
+    def _no_room(self, message: str, cure: str) -> NoRoom:
         return NoRoom(self.name, message, cure, self.allocator.gpu)
 
-    def collecting(self) -> AbstractContextManager[Collection[str]]:
+    def collect_errors(self) -> AbstractContextManager[Collection[str]]:
         """The errors that TensorRT logs in this thread from here on."""
-        return self._api.collecting()
+        return self._api.collect_errors()
 
     def close(self) -> None:
         """Give the GPU's memory back; all contexts are gone."""
@@ -164,42 +182,42 @@ class Plan:
         self._engine = None
         self._runtime = None
 
-    def _read(self, index: int) -> tuple[Tensor, bool]:
+    def _read(self, index: int) -> tuple[PlanTensor, bool]:
         engine = self._engine
         name = engine.get_tensor_name(index)
         shape = tuple(int(size) for size in engine.get_tensor_shape(name))
         dtype = numpy_type(engine.get_tensor_dtype(name))
         if dtype is None:
             kind = engine.get_tensor_dtype(name).name
-            raise refused(self.name, f"has the tensor '{name}' of type {kind}", "let it take and give another type")
+            raise plan_error(self.name, f"has the tensor '{name}' of type {kind}", "let it take and give another type")
         if engine.get_tensor_location(name) == self._trt.TensorLocation.HOST:
             cure = "make them constants of the ONNX model"
-            raise refused(self.name, f"has shapes that the values of '{name}' decide on", cure)
-        return Tensor(name, dtype, shape), engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
+            raise plan_error(self.name, f"has shapes that the values of '{name}' decide on", cure)
+        return PlanTensor(name, dtype, shape), engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT
 
-    def _range(self, tensor: Tensor, profile: int) -> Range:
+    def _range(self, tensor: PlanTensor, profile: int) -> ProfileRange:
         if -1 not in tensor.shape:
-            return Range(tensor.shape, tensor.shape, tensor.shape)
-        told = self._engine.get_tensor_profile_shape(tensor.name, profile)
-        return Range(*(tuple(int(size) for size in shape) for shape in told))
+            return ProfileRange(tensor.shape, tensor.shape, tensor.shape)
+        detail = self._engine.get_tensor_profile_shape(tensor.name, profile)
+        return ProfileRange(*(tuple(int(size) for size in shape) for shape in detail))
 
 
-def refused(name: str, message: str, cure: str) -> ConfigError:
+def plan_error(name: str, message: str, cure: str) -> ConfigError:
     """The error for a plan that is not served."""
     return ConfigError([Finding(name, None, message, cure)])
 
 
-def choose_profile(profiles: Sequence[Mapping[str, Range]], shapes: Shapes) -> int | None:
+def choose_profile(profiles: Sequence[Mapping[str, ProfileRange]], shapes: Shapes) -> int | None:
     """Number of the profile that serves these shapes best: tuned for them, else the one with the least room; None without one."""
     fitting = []
     for number, profile in enumerate(profiles):
-        if all(_within(shapes[name], known) for name, known in profile.items()):
-            tuned = all(shapes[name] == known.tuned for name, known in profile.items())
-            fitting.append((not tuned, sum(math.prod(known.most) for known in profile.values()), number))
+        if all(_fits(shapes[name], limits) for name, limits in profile.items()):
+            opt_shape = all(shapes[name] == limits.opt_shape for name, limits in profile.items())
+            fitting.append((not opt_shape, sum(math.prod(limits.max_shape) for limits in profile.values()), number))
     return min(fitting)[2] if fitting else None
 
 
-def buckets(profiles: Sequence[Mapping[str, Range]], max_rows: int, fine: bool = False) -> tuple[int, ...]:
+def buckets(profiles: Sequence[Mapping[str, ProfileRange]], max_rows: int, fine: bool = False) -> tuple[int, ...]:
     """Numbers of rows that batches are padded to: powers of two and the largest, as far as a profile takes them; ascending.
 
     Args:
@@ -208,22 +226,25 @@ def buckets(profiles: Sequence[Mapping[str, Range]], max_rows: int, fine: bool =
         fine: from 8 on, also what is half way to the next power.
     """
     spans = [
-        (max(known.least[0] for known in profile.values()), min(known.most[0] for known in profile.values()))
+        (
+            max(limits.min_shape[0] for limits in profile.values()),
+            min(limits.max_shape[0] for limits in profile.values()),
+        )
         for profile in profiles
-        if profile and all(known.least for known in profile.values())
+        if profile and all(limits.min_shape for limits in profile.values())
     ]
-    wanted = {1 << power for power in range(max_rows.bit_length())} | {max_rows}
+    expected = {1 << power for power in range(max_rows.bit_length())} | {max_rows}
     if fine:
-        wanted |= {rows + rows // 2 for rows in wanted if rows >= _FINE_FROM and rows + rows // 2 <= max_rows}
+        expected |= {rows + rows // 2 for rows in expected if rows >= _FINE_FROM and rows + rows // 2 <= max_rows}
     # The largest below what is asked for, and the smallest above nothing, where profiles have other bounds.
-    wanted |= {bound for span in spans for bound in span if bound <= max_rows}
-    wanted |= {least for least, _ in spans if least > max_rows}
-    taken = sorted(rows for rows in wanted if any(low <= rows <= high for low, high in spans))
-    enough = next((number for number, rows in enumerate(taken, 1) if rows >= max_rows), len(taken))
-    return tuple(taken[:enough])
+    expected |= {bound for span in spans for bound in span if bound <= max_rows}
+    expected |= {min_shape for min_shape, _ in spans if min_shape > max_rows}
+    supported = sorted(rows for rows in expected if any(low <= rows <= high for low, high in spans))
+    enough = next((number for number, rows in enumerate(supported, 1) if rows >= max_rows), len(supported))
+    return tuple(supported[:enough])
 
 
-def largest(profiles: Sequence[Mapping[str, Range]], rows: int) -> list[tuple[int, dict[str, Shape]]]:
+def largest(profiles: Sequence[Mapping[str, ProfileRange]], rows: int) -> list[tuple[int, dict[str, Shape]]]:
     """By profile its number and the largest shapes that are served.
 
     Args:
@@ -232,34 +253,36 @@ def largest(profiles: Sequence[Mapping[str, Range]], rows: int) -> list[tuple[in
     """
     found = []
     for number, profile in enumerate(profiles):
-        if rows and any(known.least[0] > rows for known in profile.values()):
+        if rows and any(limits.min_shape[0] > rows for limits in profile.values()):
             continue
-        shapes = {name: (min(k.most[0], rows), *k.most[1:]) if rows else k.most for name, k in profile.items()}
+        shapes = {
+            name: (min(k.max_shape[0], rows), *k.max_shape[1:]) if rows else k.max_shape for name, k in profile.items()
+        }
         found.append((number, shapes))
     return found
 
 
-def _within(shape: Sequence[int], known: Range) -> bool:
-    return len(shape) == len(known.most) and all(
-        low <= size <= high for low, size, high in zip(known.least, shape, known.most, strict=True)
+def _fits(shape: Sequence[int], limits: ProfileRange) -> bool:
+    return len(shape) == len(limits.max_shape) and all(
+        low <= size <= high for low, size, high in zip(limits.min_shape, shape, limits.max_shape, strict=True)
     )
 
 
 Dtype = np.dtype[Any]
-Launch = Callable[[Stream, int, int, Sequence[int]], None]  # as `Work.launch`
+Launch = Callable[[CudaStream, int, int, Sequence[int]], None]  # as `StageKernel.launch`
 
 
-class Work(Protocol):
+class StageKernel(Protocol):
     """A stage on one GPU, for all instances there. A launch allocates nothing and waits for nothing: it may be captured."""
 
-    def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:
+    def launch(self, stream: CudaStream, source: int, rows: int, targets: Sequence[int]) -> None:
         """Queue the work of a batch; the device is current.
 
         Args:
             stream: on which.
             source: address of what goes in.
             rows: of the batch, padding and all.
-            targets: address of each tensor that comes out, in the order of `Stage.outside`.
+            targets: address of each tensor that comes out, in the order of `GpuStage.client_tensors`.
 
         Raises:
             DeviceError: the driver refuses.
@@ -273,7 +296,7 @@ class Work(Protocol):
         """Give back what it holds; all work is done."""
 
 
-class Stage(Protocol):
+class GpuStage(Protocol):
     """A step before an input of a plan, or behind an output."""
 
     @property
@@ -285,10 +308,10 @@ class Stage(Protocol):
         """Shape of one row of it, as the plan has it."""
 
     @property
-    def outside(self) -> Mapping[str, tuple[Dtype, Shape]]:
+    def client_tensors(self) -> Mapping[str, tuple[Dtype, Shape]]:
         """What callers see in its place, by name: element type and shape of a row. Just one before an input."""
 
-    def open(self, device: int) -> Work:
+    def open(self, device: int) -> StageKernel:
         """Get ready on a GPU.
 
         Raises:
@@ -297,7 +320,7 @@ class Stage(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class OpenStage:
     """A stage that is ready on a GPU.
 
     Attributes:
@@ -305,44 +328,44 @@ class Joined:
         work: does it.
     """
 
-    stage: Stage
-    work: Work
+    stage: GpuStage
+    work: StageKernel
 
     def rows(self, shape: Shape) -> int:
         """Rows in a tensor of the plan of this shape."""
         return math.prod(shape[: len(shape) - len(self.stage.row)])
 
-    def outward(self, shape: Shape) -> dict[str, Shape] | None:
+    def client_shapes(self, shape: Shape) -> dict[str, Shape] | None:
         """Shapes of what callers see for one of the plan's tensor; None if it has other rows than the stage knows."""
         lead = len(shape) - len(self.stage.row)
         if lead < 0 or shape[lead:] != self.stage.row:
             return None
-        return {name: (*shape[:lead], *row) for name, (_, row) in self.stage.outside.items()}
+        return {name: (*shape[:lead], *row) for name, (_, row) in self.stage.client_tensors.items()}
 
-    def inward(self, shape: Shape) -> Shape | None:
+    def plan_shape(self, shape: Shape) -> Shape | None:
         """Shape of the plan's tensor for one that callers send; None if they cannot."""
-        ((_, row),) = self.stage.outside.values()
+        ((_, row),) = self.stage.client_tensors.values()
         lead = len(shape) - len(row)
         return (*shape[:lead], *self.stage.row) if lead >= 0 and shape[lead:] == row else None
 
 
-class Port(NamedTuple):
+class TensorBinding(NamedTuple):
     """A tensor of the plan and what callers see of it.
 
     Attributes:
         tensor: the plan's.
         dtype: its element type.
-        outside: by callers' names their element types.
-        joined: the stage in between, None where callers see the plan's tensor itself.
+        client_tensors: by callers' names their element types.
+        stage: the stage in between, None where callers see the plan's tensor itself.
     """
 
     tensor: str
     dtype: Dtype
-    outside: dict[str, Dtype]
-    joined: Joined | None
+    client_tensors: dict[str, Dtype]
+    stage: OpenStage | None
 
 
-class Ports:
+class PlanBindings:
     """A plan's tensors as callers see them.
 
     Args:
@@ -358,17 +381,19 @@ class Ports:
         ConfigError: two tensors would have the same name, or a stage does not go with its tensor.
     """
 
-    def __init__(self, plan: Plan, stages: Mapping[str, Joined]) -> None:
+    def __init__(self, plan: TensorRtPlan, stages: Mapping[str, OpenStage]) -> None:
         self._plan = plan
         self.inputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.inputs]
         self.outputs = [_port(tensor.name, tensor.dtype, stages) for tensor in plan.outputs]
-        self.given = {name: dtype for port in self.inputs for name, dtype in port.outside.items()}
-        seen = [name for port in self.outputs for name in port.outside]
+        self.input_types = {name: dtype for port in self.inputs for name, dtype in port.client_tensors.items()}
+        seen = [name for port in self.outputs for name in port.client_tensors]
         for name in seen:
             if seen.count(name) > 1:
-                raise refused(plan.name, f"has an output '{name}' beside postprocess's", "give postprocess other names")
+                raise plan_error(
+                    plan.name, f"has an output '{name}' beside postprocess's", "give postprocess other names"
+                )
 
-    def inward(self, shapes: Shapes) -> dict[str, Shape]:
+    def plan_shapes(self, shapes: Shapes) -> dict[str, Shape]:
         """Shapes of the plan's inputs for those that callers send.
 
         Raises:
@@ -377,13 +402,13 @@ class Ports:
         found: dict[str, Shape] = {}
         for port in self.inputs:
             shape = shapes[port.tensor]
-            wanted = shape if port.joined is None else port.joined.inward(shape)
-            if wanted is None:
+            expected = shape if port.stage is None else port.stage.plan_shape(shape)
+            if expected is None:
                 raise ModelFailed(f"{self._plan.name} takes no '{port.tensor}' of {list(shape)}")
-            found[port.tensor] = wanted
+            found[port.tensor] = expected
         return found
 
-    def outward(self, ports: Iterable[Port], shapes: Shapes) -> dict[str, Shape]:
+    def client_shapes(self, ports: Iterable[TensorBinding], shapes: Shapes) -> dict[str, Shape]:
         """Shapes of what callers see, for those of the plan's tensors.
 
         Raises:
@@ -392,15 +417,15 @@ class Ports:
         found: dict[str, Shape] = {}
         for port in ports:
             shape = shapes[port.tensor]
-            seen = {port.tensor: shape} if port.joined is None else port.joined.outward(shape)
+            seen = {port.tensor: shape} if port.stage is None else port.stage.client_shapes(shape)
             if seen is None:
                 raise ModelFailed(f"{self._plan.name} gives '{port.tensor}' of {list(shape)}, which nothing is made of")
             found |= seen
         return found
 
 
-def _port(tensor: str, dtype: Dtype, stages: Mapping[str, Joined]) -> Port:
-    joined = stages.get(tensor)
-    if joined is None:
-        return Port(tensor, dtype, {tensor: dtype}, None)
-    return Port(tensor, dtype, {name: kind for name, (kind, _) in joined.stage.outside.items()}, joined)
+def _port(tensor: str, dtype: Dtype, stages: Mapping[str, OpenStage]) -> TensorBinding:
+    stage = stages.get(tensor)
+    if stage is None:
+        return TensorBinding(tensor, dtype, {tensor: dtype}, None)
+    return TensorBinding(tensor, dtype, {name: kind for name, (kind, _) in stage.stage.client_tensors.items()}, stage)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from headrace.core.tensor import Array
 from headrace.cuda import driver
-from headrace.cuda.driver import Stream
+from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.loading import THREADS, Kernels, is_half
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 from headrace.pipelines.recipe import ImageRecipe
@@ -73,7 +73,7 @@ class Preprocessor:
             *self._sizes,
         )
 
-    def launch(self, stream: Stream, source: int, rows: int, destination: int) -> None:
+    def launch(self, stream: CudaStream, source: int, rows: int, destination: int) -> None:
         """Queue the work of a batch.
 
         Args:
@@ -115,7 +115,7 @@ class Classifier:
         self._kernels = Kernels(device, "classes.cu", options, {"soften": "PP", "rank": "PPPii"})
         self._top_k, self._softmax = top_k, int(softmax)
 
-    def launch(self, stream: Stream, scores: int, rows: int, best: int, numbers: int = 0) -> None:
+    def launch(self, stream: CudaStream, scores: int, rows: int, best: int, numbers: int = 0) -> None:
         """Queue the work of a batch.
 
         Args:
@@ -146,7 +146,7 @@ def _keep(device: int, arrays: Sequence[Array]) -> tuple[DeviceBuffer, list[int]
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     with driver.current(device):
-        block, staged, stream = DeviceBuffer(size), PinnedBuffer(), Stream()
+        block, staged, stream = DeviceBuffer(size), PinnedBuffer(), CudaStream()
         try:
             staged.reserve(size)
             bytes_of = staged.view((size,), np.dtype(np.uint8))
@@ -211,11 +211,11 @@ class PictureScaler:
         """True if the pixels are taken as they are, all of them."""
         return recipe.source is None
 
-    def launch(self, stream: Stream, source: int, rows: int, destination: int) -> None:
+    def launch(self, stream: CudaStream, source: int, rows: int, destination: int) -> None:
         """Queue the work of a batch; see `launching.Preprocessor.launch`."""
         self._kernels.launch("scale_all", (self._blocks, rows), THREADS, stream, source, destination, *self._arguments)
 
-    def launch_each(self, stream: Stream, addresses: int, rows: int, destination: int) -> None:
+    def launch_each(self, stream: CudaStream, addresses: int, rows: int, destination: int) -> None:
         """Queue the work of a batch whose pictures lie anywhere.
 
         Args:
@@ -284,7 +284,7 @@ class RowGather:
 
     def launch(
         self,
-        stream: Stream,
+        stream: CudaStream,
         addresses: int,
         row_bytes: int,
         rows: int,

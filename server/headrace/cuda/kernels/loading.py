@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.core.errors import Unsupported
 from headrace.cuda import driver
-from headrace.cuda.driver import DeviceError, Stream, check, loaded
+from headrace.cuda.driver import CudaStream, DeviceError, check, loaded
 
 # CUDA C++ compiled at run time by NVRTC, the compiler in the CUDA toolkit (NVRTC documentation, "Basic Usage").
 
@@ -170,7 +170,7 @@ class Kernels:
                     kernel = self._kernels[name] = self._module.get_function(name)
                     kernel.prepare(arguments)
 
-    def launch(self, name: str, grid: tuple[int, int], threads: int, stream: Stream, *arguments: int) -> None:
+    def launch(self, name: str, grid: tuple[int, int], threads: int, stream: CudaStream, *arguments: int) -> None:
         """Queue a kernel; the device is current.
 
         Raises:

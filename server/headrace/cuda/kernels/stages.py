@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.cuda.driver import Stream
+from headrace.cuda.driver import CudaStream
 from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor
 from headrace.pipelines.recipe import ImageRecipe
 
 Sizes = tuple[int, ...]
-Launch = Callable[[Stream, int, int, Sequence[int]], None]
+Launch = Callable[[CudaStream, int, int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PictureStage:
         return self.recipe.shape[1:]
 
     @property
-    def outside(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
+    def client_tensors(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
         """The pixels, by name: element type and shape of one picture."""
         return {self.tensor: (np.dtype(np.uint8), self.recipe.pixels)}
 
@@ -76,7 +76,7 @@ class ClassStage:
     numbers: str
 
     @property
-    def outside(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
+    def client_tensors(self) -> Mapping[str, tuple[np.dtype[Any], Sizes]]:
         """What callers get, by name: element type and shape of one row, in the order in which `_Classes.launch` takes them."""
         if not self.top_k:
             return {self.tensor: (np.dtype(np.float32), self.row)}
@@ -98,7 +98,7 @@ class _Pictures:
     def __init__(self, kernel: Preprocessor | PictureScaler) -> None:
         self._kernel = kernel
 
-    def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:
+    def launch(self, stream: CudaStream, source: int, rows: int, targets: Sequence[int]) -> None:
         self._kernel.launch(stream, source, rows, targets[0])
 
     @property
@@ -106,7 +106,7 @@ class _Pictures:
         # Who resizes reads pixels several times: they had better be on the GPU.
         return self._fetch if isinstance(self._kernel, PictureScaler) else None
 
-    def _fetch(self, stream: Stream, addresses: int, rows: int, targets: Sequence[int]) -> None:
+    def _fetch(self, stream: CudaStream, addresses: int, rows: int, targets: Sequence[int]) -> None:
         assert isinstance(self._kernel, PictureScaler), "only this one fetches"
         self._kernel.launch_each(stream, addresses, rows, targets[0])
 
@@ -118,7 +118,7 @@ class _Classes:
     def __init__(self, kernel: Classifier) -> None:
         self._kernel = kernel
 
-    def launch(self, stream: Stream, source: int, rows: int, targets: Sequence[int]) -> None:
+    def launch(self, stream: CudaStream, source: int, rows: int, targets: Sequence[int]) -> None:
         self._kernel.launch(stream, source, rows, *targets)
 
     @property

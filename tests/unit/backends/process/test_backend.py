@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.backends.base import InputRefused, is_pipelined, isolated_in
+from headrace.backends.base import InputRefused, find_isolated_model, is_pipelined
 from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.core.errors import ConfigError
@@ -52,8 +52,8 @@ def test_it_runs_in_one_process_that_is_not_ours_for_all_instances(load: Load) -
     executions = [model.execution(index) for index in range(3)]
     found = {pid(execution.run(x_of(1))) for execution in executions}
     assert found == set(own_children())
-    assert isolated_in(model) is model
-    assert model.standing == (True, "", 0)
+    assert find_isolated_model(model) is model
+    assert model.process_status == (True, "", 0)
     assert not is_pipelined(executions[0])
 
 

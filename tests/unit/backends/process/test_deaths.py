@@ -48,7 +48,7 @@ def test_a_batch_that_kills_its_process_fails_and_the_next_one_runs(
     assert values(after) == [6]
     assert pid(after) != before
     assert not alive(before)
-    assert model.standing == (True, "", 1)
+    assert model.process_status == (True, "", 1)
     (told,) = [record.getMessage() for record in caplog.records if "has died" in record.getMessage()]
     assert f"the process of m has died: {cause}, with 1 batches inside; the next in 0 s" in told
     assert "printed by the child" in told, "its last words"
@@ -64,7 +64,7 @@ def test_only_the_flight_that_kills_the_process_fails(load: Load, tmp_path: Path
     third = fly(execution, 6)
     assert values(execution.finish(flights[1])) == [8, 10]
     assert values(execution.finish(third)) == [12]
-    assert model.standing.restarts == 2, "together, then alone"
+    assert model.process_status.restarts == 2, "together, then alone"
 
 
 def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> None:
@@ -79,14 +79,14 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     os.kill(child, signal.SIGKILL)
     asking.join(20)
     assert answers == [[6]]
-    assert model.standing.restarts == 1
+    assert model.process_status.restarts == 1
 
 
 def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Load, tmp_path: Path) -> None:
     model = load("pipelined")
     execution = model.execution(0)
     flight = fly(execution, fragile.EXIT)
-    eventually(lambda: model.standing.restarts == 1)
+    eventually(lambda: model.process_status.restarts == 1)
     waiting = fly(execution, 2)
     with pytest.raises(ModelFailed):
         execution.finish(flight)
@@ -129,7 +129,7 @@ def test_an_idle_process_that_is_killed_is_replaced(load: Load) -> None:
     model = load()
     execution = model.execution(0)
     os.kill(pid(execution.run(x_of(1))), signal.SIGKILL)
-    eventually(lambda: model.standing.restarts == 1 and model.standing.up)
+    eventually(lambda: model.process_status.restarts == 1 and model.process_status.up)
     assert values(execution.run(x_of(2))) == [4]
 
 
@@ -144,7 +144,7 @@ def test_pauses_grow_and_then_batches_are_refused_not_kept_waiting(
             execution.run(x_of(fragile.EXIT))
     with pytest.raises(Unavailable, match="the process of m has died and is being started again"):
         execution.run(x_of(1))
-    assert model.standing == (False, "the process of m has died and is being started again", 3)
+    assert model.process_status == (False, "the process of m has died and is being started again", 3)
     pauses = [
         record.getMessage().split("next in ")[1].split(" s")[0]
         for record in caplog.records
@@ -182,7 +182,7 @@ def test_a_keeper_that_dies_takes_the_model_with_it(
         execution.run(x_of(fragile.EXIT))
     with pytest.raises(ExecutionLost):
         execution.run(x_of(1))
-    assert not model.standing.up
+    assert not model.process_status.up
 
 
 def test_a_process_that_does_not_end_is_killed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +217,9 @@ def test_a_model_that_cannot_be_loaded_again_is_tried_again(
     (tmp_path / "model").write_text("refuse")
     with pytest.raises(ModelFailed):
         execution.run(x_of(fragile.EXIT))
-    eventually(lambda: model.standing.refusal)
-    assert not model.standing.up
+    eventually(lambda: model.process_status.refusal)
+    assert not model.process_status.up
     (tmp_path / "model").write_text("")
-    eventually(lambda: model.standing.up)
-    assert model.standing.refusal == ""
+    eventually(lambda: model.process_status.up)
+    assert model.process_status.refusal == ""
     assert values(execution.run(x_of(1))) == [2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from headrace.backends.base import ExecutionLost
 from headrace.backends.process import supervisor
-from headrace.backends.process.supervisor import Gate
+from headrace.backends.process.supervisor import BatchAdmission
 from headrace.core.errors import Unavailable
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +31,8 @@ def in_thread(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def opened() -> Gate[str]:
-    gate: Gate[str] = Gate()
+def opened() -> BatchAdmission[str]:
+    gate: BatchAdmission[str] = BatchAdmission()
     gate.open("first")
     return gate
 
@@ -46,7 +46,7 @@ def test_batches_are_inside_together() -> None:
 
 
 def test_nobody_enters_without_a_process_and_who_waits_enters_the_next() -> None:
-    gate: Gate[str] = Gate()
+    gate: BatchAdmission[str] = BatchAdmission()
     assert gate.enter("a", wait=False) is None
     thread, found = in_thread(lambda: gate.enter("a", wait=True))
     gate.open("second")
@@ -144,7 +144,7 @@ def test_refusals_end_with_the_next_process() -> None:
 
 
 def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
-    gate: Gate[str] = Gate()
+    gate: BatchAdmission[str] = BatchAdmission()
     waiting = [in_thread(lambda name=name: gate.enter(name, wait=True)) for name in "ab"]  # type: ignore[misc]
     gate.shut("not soon")
     for thread, found in waiting:
@@ -159,7 +159,7 @@ def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.sampled_from(["enter", "leave", "die"]), st.integers(0, 4)), max_size=60))
 def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[str, int]]) -> None:
-    gate: Gate[int] = Gate()
+    gate: BatchAdmission[int] = BatchAdmission()
     gate.open(0)
     careful = 0
     inside: set[int] = set()

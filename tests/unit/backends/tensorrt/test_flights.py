@@ -16,7 +16,7 @@ import onnx
 import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
-from headrace.backends.tensorrt.contexts import Lane
+from headrace.backends.tensorrt.contexts import PreparedContext
 from headrace.core.tensor import PINNED
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import launching, loading
@@ -66,11 +66,11 @@ def mixed(execution: Any, x: np.ndarray[Any, Any], seed: int, blank: float = np.
         if rng.random() < 0.7:
             values = resident(x[at : at + count], int(rng.choice([PINNED, 0])))
             owners.append(values.owner)
-            flight.residents.append(("x", at, values))
+            flight.resident_inputs.append(("x", at, values))
         else:
             flight.inputs["x"][at : at + count] = x[at : at + count]
         at += count
-    rng.shuffle(flight.residents)
+    rng.shuffle(flight.resident_inputs)
     return flight, owners
 
 
@@ -97,8 +97,8 @@ def test_the_memory_is_kept_until_the_flight_has_landed(tmp_path: Path) -> None:
     def launched(execution: Any) -> tuple[Any, weakref.ref[HostOwner]]:
         x = rows(3)
         flight = execution.begin({"x": x}, 3)
-        flight.residents.append(("x", 0, resident(x)))
-        owner = weakref.ref(flight.residents[0][2].owner)
+        flight.resident_inputs.append(("x", 0, resident(x)))
+        owner = weakref.ref(flight.resident_inputs[0][2].owner)
         execution.launch(flight)
         return flight, owner
 
@@ -129,7 +129,7 @@ def test_one_of_two_inputs_is_resident(tmp_path: Path, one_graph_rows: str) -> N
             a, b = np.random.default_rng(count).random((2, count, 5), np.float32)
             flight = execution.begin({"a": a, "b": b}, count)
             flight.inputs["a"][:] = a
-            flight.residents.append(("b", 0, resident(b, 0)))
+            flight.resident_inputs.append(("b", 0, resident(b, 0)))
             execution.launch(flight)
             np.testing.assert_array_equal(execution.finish(flight)["z"], a + b)
 
@@ -178,8 +178,8 @@ def test_who_waits_spins_or_sleeps(tmp_path: Path, wait: str, spins: list[bool])
             flight = execution.begin({"x": x}, count)
             flight.inputs["x"][:] = x
             execution.launch(flight)
-            berth = flight.handle.berth
-            found.append(berth.landing is berth.copied_out[True])
+            berth = flight.handle.slot
+            found.append(berth.finished is berth.copied_out[True])
             np.testing.assert_array_equal(execution.finish(flight)["y"], right(x))
         assert found == spins
 
@@ -196,7 +196,7 @@ def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytes
     ):
         assert model.profile == {}
         with closing(model.execution(0)) as execution:
-            assert execution._dock.choice.buckets == (1, 8)
+            assert execution._resources.tuning_result.buckets == (1, 8)
             assert model.profile == pytest.approx({1: 50.1, 8: 50.8}, abs=0.01)
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
@@ -208,11 +208,11 @@ def test_buckets_that_pay_are_kept(cuda: LateCuda, tmp_path: Path, caplog: pytes
 def test_batches_that_are_faster_as_they_are(cuda: LateCuda, trt: Any, tmp_path: Path) -> None:
     cuda.row_us, cuda.enqueue_us = 1000.0, 0.0  # padding is dear, a launch costs nothing
     with opened(build(tmp_path), told()) as execution:
-        assert execution._dock.choice.exact == {3, 5, 6, 7}
+        assert execution._resources.tuning_result.exact == {3, 5, 6, 7}
         contexts, live, graphs = trt.state.contexts, set(cuda.live), set(cuda.graphs)
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 5, 3):
             flight = execution.begin({"x": rows(count)}, count)
-            assert flight.handle.lane.rows == count
+            assert flight.handle.context.rows == count
             execution.discard(flight)
             np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
         assert (trt.state.contexts, cuda.live, cuda.graphs) == (contexts, live, graphs), (
@@ -228,10 +228,10 @@ def test_one_graph_is_for_those_that_lose_nothing_by_it(tmp_path: Path, monkeypa
         asked.append(1)
         return len(asked) < 3
 
-    monkeypatch.setattr(tensorrt_tuning, "fair", fair)
+    monkeypatch.setattr(tensorrt_tuning, "costs_little_more", fair)
     with opened(build(tmp_path), told(), instances=2) as executions:
         for execution in executions:
-            assert execution._dock.choice.whole == {1, 2}
+            assert execution._resources.tuning_result.one_graph == {1, 2}
             for count in range(1, 9):
                 np.testing.assert_array_equal(execution.run({"x": rows(count)})["y"], right(rows(count)))
     assert len(asked) == 3, "the second instance is told what the first has found"
@@ -274,7 +274,7 @@ def test_few_pictures_are_prepared_where_they_lie(
     order = TargetSpec("fp32", (ShapeRange({"x": ((1, 3, 5, 7), (8, 3, 5, 7), (8, 3, 5, 7))}),))
     stages = [PictureStage("x", PICTURES, FLOAT), ClassStage("y", FLOAT, (105,), 105, False, 3, "best", "numbers")]
     with closing(TensorRtBackend().load(build(tmp_path, flat(), order), 1, told(one_graph_rows))) as model:
-        assert model.join(stages) == ""
+        assert model.attach_stages(stages) == ""
         with closing(model.execution(0)) as execution:
             few = [] if refused or one_graph_rows == "0" else [1, 2, 4]
             assert sorted(set(fetched)) == few, "captured for all berths, and never launched outside of a graph"
@@ -296,19 +296,26 @@ def test_few_pictures_are_prepared_where_they_lie(
 @pytest.mark.usefixtures("trt", "kernels")
 @pytest.mark.parametrize("refused", [False, True])
 def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool) -> None:
-    monkeypatch.setattr(tensorrt_tuning, "fair", lambda whole_us, staged_us: False)
+    monkeypatch.setattr(tensorrt_tuning, "costs_little_more", lambda whole_us, staged_us: False)
     asked: list[float] = []
-    monkeypatch.setattr(tensorrt_tuning, "faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3)
+    monkeypatch.setattr(
+        tensorrt_tuning, "is_faster", lambda whole_us, staged_us: asked.append(whole_us) or len(asked) < 3
+    )
     flown: list[int] = []
-    fly = Lane.fly
-    monkeypatch.setattr(Lane, "fly", lambda lane, gathered: flown.append(lane.rows) or fly(lane, gathered))
+    fly = PreparedContext.launch_batch_graph
+    monkeypatch.setattr(
+        PreparedContext, "launch_batch_graph", lambda lane, gathered: flown.append(lane.rows) or fly(lane, gathered)
+    )
     with opened(build(tmp_path), told()) as execution:
-        assert (execution._dock.choice.whole, execution._dock.choice.lone) == (frozenset(), {1, 2})
+        assert (
+            execution._resources.tuning_result.one_graph,
+            execution._resources.tuning_result.one_graph_when_idle,
+        ) == (frozenset(), {1, 2})
         assert execution.prompt
         assert min(asked) > 0
         if refused:
-            for lane in execution._dock._lanes.values():
-                lane.drop_flight()
+            for lane in execution._resources._contexts.values():
+                lane.drop_batch_graphs()
         for seed, order in enumerate(np.random.default_rng(3).integers(1, 9, (40, 3))):
             flown.clear()
             flights = []
@@ -321,7 +328,7 @@ def test_one_graph_for_those_that_are_alone(tmp_path: Path, monkeypatch: pytest.
                 flights.append((flight, x, owners))
                 expected = [] if order[0] > 2 or refused else [order[0]]
                 assert flown == expected, "only the first of them has nobody beside it"
-                assert (flight.handle.berth.landing is flight.handle.berth.copied_out[True]) == (
+                assert (flight.handle.slot.finished is flight.handle.slot.copied_out[True]) == (
                     not number and bool(expected)
                 )
             for flight, x, _ in flights:
@@ -340,7 +347,7 @@ def test_a_flight_that_cannot_be_captured_leaves_the_engine_s_graphs(
     def refuse(*_: object) -> None:
         raise DeviceError("copies cannot be captured")
 
-    monkeypatch.setattr(Lane, "_fly", refuse)
+    monkeypatch.setattr(PreparedContext, "_record_batch", refuse)
     with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told(one_graph_rows)) as execution:
         assert len(cuda.graphs) == 4 * execution.depth
         np.testing.assert_array_equal(execution.run({"x": rows(3)})["y"], right(rows(3)))
@@ -352,15 +359,15 @@ def test_a_capture_that_was_spoilt_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoilt: list[int] = []
-    real = Lane.capture
+    real = PreparedContext.capture
 
-    def capture(lane: Lane, stream: Any) -> None:
+    def capture(lane: PreparedContext, stream: Any) -> None:
         spoilt.append(1)
         if len(spoilt) == 3:
             raise DeviceError("a buffer was freed meanwhile")
         real(lane, stream)
 
-    monkeypatch.setattr(Lane, "capture", capture)
+    monkeypatch.setattr(PreparedContext, "capture", capture)
     with caplog.at_level(logging.WARNING, "headrace"), opened(build(tmp_path), told("0")) as execution:
-        assert execution._dock.graphs
+        assert execution._resources.graphs
     assert not caplog.records

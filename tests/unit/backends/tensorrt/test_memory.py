@@ -11,7 +11,7 @@ from headrace.backends.tensorrt import plan as tensorrt_plan
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
 from headrace.backends.tensorrt.api import load
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
-from headrace.backends.tensorrt.contexts import Lane
+from headrace.backends.tensorrt.contexts import PreparedContext
 from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
 from headrace.cuda.driver import DeviceError
 
@@ -85,10 +85,12 @@ def test_a_plan_that_comes_back_takes_what_it_took_whatever_the_gpu_does_meanwhi
             closing(TensorRtBackend().load(file, 1, {MAX_BATCH_SIZE: "8"}, ledger.account("m", "1"))) as model,
             closing(model.execution(0)) as execution,
         ):
-            dock = execution._dock
+            resources = execution._resources
             booked = {(h.gpu, h.kind): h.size_bytes for h in ledger.holdings()}
-            taken.append((len(dock._lanes), len(dock._shared), len(cuda.graphs), len(cuda.live), booked))
-            choices.append(dock.choice)
+            taken.append(
+                (len(resources._contexts), len(resources._shared_contexts), len(cuda.graphs), len(cuda.live), booked)
+            )
+            choices.append(resources.tuning_result)
     assert taken[1:] == taken[:1] * 2
     assert choices[1:] == choices[:1] * 2
 
@@ -127,7 +129,7 @@ def test_what_graphs_that_could_not_be_had_have_left_open_is_measured_anew(
             return len(cuda.graphs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lane, "capture", _refuse)
+        patch.setattr(PreparedContext, "capture", _refuse)
         assert graphs() == 0
     assert graphs() > 0
 
@@ -139,7 +141,7 @@ def _refuse(*_: object) -> None:
 def test_no_more_is_remembered_than_a_bounded_number(
     cuda: LateCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorrt_plan, "_CHOICES_KEPT", 2)
+    monkeypatch.setattr(tensorrt_plan, "_MAX_TUNING_RESULTS", 2)
     plan = build(tmp_path)
     for most in "12345":
         with (
@@ -147,5 +149,5 @@ def test_no_more_is_remembered_than_a_bounded_number(
             closing(model.execution(0)),
         ):
             pass
-    kept = list(load().choices)
+    kept = list(load().tuning_results)
     assert [how[0].max_rows for _, _, how in kept] == [4, 5]  # type: ignore[index, misc]

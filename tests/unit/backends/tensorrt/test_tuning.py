@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
-from headrace.backends.tensorrt.plan import Range, buckets
-from headrace.backends.tensorrt.tuning import Choice, Timing, exact_rows, latency_us, measured_us, worthwhile
+from headrace.backends.tensorrt.api import BucketTiming, TuningResult
+from headrace.backends.tensorrt.plan import ProfileRange, buckets
+from headrace.backends.tensorrt.tuning import exact_rows, latency_us, measured_us, useful_buckets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,17 +30,17 @@ def test_the_latency_of_a_flight_is_the_middle_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_worth_a_bucket() -> None:
-    timings = {rows: Timing(us, us) for rows, us in ((1, 99.0), (2, 100.0), (4, 100.0), (8, 106.0), (16, 200.0))}
-    assert worthwhile(timings) == (1, 4, 8, 16)
-    assert worthwhile({4: Timing(1, 1)}) == (4,)
+    timings = {rows: BucketTiming(us, us) for rows, us in ((1, 99.0), (2, 100.0), (4, 100.0), (8, 106.0), (16, 200.0))}
+    assert useful_buckets(timings) == (1, 4, 8, 16)
+    assert useful_buckets({4: BucketTiming(1, 1)}) == (4,)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, unique=True), st.randoms(use_true_random=False))
 def test_every_batch_has_a_place(found: list[int], random: Any) -> None:
-    timings = {rows: Timing(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
-    kept = worthwhile(timings)
+    timings = {rows: BucketTiming(random.uniform(1, 100), random.uniform(1, 100)) for rows in found}
+    kept = useful_buckets(timings)
     exact = exact_rows(kept, timings)
-    choice = Choice(kept, frozenset(), timings, exact)
+    choice = TuningResult(kept, frozenset(), timings, exact)
     assert kept[-1] == max(found)
     assert not exact & set(kept)
     for count in range(1, max(found) + 1):
@@ -48,13 +49,13 @@ def test_every_batch_has_a_place(found: list[int], random: Any) -> None:
 
 
 def test_rows_between_buckets_are_interpolated() -> None:
-    timings = {4: Timing(100, 120), 8: Timing(200, 220)}
+    timings = {4: BucketTiming(100, 120), 8: BucketTiming(200, 220)}
     # Plain: 5 rows 145, 6 rows 170, 7 rows 195; padded to 8: 200, less what it must be worth.
     assert exact_rows((4, 8), timings) == {5, 6}
 
 
 def test_finer_buckets_are_within_the_profiles() -> None:
-    whole = [{"x": Range((1, 3), (8, 3), (100, 3))}]
+    whole = [{"x": ProfileRange((1, 3), (8, 3), (100, 3))}]
     assert buckets(whole, 100, fine=True) == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 100)
     assert buckets(whole, 9, fine=True) == (1, 2, 4, 8, 9)
     assert buckets(whole, 100) == (1, 2, 4, 8, 16, 32, 64, 100)
