@@ -14,7 +14,7 @@ import tritonclient.http as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import STEPS_PER_S, Collector, message, steps, tensor
+from tests.support.grpc_requests import STEPS_PER_S, Collector, message, steps, tensor
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, serving
 

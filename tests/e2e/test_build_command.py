@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from onnx import TensorProto, helper
 
 from tests.support import models
 from tests.support.serving import ROOT, Server, serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -95,13 +96,6 @@ def test_an_int8_model_is_built_published_and_served(tmp_path: Path) -> None:
         tensor.set_data_from_numpy(rows)
         np.testing.assert_allclose(client.infer("affine", [tensor]).as_numpy("Y"), quantized, rtol=1e-4, atol=1e-4)
         client.close()
-
-
-def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def artefact_served(server: Server) -> str:

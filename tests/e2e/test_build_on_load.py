@@ -6,7 +6,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import tritonclient.http as triton_http
 from tests.support.fake_builder import publish
 from tests.support.models import affine
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +62,6 @@ def answers_of(file: Path) -> Rows:
 def index(server: Server) -> tuple[str, str]:
     (row,) = json.loads(server.request("POST", "/v2/repository/index", b"{}")[2])
     return row["state"], row["reason"]
-
-
-def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Clients:

@@ -6,8 +6,7 @@ import json
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.support.control_thread import X, expected
 from tests.support.fake_gpu import install_gpu
 from tests.support.models import add_model, affine
 from tests.support.serving import Server, start
+from tests.support.waiting import until
 from tests.unit.repository.test_tensorrt_models import plan_of
 
 COMMAND = (sys.executable, "-m", "tests.support.fake_gpu_server")
@@ -142,13 +142,6 @@ def road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def metadata(server: Server) -> dict[str, str]:
     found: dict[str, str] = json.loads(server.request("GET", "/v2/models/r")[2])["parameters"]
     return {name.removeprefix("headrace."): value for name, value in found.items() if name.startswith("headrace.")}
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_model_is_served_by_the_cpu_until_the_gpu_takes_over_and_everything_says_so(

@@ -15,9 +15,10 @@ import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import STEPS_PER_S, depth, fail_count, gauge, message, steps, until
+from tests.support.grpc_requests import STEPS_PER_S, depth, fail_count, gauge, message, steps
 from tests.support.models import add_model, busy, row_sums
 from tests.support.serving import HOST, Server, look_quick, serving, start
+from tests.support.waiting import until
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -17,55 +16,22 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2
 
 from tests.e2e.conftest import Reference
+from tests.support.grpc_requests import (
+    INFER,
+    STEPS_PER_S,
+    STREAM,
+    Collector,
+    depth,
+    fail_count,
+    gauge,
+    message,
+    steps,
+    tensor,
+)
 from tests.support.serving import Server
+from tests.support.waiting import until
 
 pb: Any = service_pb2
-INFER = "/inference.GRPCInferenceService/ModelInfer"
-STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
-STEPS_PER_S = 5_000  # of `busy`, at the least
-
-
-def tensor(name: str, array: np.ndarray, datatype: str = "FP32") -> triton.InferInput:
-    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
-
-
-def message(model: str, request_id: str, array: np.ndarray, datatype: str = "FP32", name: str = "X") -> bytes:
-    request = pb.ModelInferRequest(model_name=model, id=request_id)
-    request.inputs.add(name=name, datatype=datatype, shape=array.shape)
-    request.raw_input_contents.append(array.tobytes())
-    return bytes(request.SerializeToString())
-
-
-def steps(request_id: str, count: int) -> bytes:
-    return message("busy", request_id, np.array([count], np.int64), "INT64", "STEPS")
-
-
-def fail_count(server: Server, model: str) -> int:
-    with triton.InferenceServerClient(server.grpc_address) as client:
-        (stats,) = client.get_inference_statistics(model).model_stats
-        return int(stats.inference_stats.fail.count)
-
-
-def until(what: Any, timeout_s: float = 60, *, before: Any = None) -> None:
-    """Wait until `what` is true; it must be before `before`, a call, has ended."""
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "it never became true"
-        assert before is None or not before.done(), "it became true too late"
-        time.sleep(0.01)
-
-
-class Collector:
-    """The callback of Triton's client."""
-
-    def __init__(self) -> None:
-        self.answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-
-    def __call__(self, result: Any, error: Any) -> None:
-        self.answers.put((result, error))
-
-    def take(self, count: int) -> list[tuple[Any, Any]]:
-        return [self.answers.get(timeout=20) for _ in range(count)]
 
 
 def test_64_in_flight_with_their_ids(grpc_client: triton.InferenceServerClient, reference: Reference) -> None:
@@ -288,13 +254,3 @@ def test_asyncio_streams(grpc_server: Server, reference: Reference) -> None:
             await asyncio.gather(*(one(client, number) for number in range(10)))
 
     asyncio.run(everyone())
-
-
-def gauge(server: Server, name: str, model: str) -> float:
-    _, _, page = server.request("GET", "/metrics")
-    prefix = f'{name}{{model="{model}"'
-    return sum(float(line.split()[-1]) for line in page.decode().splitlines() if line.startswith(prefix))
-
-
-def depth(server: Server, model: str) -> float:
-    return gauge(server, "headrace_queue_depth", model)

@@ -15,10 +15,11 @@ import tritonclient.http as triton
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import STEPS_PER_S, STREAM, message, steps, tensor, until
+from tests.support.grpc_requests import STEPS_PER_S, STREAM, message, steps, tensor
 from tests.support.models import add_model, affine, busy
 from tests.support.rich_status import retry_delay_s, rich_status
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 pb: Any = service_pb2
 INFER = "/inference.GRPCInferenceService/ModelInfer"

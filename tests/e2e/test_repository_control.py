@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support import models
 from tests.support.serving import Server, serving
+from tests.support.waiting import until
 
 Client = triton_http.InferenceServerClient | triton_grpc.InferenceServerClient
 LABELS = "version_policy: {all: {}}\nlabels: {stable: 1, canary: 2}\n"
@@ -65,13 +65,6 @@ def index(client: Client) -> dict[str, tuple[str, str]]:
     if isinstance(client, triton_grpc.InferenceServerClient):
         return {row.name: (row.state, row.reason) for row in client.get_model_repository_index().models}
     return {row["name"]: (row["state"], row["reason"]) for row in client.get_model_repository_index()}
-
-
-def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def expected(seed: int) -> np.ndarray:

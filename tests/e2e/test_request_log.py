@@ -17,8 +17,8 @@ import tritonclient.grpc as triton_grpc
 from headrace.observability.access_log import SAMPLED_ONE_IN
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import Collector, tensor
 from tests.support import models
+from tests.support.grpc_requests import Collector, tensor
 from tests.support.processes import eventually
 from tests.support.serving import COMMAND, HOST, ROOT, Server, look_quick, serving, start
 

@@ -16,8 +16,8 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import Collector, tensor
 from tests.support import models
+from tests.support.grpc_requests import Collector, tensor
 from tests.support.otlp_receiver import Receiver, attributes, over_grpc, receiving
 from tests.support.processes import eventually
 from tests.support.serving import Server, serving

@@ -13,9 +13,10 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.test_grpc_stream import gauge, until
+from tests.support.grpc_requests import gauge
 from tests.support.models import add_model, affine, busy
 from tests.support.serving import Server, look_quick, serving
+from tests.support.waiting import until
 
 Infer = Callable[..., Any]
 

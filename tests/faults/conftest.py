@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from tests.support.attacks import Attacked, attack, until
+from tests.support.attacks import Attacked, attack
+from tests.support.waiting import until
 
 
 def nothing_held(server: Attacked) -> None:

@@ -14,8 +14,9 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from tests.support.attacks import SERVICE, Attacked, busy_request, grpc_request, head, http_body, is_idle, until
+from tests.support.attacks import SERVICE, Attacked, busy_request, grpc_request, head, http_body, is_idle
 from tests.support.serving import HOST
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -27,10 +27,10 @@ from tests.support.attacks import (
     http_body,
     is_closed,
     is_idle,
-    until,
 )
 from tests.support.http2_peer import HELLO, RawPeer, data, grpc_head, message, request
 from tests.support.serving import HOST
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 

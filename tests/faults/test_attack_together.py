@@ -14,20 +14,10 @@ import pytest
 from headrace.http2 import frames
 from tritonclient.grpc import service_pb2
 
-from tests.support.attacks import (
-    SERVICE,
-    Attacked,
-    Wire,
-    attack,
-    busy_request,
-    grpc_request,
-    head,
-    http_body,
-    is_idle,
-    until,
-)
+from tests.support.attacks import SERVICE, Attacked, Wire, attack, busy_request, grpc_request, head, http_body, is_idle
 from tests.support.http2_peer import RawPeer, grpc_head, message, request
 from tests.support.http2_peer import data as data_frame
+from tests.support.waiting import until
 
 pb: Any = service_pb2
 INFER = SERVICE + "ModelInfer"

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.models import add_model, affine, busy, row_sums, table_lookup
 from tests.support.serving import HOST, Server, look_quick, serving
+from tests.support.waiting import until
 
 BATCHING = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 20000 }"
 STEPS_PER_S = 5_000  # of `busy`, at the least: a step is 30 us alone on a core, more on a shared one
@@ -78,14 +79,6 @@ def gauge(server: Server, name: str, model: str) -> float:
     _, _, page = server.request("GET", "/metrics")
     prefix = f'{name}{{model="{model}"'
     return sum(float(line.split()[-1]) for line in page.decode().splitlines() if line.startswith(prefix))
-
-
-def until(what: object, timeout_s: float = 60) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not what():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2, 3])

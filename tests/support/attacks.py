@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,14 +250,6 @@ def is_idle(attacked: Attacked, model: str) -> bool:
     """Nothing in the queue, nothing in flight."""
     names = ("headrace_in_flight", "headrace_queue_depth")
     return not any(sum(attacked.samples(name, model=model)) for name in names)
-
-
-def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
-    """Wait until a condition holds."""
-    end_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end_s, "it never became true"
-        time.sleep(0.02)
 
 
 def is_closed(sock: socket.socket, within_s: float) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from headrace_engines.targets.tensorrt.target import TensorRtTarget
 
 from tests.support.serving import Server
 from tests.support.tensorrt_networks import answers, convolutions, pictures
+from tests.support.waiting import until
 
 ROWS = 32
 ROW = (3, 16, 16)
@@ -141,15 +141,6 @@ def same(found: Array, right: Array) -> None:
 def mapped(server: Server, path: Path) -> bool:
     """True if the server has the file mapped, as it has once it is pinned."""
     return path.name in Path(f"/proc/{server.process.pid}/maps").read_text()
-
-
-def until(condition: Any) -> None:
-    waiting = threading.Event()
-    for _ in range(500):
-        if condition():
-            return
-        waiting.wait(0.02)
-    raise AssertionError("it did not happen")
 
 
 def check_system_region(server: Server, right: tuple[Array, Array]) -> None:

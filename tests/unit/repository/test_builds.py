@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from headrace.repository.builds import BuildOrder, EngineBuilds
 
 from tests.support.fake_builder import command
 from tests.support.models import add_model, affine
+from tests.support.waiting import until
 
 ENGINE = affine(seed=2).SerializeToString()
 
@@ -59,13 +60,6 @@ def order(repository: Path, name: str = "a", digest: str = "1") -> BuildOrder:
 def calls(orders: Path) -> list[str]:
     path = orders / "calls"
     return path.read_text().splitlines() if path.exists() else []
-
-
-def until(true: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_engine_is_built_once_at_low_priority(orders: Path, repository: Path) -> None:
