@@ -332,6 +332,7 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/grpc/control.py",
     "server/headrace/grpc/status.py",
     "server/headrace/http2",
+    "server/headrace/config",
 )
 
 

@@ -1,10 +1,14 @@
-"""Completes a configuration from its model and finds where the two contradict each other.
+"""Binds a configuration document to `ModelConfig`, completes it from the model, and reports contradictions between the two.
 
-What a file says counts; what it leaves out comes from the model. `max_batch_size` is 4, with dynamic batching on, only where it
-is safe to merge requests: the first dimension of every input and output has the same name, and each row is computed from itself
-only (docs/decisions/0001-batching-without-configuration.md). Else it is 0. Where the file gives `dims` as long as the model's own
-shape, and no `max_batch_size`, there is no batch dimension either. Where rows are independent, dynamic batching is on, too, if
-the file gives a `max_batch_size` above 1 but leaves out the inputs or the outputs, as in Triton.
+Three steps. Screening: one table of the fields of Triton's schema that this server refuses, ignores, or accepts without an
+effect; a pattern is a dotted path in which `*` stands for any key or index. Binding: the schema, with findings that carry
+lines. Completion: values in the file count, and missing values come from the model.
+
+`max_batch_size` is 4, with dynamic batching, only where merging requests is safe: the first dimension of every input and output
+has the same name, and each row is computed from itself only (docs/decisions/0001-batching-without-configuration.md). Otherwise it
+is 0. Where the file gives `dims` as long as the model's own shape, and no `max_batch_size`, there is no batch dimension either.
+Where rows are independent, dynamic batching is also on if the file gives a `max_batch_size` above 1 but leaves out the inputs or
+the outputs, as in Triton.
 """
 
 from __future__ import annotations
@@ -567,7 +571,7 @@ def _completed(tensor: _Tensor, known: tuple[TensorSignature, ...], batched: boo
 
 
 def incomplete(config: ModelConfig) -> list[Problem]:
-    """What a configuration must tell itself because there is no ONNX file to read it from."""
+    """Fields that a configuration must set because there is no ONNX file to complete it from."""
     cure = "write it as the model has it; only an ONNX file can be asked for it"
     problems = [
         Problem((field,), f"{field} is missing", cure) for field in ("input", "output") if not getattr(config, field)

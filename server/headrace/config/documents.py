@@ -66,7 +66,7 @@ class Document:
 
 
 def refuse(path: str, line: int | None, message: str, cure: str = "") -> ConfigError:
-    """The error with the one finding told."""
+    """Create a ConfigError with one finding."""
     return ConfigError([Finding(path, line, message, cure)])
 
 
@@ -617,6 +617,6 @@ def _group(group: InstanceGroup) -> dict[str, object]:
 
 
 def _warmup(warmup: ModelWarmup) -> dict[str, object]:
-    # The three ways to tell the data are one choice in the message: only the one taken may appear.
+    # The three data sources are a oneof in the message: only the chosen one may appear.
     feeds = {name: {key: value for key, value in _plain(feed).items() if value} for name, feed in warmup.inputs.items()}
     return {**_plain(warmup), "inputs": feeds}

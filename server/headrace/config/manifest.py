@@ -1,10 +1,13 @@
-"""What lies beside a model: artefacts built from it, and `build.json`, which tells what each of them is and for which machine.
+"""Files beside a model: artefacts built from it, `build.json` with a stamp for each artefact, and published layer times.
 
-<model>/<version>/model.onnx                       the source, never touched
+<model>/<version>/model.onnx                       the source, never modified
 <model>/<version>/model.<key12>.onnx | .plan       an artefact
 <model>/<version>/build.json                       {"format": 1, "builds": [stamp, ...]}, at most one stamp a machine
+<model>/<version>/layers.json                      layer times, written by `headrace inspect --publish`; for display only
 
-An artefact is served where its stamp fits the model, the configuration and the machine (`choose`), else `model.onnx` is.
+A stamp holds digests of the ONNX file with its tensors and of the configuration, and the machine: library, device and
+instruction set. An artefact built elsewhere may be slow, wrong, or fail to load. An artefact serves where its stamp fits the
+model, the configuration and the machine (`choose`); otherwise `model.onnx` serves.
 """
 
 from __future__ import annotations
@@ -355,13 +358,13 @@ class Stamp:
         size_bytes: of the file.
         onnx_sha256: the `onnx_digest` of the model it was built from.
         config_digest: of the configuration it was built for.
-        spec_digest: of what was built, in detail; only builders can tell it.
+        spec_digest: digest of the build specification; only builders can compute it.
         precision: that it has.
         requested: the requested precision, e.g. "best".
         overridden: `requested` is the command line's, not the configuration's.
         machine: that it was built on, and is for.
         accuracy: against the FP32 model, by name; None where nothing was measured, a value None where it is not finite.
-        forced: published although it misses what was asked of it.
+        forced: published although it misses its accuracy bar.
         refusal: what it misses, in sentences.
         kept: nodes left in floating point.
         timings: by batch size.

@@ -1,8 +1,11 @@
-"""From a model's folder to its configuration: read, checked, completed from the model, with every problem found.
+"""Reads a model's folder: version folders, labels, warm-up data and the configuration, with every problem found.
 
-    config.pbtxt -> pbtxt_reader -\
-                                   Document -> config_binding -> config_completion <- onnx_signature <- 1/model.onnx
-    config.yaml  -> yaml_reader  -/           (screen, schema)   (complete, compare)
+    config.pbtxt -> read_pbtxt -\\
+                                 Document -> bind -> complete <- read_signature <- 1/model.onnx
+    config.yaml  -> read_yaml  -/
+
+Nothing outside of the repository is followed. Problems of `model_warmup` are found before anything is loaded;
+`headrace.repository.warmup` creates and runs the requests.
 """
 
 from __future__ import annotations
@@ -229,13 +232,13 @@ def sample_remarks(config: ModelConfig, folder: Path) -> list[Problem]:
 
 
 def sample_folders(config: ModelConfig) -> set[str]:
-    """The folders of a model's folder that are told of as samples."""
+    """Folders in a model's folder that the configuration names as samples."""
     parts = [PurePosixPath(_file_of(data)).parts for data in _samples(config).values()]
     return {part[0] for part in parts if part}
 
 
 def sample_paths(config: ModelConfig, folder: Path) -> list[Path]:
-    """The files and folders that are told of as samples, whether they are there or not."""
+    """Files and folders that the configuration names as samples, whether they exist or not."""
     return [folder / _file_of(data) for data in _samples(config).values() if filename_problem(_file_of(data)) is None]
 
 
@@ -487,7 +490,7 @@ class _FolderReader:
         return ModelConfig() if config is None else config
 
     def _read_document(self) -> bool:
-        """Reads the folder's configuration; False if it has none (or two, which is told)."""
+        """Reads the folder's configuration; False if it has none (or two, which is reported)."""
         present = [name for name in CONFIG_FILES if os.path.lexists(self._path / name)]
         if len(present) > 1:
             self._fail(f"has both {' and '.join(present)}", "keep one of them")

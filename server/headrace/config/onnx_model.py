@@ -1,4 +1,10 @@
-"""Reads the inputs and outputs of an ONNX file, without running or even checking the model."""
+"""Reads inputs and outputs of an ONNX file and decides whether each row of a batch is computed from itself only.
+
+Nothing is run or checked. Requests may share a batch, and a large one may be split, only where rows are independent. A softmax
+over axis 0 or a dynamic quantisation gives each caller values that depend on other callers, and no shape shows it. The analysis
+runs the graph on shapes: the number of rows is a large prime, `row_rules` follows the axis that holds it, and whole numbers
+computed from shapes are folded. An operator that the analysis does not cover is not treated as independent.
+"""
 
 from __future__ import annotations
 
@@ -438,7 +444,7 @@ class TensorSignature:
         name: the tensor's name.
         data_type: e.g. "TYPE_FP32"; empty if no request can carry it.
         onnx_type: ONNX's own name of the type, for messages.
-        shape: all dimensions, -1 where free; None if the file does not tell.
+        shape: all dimensions, -1 where free; None if the file does not say.
         batch_symbol: the name of the first dimension where it is free and has one.
         has_default: True for an input that the file gives a value, so that a request may leave it out.
     """
@@ -543,7 +549,7 @@ def _load(path: Path, shown: str) -> onnx.ModelProto:
     try:
         return onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        # The decoder's own words ("Error parsing message") tell nobody anything.
+        # The decoder's own text ("Error parsing message") does not help the reader.
         raise refuse(shown, None, "is no ONNX model, or a truncated one", _EXPORT) from error
     except OSError as error:
         raise refuse(shown, None, f"cannot be read: {error.strerror}", "check the file and its permissions") from None

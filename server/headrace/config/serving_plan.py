@@ -88,15 +88,15 @@ class ServingPlan:
         source: the model's own file.
         artefact: the engine that is loaded in its place, or None.
         stamp: of the artefact.
-        remark: what is to be told of it beside READY: why an engine that is asked for does not serve, or that it is below its
-            bar; "" if there is nothing to tell.
+        remark: text shown beside READY: why a requested engine does not serve, or that it is below its accuracy bar; "" if
+            there is none.
         cure: what a person can do about the remark, or "".
         build: digest of what an engine would be built from, where the configuration has it built; "" where nothing is.
         target: the runtime that it would be built for.
         precision: that would be built.
         spare: what is loaded should this not load; None: nothing is.
         waits: nothing is loaded until the engine is built: the configuration asks for a GPU, and allows nothing else.
-        not_on_gpu: why a version is on the CPU though a GPU is there or was asked for; "" on a GPU and where neither holds.
+        not_on_gpu: why a version is on the CPU although a GPU is present or requested; "" otherwise.
         substitutes: the CPU serves though the configuration asks for a GPU and names no `fallback`; `--strict` refuses it.
     """
 
@@ -426,7 +426,7 @@ class _Choosing:
         return f"headrace build {self._folder.name} --target {target}{self._option(target)}"
 
     def _option(self, target: str) -> str:
-        """The option with which this machine's engine was built, where no configuration asked for it."""
+        """The option with which this machine's engine was built, where no configuration requests it."""
         if self._precision != "fp32":
             return ""
         machine = onnxruntime_machine() if target == "onnxruntime" else self._gpu.machine

@@ -2,10 +2,10 @@
 
 The field names are those of Triton's published `ModelConfig` message. What that message has no field for is ours
 (`OWN_FIELDS`): a plain field in `config.yaml`, and in `config.pbtxt` an entry of `parameters` whose key is the field's
-dotted name behind "headrace.". The object is frozen and checked at birth; a problem is raised as pydantic's
+dotted name behind "headrace.". The object is frozen and validated at construction; a problem is raised as pydantic's
 `ValidationError` that carries `Problems`.
 
-What a file left out, `model_fields_set` tells: the reader in `control` completes it from the model itself.
+`model_fields_set` has the fields that a file sets; `headrace.config.completion` completes the others from the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Configuration of tensors and image inputs."""
+"""Configuration of a model's tensors: inputs, outputs, pre- and postprocessing, warm-up data.
+
+A configuration lists inputs and outputs as the model has them. With `preprocess.by: server` clients see the image input as UINT8
+pixels; with `postprocess` they see the ranked classes in place of an output of scores. A file may be written either way.
+"""
 
 from __future__ import annotations
 

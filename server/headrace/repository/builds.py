@@ -55,9 +55,9 @@ class BuildOrder:
 
 
 class EngineBuilds:
-    """The engines that are wanted, and what became of them.
+    """Queue of requested engine builds and their outcomes.
 
-    An order that has ended is not worked on again, however it ended, until it is another one or its model is forgotten.
+    A completed order is not built again, whatever its outcome, until it changes or is forgotten.
 
     Ownership: everything is guarded by `_lock`; `on_end` is called without it, from the thread that builds.
 
@@ -90,17 +90,17 @@ class EngineBuilds:
         self._killer: threading.Timer | None = None
 
     def start(self) -> None:
-        """Begin with what is wanted; before this it only waits."""
+        """Start building; orders only queue before."""
         with self._lock:
             self._started = True
             self._ensure_thread()
 
     def want(self, name: str, orders: Sequence[BuildOrder]) -> None:
-        """These are the engines wanted of a model now; others of it are called off."""
+        """Set the engines requested for a model; its other builds are cancelled."""
         with self._lock:
             self._waiting = [order for order in self._waiting if order.name != name or order in orders]
             if self._current is not None and self._current.name == name and self._current not in orders:
-                self._call_off()
+                self._cancel_current()
             self._ended = {o: failure for o, failure in self._ended.items() if o.name != name or o in orders}
             busy = {*self._waiting, self._current, *self._ended}
             new = [order for order in orders if order not in busy]
@@ -112,7 +112,7 @@ class EngineBuilds:
             self._changed.notify()
 
     def failure(self, order: BuildOrder) -> str | None:
-        """Why an order failed, "" if it did not; None while it waits or is worked on."""
+        """Error of a completed order, "" if it succeeded; None while it is queued or running."""
         with self._lock:
             return self._ended.get(order)
 
@@ -140,15 +140,15 @@ class EngineBuilds:
             return int(4 * self._share) if self._current == order else 0
 
     def stop(self) -> None:
-        """Call everything off and take nothing new; returns at once, see `join`."""
+        """Cancel all builds and accept no new ones; returns at once, see `join`."""
         with self._lock:
             self._stopping = True
             self._waiting.clear()
-            self._call_off()
+            self._cancel_current()
             self._changed.notify()
 
     def join(self) -> bool:
-        """Wait for the builder's end after `stop`; False if it does not even heed being killed."""
+        """Wait for the builder's end after `stop`; False if it survives SIGKILL."""
         thread = self._thread
         if thread is not None:
             thread.join(2 * _GRACE_S)
@@ -161,7 +161,7 @@ class EngineBuilds:
             self._thread = threading.Thread(target=self._main, name="builds", daemon=True)
             self._thread.start()
 
-    def _call_off(self) -> None:
+    def _cancel_current(self) -> None:
         self._current = None
         process, self._process = self._process, None
         if process is not None:
@@ -206,7 +206,7 @@ class EngineBuilds:
             self._stopping = True
             orders = [*([self._current] if self._current else []), *self._waiting]
             self._waiting.clear()
-            self._call_off()
+            self._cancel_current()
             self._ended |= dict.fromkeys(orders, _OVER)
         for order in orders:
             self._on_end(order, _OVER)
@@ -233,7 +233,7 @@ class EngineBuilds:
                 with self._lock:
                     self._process = process
                     if self._current != order:
-                        self._call_off()
+                        self._cancel_current()
                 with process:
                     for line in process.stdout or ():
                         self._read_progress(order, line)
@@ -280,7 +280,7 @@ def _step_back(process: subprocess.Popen[bytes]) -> None:
 
 
 def _reason(status: int, output: IO[bytes], order: BuildOrder) -> str:
-    """The last words of a builder that failed, without the places of this machine."""
+    """The last output lines of a failed builder, without paths of this machine."""
     if status < 0:
         name = signal.Signals(-status).name if -status in list(signal.Signals) else str(-status)
         return f"the builder was killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")

@@ -155,7 +155,7 @@ class _Drain:
 
 
 class Drains:
-    """Closes handles in the background, and tells the registry when the last one of an unloaded version has ended.
+    """Closes handles in the background, and updates the registry when the last handle of an unloaded version is closed.
 
     Ownership: `_active` is guarded by `_lock`; the registry's lock may be taken under it, never the other way round.
 
@@ -171,12 +171,12 @@ class Drains:
         self._active: set[_Drain] = set()
 
     def begin(self, name: str, version: str, handle: ModelHandle, after: Callable[[], None]) -> None:
-        """Close a handle once its requests are answered, however long that takes.
+        """Close a handle after its requests have completed, without a timeout.
 
         Args:
             name: of the model.
             version: its number.
-            handle: that nobody can lease any more.
+            handle: a handle that can no longer be leased.
             after: called when it is closed, and once more if that comes too late for `wait`.
         """
         thread = threading.Thread(target=lambda: self._run(drain), name=f"drain {name}/{version}", daemon=True)
@@ -225,14 +225,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model is to be had.
+    """Where a model is loaded from.
 
     Attributes:
-        name: of the model.
-        path: of its folder.
-        repository: that nothing may lead out of.
-        config: takes the place of the folder's own configuration.
-        private: the folder is the server's own and goes with the last version that was loaded from it.
+        name: name of the model.
+        path: folder of the model.
+        repository: folder that no link may lead out of.
+        config: replaces the configuration of the folder.
+        private: temporary folder of uploaded files; removed with the last version loaded from it.
     """
 
     name: str
@@ -244,7 +244,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What a version was made from; equal ones make equal versions.
+    """Inputs of a loaded version; equal signatures give equal versions.
 
     Attributes:
         files: of the version.
@@ -302,15 +302,15 @@ class _Model:
 
 
 class Deployments:
-    """What serves of each model, and the steps from one state to the next.
+    """The deployed versions of each model, and the steps that change them.
 
-    A load either succeeds as a whole or leaves alone what serves. Only a model of which nothing serves may come up in part.
+    A load either succeeds as a whole or changes nothing. Only a model without a serving version may be loaded in part.
 
     Args:
-        loader: makes handles.
-        registry: where they are published.
+        loader: creates handles.
+        registry: publishes them.
         drains: closes them in the background.
-        builds: makes engines for what serves without one.
+        builds: builds engines for versions that serve without one.
     """
 
     def __init__(self, loader: Loader, registry: Registry, drains: Drains, builds: EngineBuilds) -> None:
@@ -325,10 +325,10 @@ class Deployments:
         loader.gpu_model_cache.on_change = self._moved
 
     def load(self, source: ModelSource) -> None:
-        """Serve a model as its files are now: versions that have changed are built beside the old ones, then swapped.
+        """Load a model from its current files: changed versions are loaded beside the old ones, then swapped.
 
         Raises:
-            ConfigError: some version, or all of it, cannot be served; the registry has the reason.
+            ConfigError: a version or the whole model cannot be served; the registry has the reason.
         """
         LOADS.declare_each((source.name, result) for result in ("loaded", "reloaded", "unloaded", "failed"))
         try:
@@ -507,7 +507,7 @@ class Deployments:
             now, mine = fingerprint_version(source.path / number), folder.config.default_model_filename
             if without_builds(now, mine) != without_builds(signature.files, mine):
                 self._drains.begin(name, number, handle, lambda: None)
-                # Of a file that was only half there nobody can tell what came of it.
+                # The outcome of a build from a half-written file is unknown.
                 raise refuse(f"{name}/{number}", None, "has changed while it was being loaded", "load the model again")
         except ConfigError as error:
             if self._registry.state(name, number) is not State.READY:
@@ -546,7 +546,7 @@ class Deployments:
                 handle = _guarded(partial(self._loader.load, folder, version, plan), what)
                 break
             except ConfigError as error:
-                # An engine that finds no room is no broken one: the CPU takes its place only where somebody wants that.
+                # An engine that does not fit is not broken: the CPU replaces it only where the configuration allows that.
                 gpu_only = folder.config.fallback is None and requests_tensorrt(folder.config)
                 crowded = isinstance(error, NoRoom) and gpu_only
                 spare = None if crowded else plan.replaced(error)
@@ -590,7 +590,7 @@ class Deployments:
         return f"{self._builds.words(order, plan.engine)}; {meanwhile}"
 
     def _moved(self, handle: ModelHandle) -> None:
-        """A version was parked, is back, or could not be brought back."""
+        """Update the index after a version was evicted or loaded again, or could not be loaded."""
         name, number = handle.spec.name, handle.spec.version
         model = self._live.get(name)
         if model is not None and number in model.versions and model.versions[number].handle is handle:
@@ -672,7 +672,7 @@ def _set_not_on_gpu(version: _Version, reason: str) -> None:
 
 
 def _guarded(act: Callable[[], _T], what: str) -> _T:
-    """Whatever one model's files bring about ends as a ConfigError: the other models are not to suffer.
+    """Call `act` and turn every error into a ConfigError, so that one model cannot affect the others.
 
     Raises:
         ConfigError: it failed.

@@ -33,7 +33,7 @@ def tensorrt_machine() -> Machine:
 
 
 def memory_bytes(device: int) -> int:
-    """All memory of a GPU.
+    """Total memory of a GPU in bytes.
 
     Raises:
         Unsupported: there is no GPU of this number.
@@ -42,7 +42,7 @@ def memory_bytes(device: int) -> int:
 
 
 def devices_of(config: ModelConfig) -> list[int]:
-    """The GPU of each instance: as many as a group counts on each of its GPUs, on all the machine's where it names none.
+    """GPU numbers, one for each instance: `count` instances on each GPU of a group, on all GPUs if it names none.
 
     Groups of KIND_CPU beside others are for where no GPU is.
     """
@@ -57,13 +57,13 @@ def devices_of(config: ModelConfig) -> list[int]:
 
 
 def backend_parameters(config: ModelConfig, devices: Sequence[int]) -> dict[str, str]:
-    """The configuration's parameters, and what else the backend has to know."""
+    """Parameters of the configuration with those that the backend adds."""
     own = {MAX_BATCH_SIZE: str(config.max_batch_size), GPUS: ",".join(map(str, devices))}
     return {**config.parameters, **own}
 
 
 def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, file: str) -> None:
-    """Hold a plan's tensors against the configuration.
+    """Compare the tensors of a TensorRT plan with the configuration.
 
     Raises:
         ConfigError: one is missing, or of another type or shape; with all that was found.
@@ -86,10 +86,10 @@ def check_tensors(model: TensorRtModel | IsolatedModel, config: ModelConfig, fil
 
 
 def join_steps(model: TensorRtModel, config: ModelConfig, steps: Steps) -> Steps:
-    """Have the GPUs do what is to be done around a model, as far as they can.
+    """Move preprocessing and ranking onto the GPU where it can run them.
 
     Returns:
-        What is left to the CPU.
+        The steps that remain on the CPU.
     """
     prepares, ranks = _picture_stage(steps), _class_stage(steps, config)
     stages = [stage for stage in (prepares, ranks) if stage is not None]

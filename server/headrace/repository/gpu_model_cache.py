@@ -1,10 +1,10 @@
-"""Which loaded versions are in the memory of GPUs, who makes room for another, and who comes back when.
+"""Keeps the most recently used model versions in GPU memory, evicts others, and loads evicted versions on demand.
 
-A version that does not fit because of others is let in by parking those that were used longest ago. A request to a parked
-version brings it back the same way. So that two models that do not fit together take turns instead of chasing each other, a
-version stays for a while once it is loaded, unless nobody uses it; who waits for room is served first come first.
+A version that does not fit evicts the least recently used versions. A request to an evicted version loads it again in the same
+way. Each loaded version stays for a minimum time while it is in use, so that two models that do not fit together take turns
+instead of evicting each other at once. Versions that wait for memory are served first come, first served.
 
-    loaded --(make_room: used longest ago)--> parked --(wanted, and there is or can be room)--> loaded
+    loaded --(make_room: least recently used)--> evicted --(wanted, and there is or can be room)--> loaded
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from headrace.scheduling.handle import ModelHandle
 
 logger = logging.getLogger("headrace.memory")
 
-# Once loaded a version that is in use stays this long, or as long as the loading took: at least half of the time is served.
+# Minimum time in memory of a version in use, or its load time if longer: at least half of the time is spent serving.
 _MIN_RESIDENCE_NS = NS_PER_S
-# A version that nobody has used for so long is not in use.
+# A version without a request for this long is not in use.
 _IDLE_NS = NS_PER_S // 10
-# What a version may take to answer what it runs before it is parked; one that does not is left alone for longer.
+# Timeout for the requests that a version runs when it is evicted; after a timeout it is not evicted again for a while.
 _EVICT_TIMEOUT_S = 10.0
 _RETRY_EVICTION_NS = 60 * NS_PER_S
-# How long the end of versions that are unloaded is waited for before others are parked in their place.
+# Maximum wait for versions that are being closed before other versions are evicted instead.
 _DRAIN_S = 2.0
 _MAX_BACKOFF_S = 30
-# Between two attempts for somebody who waits for others to leave.
+# Minimum time between two attempts to load a version that waits for evictions.
 _MIN_WAIT_NS = NS_PER_S // 100
 
 
 @dataclass(slots=True, eq=False)
 class CachedModel:
-    """A version that has been loaded.
+    """A model version in the cache, loaded or evicted. Times are monotonic nanoseconds.
 
     Attributes:
-        handle: of it.
-        keep: it is never parked.
-        reopen: loads it anew and unparks the handle; gives the account of what it holds then.
-        needs: what it holds by GPU while it is loaded, in bytes.
-        loaded_ns: monotonic, when it was loaded last.
-        stays_ns: monotonic, until when it stays while it is in use.
-        stuck_ns: monotonic, before when nobody tries to park it again.
-        failures: loads on demand that have failed since it was loaded last.
-        problem: why the last one did; "" if it did not.
-        next_ns: monotonic, before when it is not tried again.
+        handle: handle of the version.
+        keep: the version is never evicted (`keep_loaded`).
+        reopen: loads the version again and returns the account of its memory.
+        needs: bytes that it holds while loaded, by GPU.
+        loaded_ns: time of the last load.
+        stays_ns: end of its minimum time in memory while it is in use.
+        stuck_ns: no eviction is attempted before this time.
+        failures: failed loads on demand since the last successful load.
+        problem: error of the last load on demand; "" if it succeeded.
+        next_ns: no load is attempted before this time.
     """
 
     handle: ModelHandle
@@ -70,16 +70,16 @@ class CachedModel:
 
     @property
     def serves(self) -> bool:
-        """It is in memory, and does not end by itself."""
+        """True while it is in memory and not being closed."""
         return self.handle.alive > 0 and not self.handle.parked and not self.handle.closing
 
     @property
     def last_ns(self) -> int:
-        """Monotonic, when it was used last, or loaded."""
+        """Time of its last request or load, in monotonic nanoseconds."""
         return max(self.handle.used_ns, self.loaded_ns)
 
     def leaves_ns(self) -> int:
-        """Monotonic, when it may be parked for somebody who waits."""
+        """Time from which it may be evicted for a version that waits, in monotonic nanoseconds."""
         handle = self.handle
         if handle.in_flight or handle.depth:
             return self.stays_ns
@@ -88,14 +88,14 @@ class CachedModel:
 
 @dataclass(slots=True)
 class LoadCounts:
-    """Of one version.
+    """Load and eviction counters of one version.
 
     Attributes:
-        count: how often it was loaded.
-        time_ns: what that took, all together.
-        last_ns: what the last load took.
-        on_demand: how often because a request waited.
-        evictions: how often it was parked for another.
+        count: number of loads.
+        time_ns: total load time.
+        last_ns: time of the last load.
+        on_demand: loads caused by a request.
+        evictions: evictions that made room for another version.
     """
 
     count: int = 0
@@ -106,20 +106,20 @@ class LoadCounts:
 
 
 class GpuModelCache:
-    """The tenants of all GPUs.
+    """LRU cache of model versions in the memory of all GPUs.
 
-    Ownership: `_wanted`, `_notified`, `_loads` and `_ended` are guarded by `_lock`, as is who comes into `_models` and leaves it;
-    `_gone` tells under it that somebody left. Tenants belong to the control thread.
+    Ownership: `_lock` guards `_wanted`, `_notified`, `_loads`, `_ended` and the keys of `_models`; `_gone` is its condition and
+    signals removals. `CachedModel` objects belong to the control thread.
 
     Args:
-        ledger: of their memory.
+        ledger: memory accounts of the GPUs.
         clock: monotonic nanoseconds.
 
     Attributes:
-        ledger: as given.
-        clock: as given.
-        on_wanted: called from any thread when a request waits for a parked version: `serve` is to be called.
-        on_change: called on the control thread when a version was parked, is back, or could not be loaded.
+        ledger: memory accounts of the GPUs.
+        clock: monotonic nanoseconds.
+        on_wanted: called from any thread when a request waits for an evicted version; the control thread then calls `serve`.
+        on_change: called on the control thread when a version was evicted or loaded again, or could not be loaded.
     """
 
     def __init__(self, ledger: Ledger | None = None, clock: Clock = monotonic_ns) -> None:
@@ -130,7 +130,7 @@ class GpuModelCache:
         self._lock = threading.Lock()
         self._gone = threading.Condition(self._lock)
         self._models: dict[ModelHandle, CachedModel] = {}
-        self._wanted: dict[ModelHandle, None] = {}  # in the order in which they were asked for
+        self._wanted: dict[ModelHandle, None] = {}  # in the order of the requests
         self._loads: dict[tuple[str, str], LoadCounts] = {}
         self._notified = False  # `on_wanted` was called, and `serve` has not been since
         self._ended: HeadraceError | None = None
@@ -140,29 +140,29 @@ class GpuModelCache:
     def add(
         self, handle: ModelHandle, account: Account, keep: bool, reopen: Callable[[], Account], begun_ns: int
     ) -> None:
-        """A version has been loaded.
+        """Add a version that has been loaded.
 
         Args:
-            handle: of it.
-            account: of what it holds.
-            keep: it is never parked.
-            reopen: loads it anew and unparks the handle.
-            begun_ns: monotonic, when the loading began.
+            handle: handle of the version.
+            account: account of its memory.
+            keep: never evict it.
+            reopen: loads it again after an eviction.
+            begun_ns: start of the load, monotonic nanoseconds.
         """
         model = CachedModel(handle, keep, reopen)
         with self._lock:
             self._models[handle] = model
-        self._settle_in(model, account, begun_ns)
+        self._record_load(model, account, begun_ns)
 
     def make_room(self, error: NoRoom, name: str) -> bool:
-        """Park others for a version that is to be loaded now, those in use too if it must be.
+        """Evict other versions for a version that is loaded now; versions in use only if there are no others.
 
         Args:
-            error: why it could not be loaded.
+            error: the failed allocation.
             name: model and version.
 
         Returns:
-            False if there is nothing to be done.
+            True if memory was freed, False if evictions cannot help.
         """
         if not error.others:
             return False
@@ -173,22 +173,22 @@ class GpuModelCache:
         if sum(model.needs[error.gpu] for model in victims) < error.lacking_bytes:
             return False
         victims.sort(key=lambda model: (model.leaves_ns() > now_ns, model.last_ns))
-        return self._park(victims, error.gpu, error.lacking_bytes, name)
+        return self._evict(victims, error.gpu, error.lacking_bytes, name)
 
     # For the control thread
 
     def serve(self) -> int | None:
-        """Bring back what is wanted, as far as there can be room now.
+        """Load the requested versions for which there is room now.
 
         Returns:
-            Monotonic, when to call again for what still has to wait; None if nothing does.
+            Time of the next call for versions that still wait, in monotonic nanoseconds; None if none waits.
         """
         with self._lock:
-            wanted, self._wanted = list(self._wanted), {}  # who asks from here on asks anew
+            wanted, self._wanted = list(self._wanted), {}  # later requests are new entries
             self._notified = False
         waiting: list[ModelHandle] = []
         due_ns: int | None = None
-        blocked: set[int] = set()  # GPUs that somebody who came earlier waits for
+        blocked: set[int] = set()  # GPUs that an earlier request waits for
         for handle in wanted:
             model = self._models.get(handle)
             if model is None or not handle.parked:
@@ -196,7 +196,7 @@ class GpuModelCache:
             if not blocked & model.needs.keys():
                 at_ns = self._possible_ns(model)
                 if at_ns <= self.clock():
-                    at_ns = self._bring_back(model)
+                    at_ns = self._load_again(model)
                 if not at_ns:
                     continue
                 due_ns = at_ns if due_ns is None else min(due_ns, at_ns)
@@ -207,7 +207,7 @@ class GpuModelCache:
         return due_ns
 
     def end(self, error: HeadraceError) -> None:
-        """Bring nothing back any more: what waits for a parked version, and what comes, is answered with an error."""
+        """Stop loading on demand: queued and future requests to evicted versions fail with `error`."""
         with self._lock:
             self._ended = error
             handles = [*self._models]
@@ -218,7 +218,7 @@ class GpuModelCache:
     # From any thread
 
     def wanted(self, handle: ModelHandle) -> None:
-        """A request waits for a version that is parked."""
+        """Note that a request waits for an evicted version."""
         with self._lock:
             ended = self._ended
             news = ended is None and not self._notified
@@ -230,7 +230,7 @@ class GpuModelCache:
             handle.refuse(ended)
 
     def forget(self, handle: ModelHandle) -> None:
-        """A version has been closed."""
+        """Remove a version that has been closed."""
         with self._gone:
             self._wanted.pop(handle, None)
             if self._models.pop(handle, None) is not None:
@@ -240,19 +240,19 @@ class GpuModelCache:
             self._gone.notify_all()
 
     def problem(self, handle: ModelHandle) -> str:
-        """Why a parked version could not be brought back; "" if it was not tried, or is back."""
+        """Error of the last load on demand of an evicted version; "" if there was none."""
         model = self._models.get(handle)
         return "" if model is None else model.problem
 
     def loads(self) -> list[tuple[str, str, LoadCounts]]:
-        """Model, version and counts of all that is loaded or parked."""
+        """Model, version and counters of all loaded and evicted versions."""
         with self._lock:
             return [(model, version, replace(loads)) for (model, version), loads in sorted(self._loads.items())]
 
     # Within, on the control thread
 
     def _candidates(self, gpu: int) -> list[CachedModel]:
-        """Who might make room on a GPU at some time."""
+        """Versions on a GPU that may be evicted at some time."""
         now_ns = self.clock()
         return [
             model
@@ -265,7 +265,7 @@ class GpuModelCache:
         return 0 if limit is None else max(self.ledger.held(gpu) + need_bytes - limit, 0)
 
     def _possible_ns(self, model: CachedModel) -> int:
-        """Monotonic, when a version can come back: once enough of the others may be parked; now if that is never."""
+        """Earliest load time: when enough of the others may be evicted; `next_ns` if that never frees enough."""
         at_ns = model.next_ns
         for gpu, need_bytes in model.needs.items():
             lacking = self._lacking(gpu, need_bytes)
@@ -279,39 +279,39 @@ class GpuModelCache:
                 at_ns = max(at_ns, leaves_ns)
         return at_ns
 
-    def _bring_back(self, model: CachedModel) -> int:
-        """Load a version anew; 0 if it is back or those who wait have been refused, else when to try again."""
+    def _load_again(self, model: CachedModel) -> int:
+        """Load a version again; returns 0 if it is loaded or its requests were refused, else the time of the next attempt."""
         for gpu, need_bytes in model.needs.items():
             if self._lacking(gpu, need_bytes):
                 self._await_ends(gpu)
             if (lacking_bytes := self._lacking(gpu, need_bytes)) > 0:
-                self._park_idle(gpu, lacking_bytes, model)
+                self._evict_idle(gpu, lacking_bytes, model)
         begun_ns = self.clock()
         while True:
             try:
                 account = model.reopen()
             except NoRoom as error:
                 if error.others and (
-                    self._await_ends(error.gpu) or self._park_idle(error.gpu, error.lacking_bytes, model)
+                    self._await_ends(error.gpu) or self._evict_idle(error.gpu, error.lacking_bytes, model)
                 ):
                     continue
                 later = self._candidates(error.gpu) if error.others else []
                 if later and sum(other.needs[error.gpu] for other in later) >= error.lacking_bytes:
                     leaves_ns = min(other.leaves_ns() for other in later)
                     return max(leaves_ns, self.clock() + _MIN_WAIT_NS)
-                self._put_off(model, error)
+                self._back_off(model, error)
             except HeadraceError as error:
-                self._put_off(model, error)
+                self._back_off(model, error)
             except Exception:
                 logger.exception("model %s could not be loaded again", model.name)
-                self._put_off(model, HeadraceError("the server's log has the cause"))
+                self._back_off(model, HeadraceError("the server's log has the cause"))
             else:
-                self._settle_in(model, account, begun_ns, on_demand=True)
+                self._record_load(model, account, begun_ns, on_demand=True)
                 logger.info("model %s is back: a request waited for it", model.name)
                 self.on_change(model.handle)
             return 0
 
-    def _settle_in(self, model: CachedModel, account: Account, begun_ns: int, on_demand: bool = False) -> None:
+    def _record_load(self, model: CachedModel, account: Account, begun_ns: int, on_demand: bool = False) -> None:
         now_ns = self.clock()
         model.needs = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
         model.loaded_ns, model.stays_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)
@@ -323,8 +323,8 @@ class GpuModelCache:
             loads.time_ns += loads.last_ns
             loads.on_demand += on_demand
 
-    def _put_off(self, model: CachedModel, error: HeadraceError) -> None:
-        """It cannot be loaded: those who wait are told, and who comes next waits for a while."""
+    def _back_off(self, model: CachedModel, error: HeadraceError) -> None:
+        """Refuse the requests that wait for a version that cannot be loaded, and back off."""
         wait_s = min(1 << model.failures, _MAX_BACKOFF_S)
         model.failures += 1
         model.problem = str(error)
@@ -334,16 +334,16 @@ class GpuModelCache:
         message = f"model '{model.handle.spec.name}' is out of memory and could not be loaded again: {error}"
         model.handle.refuse(Unavailable(message, wait_s))
 
-    def _park_idle(self, gpu: int, lacking_bytes: int, requester: CachedModel) -> bool:
-        """Park those that may leave now, used longest ago first; False if nobody was: none may, or it would not help."""
+    def _evict_idle(self, gpu: int, lacking_bytes: int, requester: CachedModel) -> bool:
+        """Evict idle versions, least recently used first; False if none was evicted: none is idle, or it would not help."""
         now_ns, candidates = self.clock(), self._candidates(gpu)
         if sum(model.needs[gpu] for model in candidates) < lacking_bytes:
             return False
         victims = [model for model in candidates if model.leaves_ns() <= now_ns]
         victims.sort(key=lambda model: model.last_ns)
-        return self._park(victims, gpu, lacking_bytes, requester.name)
+        return self._evict(victims, gpu, lacking_bytes, requester.name)
 
-    def _park(self, victims: Iterable[CachedModel], gpu: int, lacking_bytes: int, requester: str) -> bool:
+    def _evict(self, victims: Iterable[CachedModel], gpu: int, lacking_bytes: int, requester: str) -> bool:
         freed_bytes = 0
         for victim in victims:
             if freed_bytes and freed_bytes >= lacking_bytes:
@@ -361,7 +361,7 @@ class GpuModelCache:
         return freed_bytes > 0
 
     def _await_ends(self, gpu: int) -> bool:
-        """Wait for a version that is being closed to give back what it holds of a GPU; False if none does soon."""
+        """Wait for a version that is being closed to free its GPU memory; False if none does in time."""
 
         def ending() -> int:
             found = [t for t in self._models.values() if gpu in t.needs and t.handle.closing and not t.handle.parked]

@@ -40,11 +40,11 @@ _FIELDS = {
 
 
 class StoredLatencies(NamedTuple):
-    """What is kept of a version.
+    """Stored compute times of a version.
 
     Attributes:
-        times_ns: by instances and rows.
-        idle_ns: how long its smallest batch took before it served; 0: not known.
+        times_ns: compute times in nanoseconds, by instances and rows.
+        idle_ns: compute time of its smallest batch before it served; 0 if unknown.
     """
 
     times_ns: Mapping[int, Times]
@@ -55,20 +55,20 @@ NO_LATENCIES = StoredLatencies({}, 0)
 
 
 class LatencyStore:
-    """Profiles in a folder, which is made when one is written. Any thread may call any method.
+    """Latency tables in a folder, which is created by the first write. Thread-safe.
 
     Args:
-        folder: where; "~" is the user's.
+        folder: path; "~" is expanded.
     """
 
     def __init__(self, folder: Path) -> None:
-        with suppress(RuntimeError):  # no such user: then it cannot be written, which is told
+        with suppress(RuntimeError):  # no such user: the first write fails and is logged
             folder = folder.expanduser()
         self._folder = folder.absolute()
         self._warned = False
 
     def kept(self, config: ModelConfig, digest: str, runtime: str, instances: int) -> LatencyFile:
-        """The place of a version's profile, by all that decides how long its batches take.
+        """The stored latency table of a version, keyed by everything that decides its compute times.
 
         Args:
             config: of the model, complete.
@@ -77,7 +77,7 @@ class LatencyStore:
             instances: how many.
 
         Raises:
-            Unsupported: the machine cannot be told.
+            Unsupported: the machine cannot be identified.
         """
         machine = _machine(runtime)
         parts = {
@@ -93,13 +93,13 @@ class LatencyStore:
         return LatencyFile(self, key, config.name, str(machine))
 
     def read(self, key: str) -> StoredLatencies:
-        """What is kept under a key, if anything."""
+        """Read the entry of a key; `NO_LATENCIES` if there is none or it is invalid."""
         path = self._path(key)
         try:
             with path.open("rb") as stream:
                 content = stream.read(_MAX_BYTES + 1)
             document: Any = json.loads(content) if len(content) <= _MAX_BYTES else None
-            with suppress(OSError):  # what is read is not old
+            with suppress(OSError):  # marks it as recently used
                 os.utime(path)
             return _checked(document)
         except FileNotFoundError:
@@ -109,7 +109,7 @@ class LatencyStore:
             return NO_LATENCIES
 
     def write(self, key: str, name: str, machine: str, profile: Profile, idle_ns: int) -> None:
-        """Keep a profile, if anything is known.
+        """Write a latency table, unless it is empty.
 
         Args:
             key: of the version.
@@ -136,7 +136,7 @@ class LatencyStore:
         return self._folder / f"{key}.json"
 
     def _sweep(self) -> None:
-        """Remove those used longest ago, if there are too many."""
+        """Remove the least recently used files beyond the limit."""
         with os.scandir(self._folder) as entries:
             files = [entry for entry in entries if entry.name.endswith(".json") and not is_temporary(entry.name)]
         if len(files) <= _MAX_FILES:
@@ -148,13 +148,13 @@ class LatencyStore:
 
 @dataclass(frozen=True, slots=True)
 class LatencyFile:
-    """Where the profile of one version is kept.
+    """The stored latency table of one version.
 
     Attributes:
         store: the folder.
-        key: in it.
-        name: of the model.
-        machine: in words.
+        key: key of the version.
+        name: name of the model.
+        machine: description of the machine.
     """
 
     store: LatencyStore
@@ -172,7 +172,7 @@ class LatencyFile:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -217,21 +217,21 @@ def _count(text: object) -> int:
     return int(text)
 
 
-_ABANDONED_S = 30.0  # an instance whose batch takes longer holds the others up no more
+_ABANDONED_S = 30.0  # the others stop waiting for an instance whose batch takes longer
 
 
 class ConcurrentRuns:
-    """Runs the same size on several instances at once, one size after the other; each takes part on its own thread.
+    """Runs batches of one size on several instances at once, each on its own thread, one size after the other.
 
     Args:
-        instances: how many take part.
-        sizes: rows of the batches, in the order in which they are run.
-        feed: makes inputs of so many rows.
-        in_time: whether a batch of so many rows may still be begun.
+        instances: number of instances.
+        sizes: rows of the batches, in order.
+        feed: creates inputs of a number of rows.
+        in_time: returns whether a batch of a number of rows may still start.
         clock: monotonic nanoseconds.
 
     Attributes:
-        found_ns: by rows the times of all who took part.
+        times_ns: compute times of all instances, by rows.
     """
 
     def __init__(
@@ -253,10 +253,10 @@ class ConcurrentRuns:
         self._fed = threading.Barrier(instances, timeout=_ABANDONED_S)
 
     def take_part(self, execution: Execution) -> None:
-        """Run what is to be run, beside the others; returns early if one of them fails.
+        """Run all sizes on one instance, beside the others; returns early if another instance fails.
 
         Raises:
-            Exception: what the execution raises, for whose instance it is; the others stop then.
+            Exception: raised by this instance's execution; the other instances stop.
         """
         try:
             while True:
@@ -277,18 +277,18 @@ class ConcurrentRuns:
             raise
 
     def abort(self) -> None:
-        """Have all who take part return once their batch is done."""
+        """Stop all instances after their current batch."""
         self._chosen.abort()
         self._fed.abort()
 
     def _choose(self) -> None:
-        """By one of them, while the others wait."""
+        """Select the next size; called by one instance while the others wait at the barrier."""
         rows = next(self._sizes, 0)
         self._rows = rows if rows and self._in_time(rows) else 0
 
 
 Feed = Callable[[int], dict[str, Array]]
-"""Makes inputs of so many rows."""
+"""Creates inputs of a number of rows."""
 
 # Each size is run so often at most; the first time counts only if there is no other.
 _ROUNDS = 4

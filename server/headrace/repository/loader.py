@@ -42,7 +42,7 @@ _MEASURED = {
 
 
 def check_engine(plan: ServingPlan, config: ModelConfig) -> None:
-    """Hold an engine in ONNX against the configuration: it takes and gives what the model does, and nothing from elsewhere.
+    """Check that an engine in ONNX has the inputs and outputs of the configuration and no external files.
 
     Raises:
         ConfigError: it does not.
@@ -56,7 +56,7 @@ def check_engine(plan: ServingPlan, config: ModelConfig) -> None:
 
 
 def describe_stamp(stamp: Stamp) -> str:
-    """Precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
+    """Describe precision and accuracy of an engine for the log, e.g. "int8, top-1 agreement with FP32 99.1 %"."""
     accuracy = stamp.accuracy or {}
     measured = [
         f"{words} {100 * value:.1f} %"
@@ -86,7 +86,7 @@ def version_parameters(plan: ServingPlan, devices: Sequence[int]) -> dict[str, s
 
 
 def engine_parameters(stamp: Stamp) -> Mapping[str, str | float | bool]:
-    """What the metadata of a model say of the engine that serves it, each under a name that begins with "engine."."""
+    """Metadata of the engine that serves a model; each name begins with "engine."."""
     accuracy = stamp.accuracy or {}
     found: dict[str, str | float | bool] = {
         "engine.file": stamp.artefact,
@@ -110,11 +110,11 @@ FACTORIES = {
 
 
 def isolated(runtime: str, config: ModelConfig) -> IsolatedBackend:
-    """A backend that loads the model into a process of its own.
+    """Create a backend that loads the model in a child process.
 
     Args:
-        runtime: name of the backend that runs it there.
-        config: complete.
+        runtime: name of the backend that runs in the child process.
+        config: the complete configuration.
     """
     return IsolatedBackend(config.name, FACTORIES[runtime], config.isolation_timeout_s, _batch_bytes(config))
 
@@ -136,7 +136,7 @@ _MAX_FILL_THREADS = 4
 
 
 def open_backend(name: str) -> Backend:
-    """A backend by its name in the configuration; its library is imported here and not before.
+    """Create a backend by its name in the configuration; its library is imported here and not before.
 
     Raises:
         ConfigError: there is none of that name on this machine.
@@ -163,10 +163,10 @@ class Loader:
         on_dead: called with (model, version, instances left) when an instance dies.
         on_back: called with (model, version, instances that live) when one that had died serves again.
         backend: finds a backend by name.
-        gpu_model_cache: of what is loaded into the memory of GPUs.
-        gpu_memory_fraction: of each GPU's memory, what all versions together may take.
-        profile_s: how long each version is measured before it serves; 0: not at all.
-        profiles: where profiles outlive the process; None: nowhere.
+        gpu_model_cache: the models in GPU memory.
+        gpu_memory_fraction: share of each GPU's memory that all versions together may use.
+        profile_s: seconds for which each version is measured before it serves; 0 measures nothing.
+        profiles: stored latency tables; None stores nothing.
         state: the state folder, where engines of models lie whose folder cannot be written; None: there are none.
     """
 
@@ -182,10 +182,10 @@ class Loader:
     state: Path | None = None
 
     def plan(self, folder: ModelFolder, version: int) -> ServingPlan:
-        """Choose what runs a version, and which of its files.
+        """Choose the runtime and the file of a version.
 
         Raises:
-            ConfigError: nothing here runs it, or its file cannot be read.
+            ConfigError: no runtime on this machine runs it, or its file cannot be read.
         """
         from headrace.backends.tensorrt.api import gpu_is_visible
 
@@ -193,7 +193,7 @@ class Loader:
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))
 
     def engines(self, model: Path, version: int) -> Path | None:
-        """Where engines of a version lie if its own folder cannot be written; None: nowhere.
+        """Folder of a version's engines where its own folder is read-only; None without a state folder.
 
         Args:
             model: the model's folder.
@@ -202,7 +202,7 @@ class Loader:
         return None if self.state is None else engine_folder(self.state.expanduser(), model, version)
 
     def load(self, folder: ModelFolder, version: int, chosen: ServingPlan) -> ModelHandle:
-        """Read the file chosen, start the model's instances and warm them up; others are parked where it does not fit else.
+        """Read the file of the plan, start the instances and warm them up; evicts other models if GPU memory is short.
 
         Raises:
             NoRoom: it does not fit into the memory of a GPU.

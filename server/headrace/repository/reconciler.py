@@ -32,7 +32,7 @@ class _Model:
 
 
 class Watcher:
-    """Tells when to act: once a model has looked the same for the settle time, in two looks at least.
+    """Reports changed models once their fingerprint has been stable for the settle time, over at least two scans.
 
     Args:
         settle_ns: how long nothing may have changed, in nanoseconds.
@@ -109,10 +109,10 @@ class Desired:
 
 @dataclass(frozen=True, slots=True)
 class ControlPolicy:
-    """Who may change what is served while the server runs.
+    """How served models may change while the server runs.
 
     Attributes:
-        mode: nobody; clients ("explicit"); the files themselves ("poll").
+        mode: "none"; "explicit": by client requests; "poll": when files change.
         allow_override: a load request may bring its own configuration and files.
         poll_interval_s: between two looks at the repositories, in seconds.
         settle_s: how long a model's files must have stayed the same before they are loaded, in seconds.
@@ -131,7 +131,7 @@ class _Command:
 
 
 class Reconciler:
-    """Loads at start, serves commands or watches the folders, closes at the end; on a thread of its own.
+    """The control thread: loads models at start, runs load and unload commands or watches folders, and closes all at the end.
 
     `load` and `unload` are called on the event loop, the rest by the server's wiring. Ownership: `_waiting` and `_ended` are
     guarded by `_lock`; everything else belongs to the control thread.
@@ -170,7 +170,7 @@ class Reconciler:
         self._repository_lost = False
         self._skipped: set[SkippedFolder] = set()
         self._next_look_ns = 0
-        self._memory_ns: int | None = None  # when those that wait for memory may have it
+        self._memory_ns: int | None = None  # next `serve` of the GPU model cache
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
@@ -198,7 +198,7 @@ class Reconciler:
     # On the event loop: `Repository` of the front ends
 
     async def load(self, name: str, config: str | None, files: Mapping[str, bytes]) -> None:
-        """Load a model, or load it anew; returns when the new versions serve. What serves is replaced without a gap.
+        """Load or reload a model; returns when the new versions serve. Old versions serve until then.
 
         Args:
             name: of the model.
@@ -226,7 +226,7 @@ class Reconciler:
         await self._do(lambda: self._load(name, config, files))
 
     async def unload(self, name: str, dependents: bool) -> None:
-        """Stop serving a model; returns when nothing new is taken. What it has is answered in the background.
+        """Unload a model; returns when no new request is accepted. Its queued requests complete in the background.
 
         Args:
             name: of the model.
@@ -253,7 +253,7 @@ class Reconciler:
 
     async def _do(self, act: Callable[[], None]) -> None:
         outcome: Future[None] = Future()
-        outcome.set_running_or_notify_cancel()  # who leaves does not call the work off
+        outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel the command
         with self._lock:
             if self._ended or self._stop.is_set():
                 raise Unavailable("the server is stopping")
@@ -274,7 +274,7 @@ class Reconciler:
     # On any thread
 
     def _memory_wanted(self) -> None:
-        self._post(lambda: None)  # after every command it is seen to who waits for memory
+        self._post(lambda: None)  # `serve` of the GPU model cache runs after every command
 
     def _post(self, act: Callable[[], None]) -> None:
         with self._lock:
@@ -293,7 +293,7 @@ class Reconciler:
             self._next_look_ns = monotonic_ns() + self._pause_ns()
             while self._serve_one():
                 self._memory_ns = self._gpu_model_cache.serve()
-        except BaseException as error:  # the owner must learn that nothing will be loaded any more
+        except BaseException as error:  # reported to the owner: no model is loaded after this
             self._refuse_commands()
             self._on_loaded(error)
             self._stop.wait()
@@ -303,7 +303,7 @@ class Reconciler:
         self._clean = self._drains.wait(self._close_timeout_s)
 
     def _serve_one(self) -> bool:
-        """Wait for a command, or for the time of the next look; False when it is time to stop."""
+        """Wait for a command or the next scan; False when the thread must stop."""
         try:
             command = self._commands.get(timeout=self._wait_s())
         except queue.Empty:
@@ -376,7 +376,7 @@ class Reconciler:
         try:
             self._deployments.load(ModelSource(model.name, model.path, model.repository))
         except ConfigError:
-            return  # told in the log and in the index
+            return  # in the log and in the index
         except Exception:  # one model must not take the others down
             logger.exception("model %s could not be loaded", model.name)
 
@@ -409,7 +409,7 @@ class Reconciler:
             logger.warning("a model repository cannot be read: %s", error)
 
     def _list(self, found: Sequence[FoundModel]) -> None:
-        """The index has every model there is, loaded or not, and forgets those that are gone."""
+        """Add every model found to the index and remove the others."""
         names = {model.name for model in found}
         known = self._registry.names()
         for name in known - names:
@@ -421,7 +421,7 @@ class Reconciler:
     # Polling
 
     def _wait_s(self) -> float | None:
-        """Until the next look at the folders, or until somebody may have memory; None: for a command."""
+        """Seconds until the next scan or until a waiting version may be loaded; None: until a command arrives."""
         times_ns = [] if self._memory_ns is None else [self._memory_ns]
         if self._control.mode == "poll":
             times_ns.append(self._next_look_ns)
@@ -444,7 +444,7 @@ class Reconciler:
         try:
             found = self._scan()
         except (HeadraceError, OSError) as error:
-            # A disk that is away for a moment is no wish to unload everything.
+            # A disk that is unavailable for a moment does not unload every model.
             if not self._repository_lost:
                 logger.error("a model repository cannot be watched: %s", error)
             self._repository_lost = True

@@ -21,7 +21,7 @@ from headrace.scheduling.handle import ModelHandle
 
 
 class State(Enum):
-    """Where a version is; `word` is how the repository index says it."""
+    """State of a model version; `word` is its name in Triton's repository index."""
 
     UNKNOWN = "UNKNOWN"
     """Found in the repository, not looked at yet."""
@@ -34,7 +34,7 @@ class State(Enum):
     UNLOADING = "UNLOADING"
     """It takes no new requests and finishes what it has."""
     UNLOADED = "UNLOADED"
-    """It was unloaded, or never loaded because nobody asked for it."""
+    """It was unloaded, or never loaded because it was not requested."""
 
     @property
     def word(self) -> str:
@@ -144,7 +144,7 @@ _MAX_SHOWN_VERSIONS = 16
 
 
 def placement(parameters: Mapping[str, object]) -> dict[str, object]:
-    """What a version's metadata say of where it runs, by name without "headrace."."""
+    """Placement of a version from its metadata, by name without "headrace."."""
     return {name: parameters[f"headrace.{name}"] for name in PLACEMENT if f"headrace.{name}" in parameters}
 
 
@@ -167,7 +167,7 @@ _ASIDE = frozenset({State.UNLOADING, State.UNLOADED})
 
 
 class Registry:
-    """All models and what became of them.
+    """All models, their versions and states.
 
     Args:
         ready_when: "any": the server is ready while a model serves; "all": while every model that should serve does.
@@ -293,20 +293,20 @@ class Registry:
             record.reason = reason
 
     def state(self, name: str, version: str) -> State | None:
-        """Where a version is, None if it has never been heard of; "" is the model before its versions are known."""
+        """State of a version, None if it is unknown; "" is the model before its versions are known."""
         with self._lock:
             record = self._records.get((name, version))
             return record.state if record is not None else None
 
     def note(self, name: str, reason: str, version: str = "") -> None:
-        """Tell beside all versions of a model that serve, or beside one, why what was wanted in their place does not."""
+        """Set the reason shown beside the READY versions of a model, or beside one version."""
         with self._lock:
             for (model, number), record in self._records.items():
                 if model == name and record.state is State.READY and version in ("", number):
                     record.reason = reason
 
     def wait(self, name: str, version: str, reason: str) -> None:
-        """Tell why a version is still LOADING."""
+        """Set the reason why a version is still LOADING."""
         with self._lock:
             record = self._records.get((name, version))
             if record is not None and record.state is State.LOADING:
@@ -404,7 +404,7 @@ class Registry:
         ]
 
     def placements(self) -> dict[tuple[str, str], Mapping[str, object]]:
-        """Where each version that serves runs: runtime, device, precision, artefact, and why not on the GPU if that is open."""
+        """Placement of each serving version: runtime, device, precision, artefact, and the reason if it is not on a GPU."""
         return {(name, version): placement(handle.spec.parameters) for name, version, handle in self.sources()}
 
     def failures(self) -> list[tuple[str, str, str]]:
@@ -440,7 +440,7 @@ class Registry:
         return NotFound(f"{_UNKNOWN} {shown} is not found{self._hint(name, version)}")
 
     def suggestion(self, name: str) -> str:
-        """What to ask for instead of a model that is not there, to follow the error."""
+        """Suggest similar model names, to follow an error message."""
         serving, similar = self._similar
         if serving is not self._serving:  # built once for each set of models that serve
             serving = self._serving

@@ -27,7 +27,7 @@ _SHARE = 20
 
 
 class ServerOverview:
-    """Tells how all models fare; called on the event loop.
+    """Status of all models for the server's own page; called on the event loop.
 
     Args:
         registry: of the models.
@@ -49,7 +49,7 @@ class ServerOverview:
         if self._looking is None and self._clock() >= self._stale_ns:
             self._looking = asyncio.create_task(self._refresh())
         if self._looking is not None:
-            # It is made for all who ask: one who leaves takes it from nobody.
+            # Shared by all callers: the cancellation of one must not cancel it for the others.
             await asyncio.shield(self._looking)
         return self._last
 
@@ -58,7 +58,7 @@ class ServerOverview:
 
         Raises:
             NotFound, Unavailable: no such version.
-            NotFound: nobody has measured what serves it.
+            NotFound: the layers of the served file have not been measured.
         """
         handle = self._registry.lease(model, version)
         try:
@@ -72,8 +72,8 @@ class ServerOverview:
         except ConfigError as error:
             raise NotFound(str(error)) from None
         if report is None:
-            raise NotFound(f"nobody has measured the layers of model '{model}' version {number}: {cure}")
-        # Of an engine that serves no more nobody wants to know; a model's own file has no name of an engine.
+            raise NotFound(f"no layer times are published for model '{model}' version {number}: {cure}")
+        # Reports of an engine that no longer serves are not shown; a model's own file has no engine name.
         if report.artefact != engine and (engine or is_artefact_name(report.artefact)):
             raise NotFound(
                 f"the layers that were measured are those of {report.artefact}, which does not serve: {cure}"
@@ -191,7 +191,7 @@ class Explainer:
 
 
 def _off_gpu(handle: ModelHandle) -> list[Limit]:
-    """Why the CPU serves a version on a machine with a GPU, or though a GPU is asked for; nothing where neither holds."""
+    """Why the CPU serves a version although a GPU is present or requested; empty otherwise."""
     reason = handle.spec.parameters.get("headrace.not_on_gpu")
     if not reason:
         return []

@@ -122,7 +122,7 @@ def test_layers_are_those_of_what_serves(tmp_path: Path) -> None:
             return str(caught.value)
 
         assert "'other' is not found" in refused("other")
-        assert "nobody has measured" in refused()
+        assert "no layer times are published" in refused()
         (tmp_path / "m" / "1").mkdir(parents=True)
         assert "headrace inspect m --version 1 --publish" in refused()
         report = tmp_path / "m" / "1" / "layers.json"
