@@ -321,7 +321,7 @@ def test_the_whole_tree_keeps_the_rules() -> None:
 # Cycles that stand, each by its modules; the lists may only get shorter.
 KNOWN_CYCLES: set[tuple[str, ...]] = set()
 # Public classes that share a name with another one.
-KNOWN_NAMESAKES = "Account Accounts Backend Curve Load Plan Profile RateLimits Tally"
+KNOWN_NAMESAKES = "Account Accounts Backend Profile RateLimits"
 # Identifiers that say nothing to a reader (docs of the style are in CONTRIBUTING.md), refused in the packages below.
 REFUSED = (
     "alarms asked asks berth berths crew dock door everybody experience faithful flight hush leavers nobody "

@@ -17,7 +17,7 @@ from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import BY_NAME, FP32, ModelSpec, TensorSpec
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import HandlePolicy
-from headrace.simulation.replay import ANSWERED, Batches, Replay, Tally
+from headrace.simulation.replay import ANSWERED, BatchHistory, BatchRecorder, Replay
 from headrace.simulation.traces import Trace
 
 from loadtest.bench.dataplane import Device, Sleeper, sleep_until
@@ -105,14 +105,14 @@ class Real:
             self.done.set()
 
 
-class Timed(Tally):
+class Timed(BatchRecorder):
     """Remembers what batches took longer than their device.
 
     Attributes:
         added_ns: of each, from being pulled to being answered.
     """
 
-    def __init__(self, batches: Batches, device: Device) -> None:
+    def __init__(self, batches: BatchHistory, device: Device) -> None:
         super().__init__(batches)
         self._device = device
         self.added_ns: list[int] = []
@@ -156,7 +156,7 @@ async def _play(trace: Trace, policy: HandlePolicy, device: Device) -> Played:
     names = ("scores",) if device.depth == 1 else ("scores", "classes")
     outputs = {name: TensorSpec(name, FP32, (-1, -1)) for name in names}  # of any width: what they hold is not measured
     spec = ModelSpec("sleeper", "1", "none", {"x": TensorSpec("x", BY_NAME["UINT8"], (-1, 1))}, outputs, most)
-    batches = Batches()
+    batches = BatchHistory()
     recorder = Timed(batches, device)
     handle = ModelHandle(spec, policy, model, Mailbox(asyncio.get_running_loop()), recorder)
     await asyncio.to_thread(handle.start)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from headrace.core.clock import NS_PER_US
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation.batch_times import Latency, Profile
+from headrace.simulation.batch_times import LatencyProfile, StepLatency
 from headrace.simulation.replay import SimulatedModel, replay
 from headrace.simulation.report import Figures, report
-from headrace.simulation.traces import Load, Shape, make_trace
+from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 
 from loadtest.bench.clocked import Played, play
 from loadtest.bench.dataplane import Device
@@ -47,7 +47,7 @@ class Case:
     """
 
     share: float
-    shape: Shape = field(default_factory=Shape)
+    shape: ArrivalPattern = field(default_factory=ArrivalPattern)
     delay_us: int = 0
     depth: int = 1
     queue: int = 4096
@@ -58,7 +58,7 @@ CASES = {
     "half load, delay 5 ms": Case(0.5, delay_us=5000),
     "0.8 load": Case(0.8),
     "0.8 load, overlapped": Case(0.8, depth=2),
-    "bursts, 0.5 load": Case(0.5, Shape("bursty", burst_factor=4, burst_s=0.3, calm_s=1.2)),
+    "bursts, 0.5 load": Case(0.5, ArrivalPattern("bursty", burst_factor=4, burst_s=0.3, calm_s=1.2)),
     "1.5 load, 32 may wait": Case(1.5, queue=32),
 }
 
@@ -68,7 +68,7 @@ def _policy(case: Case) -> HandlePolicy:
 
 
 def _real(case: Case, seconds: float, seed: int) -> Played:
-    load = Load(case.share * _CAPACITY_HZ, seconds, case.shape)
+    load = Workload(case.share * _CAPACITY_HZ, seconds, case.shape)
     trace = make_trace(load, ["sleeper"], np.random.default_rng(seed))
     return play(trace, _policy(case), Device(_BATCH_US * NS_PER_US, _ROW_US * NS_PER_US, case.depth))
 
@@ -83,7 +83,7 @@ def compared(case: Case, seconds: float, seed: int, added_us: float) -> tuple[Fi
         added_us: what a batch takes besides its time on the device.
     """
     real = _real(case, seconds, seed).replay
-    profile = Profile(Latency.line(_BATCH_US, _ROW_US), fill=Latency.line(added_us))
+    profile = LatencyProfile(StepLatency.line(_BATCH_US, _ROW_US), fill=StepLatency.line(added_us))
     simulated = replay(real.trace, [SimulatedModel(_policy(case), profile, case.depth)])
     return report(real, [_SLO_MS]).total, report(simulated, [_SLO_MS]).total
 

@@ -18,10 +18,10 @@ from headrace.core.errors import WouldMiss
 from headrace.core.request import BatchTimes, InferRequest
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import UnderWay
+from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.handle import ModelHandle
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Quota, RateLimits, Sharing
-from headrace.scheduling.queue import Entry, Lane, Queue
+from headrace.scheduling.queue import Entry, Queue, ShapeQueue
 from headrace.scheduling.scheduler import Batch
 from headrace.simulation.replay import VirtualLoop
 
@@ -95,7 +95,7 @@ class Deep:
         self.handle = ModelHandle(spec, case.policy, _NoModel(), mailbox, Recorder(False), clock=self.loop.clock)
         sizes = [1 << power for power in range(_ROWS.bit_length())]
         self.handle.profile.seed({rows: [_BATCH_NS - (_ROWS - rows) * 10 * NS_PER_US] for rows in sizes})
-        self.handle._outlook.under_way = lambda: [UnderWay(self.loop.now_ns, [(self.loop.now_ns, _ROWS)])]
+        self.handle._admission.in_flight_work = lambda: [InFlightWork(self.loop.now_ns, [(self.loop.now_ns, _ROWS)])]
         self._random = np.random.default_rng(1)
         self._asked = 0
 
@@ -148,7 +148,7 @@ class Deep:
         poll, now_ns = self.handle._scheduler.poll, self.loop.now_ns
         taking_ns = 0
 
-        def take(queue: Queue, lane: Lane, count: int) -> list[Entry]:
+        def take(queue: Queue, lane: ShapeQueue, count: int) -> list[Entry]:
             nonlocal taking_ns
             began_ns = time.thread_time_ns()
             entries = _take(queue, lane, count)
@@ -163,7 +163,7 @@ class Deep:
             if not isinstance(batch, Batch):
                 raise RuntimeError(f"{batch} instead of a batch, with {self.handle.depth} waiting")
             times = BatchTimes(now_ns, now_ns, now_ns + _BATCH_NS, now_ns + _BATCH_NS)
-            self.handle._answers.settle(batch.entries, batch.reason, times, [{}] * len(batch.entries), _BATCH_NS)
+            self.handle._batch_results.settle(batch.entries, batch.reason, times, [{}] * len(batch.entries), _BATCH_NS)
         self.loop.advance(now_ns + batches * _BATCH_NS)
         return took_ns - taking_ns, taking_ns
 

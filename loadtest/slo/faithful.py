@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.scheduling.policy import Sharing
-from headrace.simulation.traces import Shape, Trace
+from headrace.simulation.traces import ArrivalPattern, Trace
 
 from loadtest.bench.results import CaseResult, Comparison, Figure, at_most
 from loadtest.bench.spread import Spread
@@ -23,7 +23,7 @@ from loadtest.slo.subject import (
 
 SLO_MS = 100.0
 _QUANTITIES = ("p50_ms", "p99_ms", "goodput_hz")
-_BURSTS = Shape("bursty", burst_factor=4, burst_s=0.6, calm_s=1.8)
+_BURSTS = ArrivalPattern("bursty", burst_factor=4, burst_s=0.6, calm_s=1.8)
 _TENANTS = (("calm", 0.3), ("flood", 1.2))
 
 CASES = {

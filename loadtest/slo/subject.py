@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
-from headrace.simulation.batch_times import Latency, Profile
+from headrace.simulation.batch_times import LatencyProfile, StepLatency
 from headrace.simulation.replay import ANSWERED, Replay, SimulatedModel, replay
-from headrace.simulation.traces import Load, Shape, Trace, make_trace
+from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace
 
 from loadtest.bench.clocked import play
 from loadtest.bench.dataplane import Device
@@ -88,7 +88,7 @@ def arrivals(
     share: float,
     seconds: float,
     seed: int,
-    shape: Shape | None = None,
+    shape: ArrivalPattern | None = None,
     clients: tuple[tuple[str, float], ...] = (),
     speed: Speed = USUAL,
 ) -> Trace:
@@ -102,7 +102,7 @@ def arrivals(
         clients: who asks, with weights.
         speed: of the device.
     """
-    load = Load(share * speed.capacity_hz, seconds, shape or Shape(), clients=clients)
+    load = Workload(share * speed.capacity_hz, seconds, shape or ArrivalPattern(), clients=clients)
     return make_trace(load, ["sleeper"], np.random.default_rng(seed))
 
 
@@ -210,7 +210,9 @@ def simulated(trace: Trace, setting: Setting, added_us: float = 0.0) -> Done:
         setting: of whom.
         added_us: what a batch takes besides its time on the device.
     """
-    profile = Profile(Latency.line(setting.speed.batch_us, setting.speed.row_us), fill=Latency.line(added_us))
+    profile = LatencyProfile(
+        StepLatency.line(setting.speed.batch_us, setting.speed.row_us), fill=StepLatency.line(added_us)
+    )
     return Done(replay(trace, [SimulatedModel(setting.policy, profile, setting.depth)]), setting)
 
 

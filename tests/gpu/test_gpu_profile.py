@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from headrace.repository.reconciler import ControlPolicy, Reconciler
 from headrace.repository.registry import Registry
-from headrace.scheduling.latency_table import Known
+from headrace.scheduling.latency_table import LatencyEntry
 from headrace_engines.progress import silent
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -35,8 +35,8 @@ def test_the_profile_of_a_plan(tmp_path: Path, graphs: bool) -> None:
     )
     shapes = ShapeRange({"X": ((1, 16), (ROWS, 16), (ROWS, 16))})
     TensorRtTarget().build(affine(seed=1), TargetSpec("fp32", (shapes,)), folder / "1" / "model.plan", silent)
-    before: list[Known] = []
-    after: list[Known] = []
+    before: list[LatencyEntry] = []
+    after: list[LatencyEntry] = []
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("m", "")

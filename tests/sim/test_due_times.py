@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError, WouldMiss
 from headrace.core.request import InferResponse
-from headrace.scheduling.admission import Outlook
-from headrace.scheduling.batching import Planner, WaitUntil
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.admission import AdmissionController
+from headrace.scheduling.batching import CostModel, WaitUntil
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits, Sharing
-from headrace.scheduling.queue import FAR_NS, Entry, Order
+from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.simulation.batch_times import Latency
-from headrace.simulation.batch_times import Profile as Simulated
+from headrace.simulation.batch_times import LatencyProfile as Simulated
+from headrace.simulation.batch_times import StepLatency
 from headrace.simulation.replay import ANSWERED, SimulatedModel, replay
 from headrace.simulation.report import Figures, report
-from headrace.simulation.traces import Load, Shape, make_trace
+from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,16 +47,16 @@ class World:
 
     instances: int
     objective_ns: int
-    order: Order = field(default_factory=Order)
+    order: QueueOrder = field(default_factory=QueueOrder)
     levels: int = 1
     now_ns: int = 0
 
     def __post_init__(self) -> None:
         policy = BatchPolicy(8, objective_ns=self.objective_ns)
         self.scheduler = Scheduler(policy, QueueLimits(), self.levels, lambda: self.now_ns, order=self.order)
-        profile = Profile()
+        profile = LatencyTable()
         profile.seed({rows: [self.takes_ns(rows)] for rows in range(1, 9)})
-        self.scheduler.plan_by(Planner(profile, policy))
+        self.scheduler.set_cost_model(CostModel(profile, policy))
         self.scheduler.set_instances(self.instances)
         self.free_ns = [0] * self.instances
         self.entries: list[Entry] = []
@@ -79,10 +79,10 @@ class World:
 
     def arrive(self, asked: Asked) -> None:
         deadline_ns = asked.at_ns + asked.deadline_ns if asked.deadline_ns else 0
-        asks = request(asked.rows, client=asked.client, deadline_ns=deadline_ns)
-        asks.received_ns = asked.at_ns
-        new = Entry(asks, Slot(), asked.level, self.now_ns, self.objective_ns)
-        new.leave = self.scheduler.discard
+        is_pulling = request(asked.rows, client=asked.client, deadline_ns=deadline_ns)
+        is_pulling.received_ns = asked.at_ns
+        new = Entry(is_pulling, Slot(), asked.level, self.now_ns, self.objective_ns)
+        new.remove = self.scheduler.discard
         new.completion.after = new.on_settled
         self.entries.append(new)
         self.scheduler.enqueue([new])
@@ -117,7 +117,9 @@ worlds = st.builds(
     World,
     instances=st.integers(1, 3),
     objective_ns=st.sampled_from([0, 30, 80]),
-    order=st.builds(Order, aging_ns=st.sampled_from([0, 50]), sharing=st.sampled_from([None, Sharing({"a": 3.0})])),
+    order=st.builds(
+        QueueOrder, aging_ns=st.sampled_from([0, 50]), sharing=st.sampled_from([None, Sharing({"a": 3.0})])
+    ),
     levels=st.just(3),
 )
 
@@ -162,7 +164,7 @@ def test_where_the_time_suffices_nobody_is_refused(instances: int, arrivals: lis
 
 
 def test_a_flood_leaves_the_other_client_its_share_and_its_time() -> None:
-    world = World(1, 200, Order(0, Sharing()))
+    world = World(1, 200, QueueOrder(0, Sharing()))
     flood = [Asked(at_ns, 1, 0, "flood", 0) for at_ns in range(4000)]  # a row a ns: 3 can be served in 10 ns
     calm = [Asked(at_ns, 1, 0, "calm", 0) for at_ns in range(50, 4000, 40)]
     world.run(flood + calm)
@@ -174,7 +176,7 @@ def test_a_flood_leaves_the_other_client_its_share_and_its_time() -> None:
 
 
 def test_of_two_that_flood_each_gets_what_its_weight_says() -> None:
-    world = World(2, 300, Order(0, Sharing({"big": 3.0})))
+    world = World(2, 300, QueueOrder(0, Sharing({"big": 3.0})))
     arrivals = [Asked(at_ns, 1, 0, client, 0) for at_ns in range(4000) for client in ("big", "small")]
     world.run(arrivals)
     early = [entry for entry, done_ns in world.done_ns.items() if 1000 < done_ns < 4000]
@@ -193,8 +195,8 @@ def test_a_promise_of_two_batches_is_kept_to_a_quiet_client_beside_a_flood(
 ) -> None:
     capacity_hz, seconds = ROWS / (batch_us + ROWS * row_us) * 1e6, 4.0
     policy = HandlePolicy(BatchPolicy(ROWS, objective_ns=slo_ms * MS), QueueLimits(1 << 20), sharing=Sharing())
-    model = SimulatedModel(policy, Simulated(Latency.line(batch_us, row_us), variation=variation))
-    load = Load((calm + 2.0) * capacity_hz, seconds, clients=(("calm", calm), ("flood", 2.0)))
+    model = SimulatedModel(policy, Simulated(StepLatency.line(batch_us, row_us), variation=variation))
+    load = Workload((calm + 2.0) * capacity_hz, seconds, clients=(("calm", calm), ("flood", 2.0)))
     trace = make_trace(load, ["m"], np.random.default_rng(0))
     assert trace.clients is not None
     quiet = trace.clients == 0
@@ -210,11 +212,11 @@ def figures(
     load: float, slo_ms: float | None, instances: int = 1, depth: int = 1, delay_us: int = 0, kind: str = "poisson"
 ) -> tuple[Figures, float]:
     """A model that does 32 rows in 2.37 ms asked at a share of its capacity; and that capacity in rows a second."""
-    simulated = Simulated(Latency.line(450, 60), variation=0.05)
+    simulated = Simulated(StepLatency.line(450, 60), variation=0.05)
     capacity_hz = instances * ROWS / (450e-6 + ROWS * 60e-6)
     policy = BatchPolicy(ROWS, (), delay_us * 1000, objective_ns=int((slo_ms or 0) * MS))
     model = SimulatedModel(HandlePolicy(policy, instances=instances), simulated, depth)
-    trace = make_trace(Load(load * capacity_hz, SECONDS, Shape(kind)), ["m"], np.random.default_rng(7))
+    trace = make_trace(Workload(load * capacity_hz, SECONDS, ArrivalPattern(kind)), ["m"], np.random.default_rng(7))
     return report(replay(trace, [model]), [slo_ms or 20.0], 300 * MS).total, capacity_hz
 
 
@@ -238,7 +240,7 @@ def test_without_a_promise_nothing_is_good_at_that_load() -> None:
 
 @pytest.mark.parametrize("load", [1.5, 2.0])
 def test_giving_up_early_keeps_most_of_it_even_without_admission(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Outlook, "admit", lambda *_: None)
+    monkeypatch.setattr(AdmissionController, "admit", lambda *_: None)
     told, capacity_hz = figures(load, 20)
     assert told.goodput_hz is not None
     assert told.goodput_hz > 0.95 * capacity_hz

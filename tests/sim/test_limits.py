@@ -9,25 +9,25 @@ import pytest
 from headrace.core.clock import NS_PER_MS
 from headrace.core.request import BatchTimes
 from headrace.observability.counters import Recorder
-from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
 from headrace.simulation import replay
-from headrace.simulation.batch_times import Latency
-from headrace.simulation.batch_times import Profile as Steps
-from headrace.simulation.replay import Batches, SimulatedModel, Tally
-from headrace.simulation.traces import Load, Shape, make_trace
+from headrace.simulation.batch_times import LatencyProfile as Steps
+from headrace.simulation.batch_times import StepLatency
+from headrace.simulation.replay import BatchHistory, BatchRecorder, SimulatedModel
+from headrace.simulation.traces import ArrivalPattern, Workload, make_trace
 
 MS = NS_PER_MS
 
 
-class Kept(Tally):
+class Kept(BatchRecorder):
     """Keeps totals as a server does; virtual time is over when somebody asks."""
 
     made: list[Kept]
     now_ns = 0
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: BatchHistory) -> None:
         super().__init__(batches)
         Recorder.__init__(self, True, lambda: self.now_ns)
         Kept.made = [self]
@@ -50,7 +50,7 @@ class Kept(Tally):
 @pytest.fixture
 def explained(monkeypatch: pytest.MonkeyPatch) -> object:
     """Replays a load for some seconds and gives the situation after it."""
-    monkeypatch.setattr(replay, "Tally", Kept)
+    monkeypatch.setattr(replay, "BatchRecorder", Kept)
 
     def explain(
         rate_hz: float,
@@ -59,26 +59,26 @@ def explained(monkeypatch: pytest.MonkeyPatch) -> object:
         row_us: float = 100,
         shapes: int = 1,
         **load: object,
-    ) -> Situation:
-        trace = make_trace(Load(rate_hz, 5.0, **load), ["m"], np.random.default_rng(1))  # type: ignore[arg-type]
+    ) -> LoadSnapshot:
+        trace = make_trace(Workload(rate_hz, 5.0, **load), ["m"], np.random.default_rng(1))  # type: ignore[arg-type]
         if shapes > 1:
             trace = dataclasses.replace(trace, shapes=np.arange(len(trace)) % shapes)
-        done = replay.replay(trace, [SimulatedModel(policy, Steps(Latency.line(batch_us, row_us)))])
+        done = replay.replay(trace, [SimulatedModel(policy, Steps(StepLatency.line(batch_us, row_us)))])
         (recorder,) = Kept.made
         recorder.now_ns = int(trace.times_ns[-1])
         for outcome in done.outcomes:
             if outcome != replay.ANSWERED:
                 recorder.failure(outcome, MS)
-        profile, most = Profile(), policy.batch.max_rows
+        profile, most = LatencyTable(), policy.batch.max_rows
         for rows in {most, *(1 << power for power in range(most.bit_length()))}:
             profile.seed({rows: [int((batch_us + rows * row_us) * 1000)]})
-        return Situation(recorder.recent(), policy, profile, policy.instances)
+        return LoadSnapshot(recorder.recent(), policy, profile, policy.instances)
 
     return explain
 
 
-def first(now: Situation) -> Limit:
-    return limits(now)[0]
+def first(now: LoadSnapshot) -> Bottleneck:
+    return find_bottlenecks(now)[0]
 
 
 def policy(max_rows: int = 16, delay_ms: float = 0, queue: int = 4096, **more: object) -> HandlePolicy:
@@ -88,9 +88,9 @@ def policy(max_rows: int = 16, delay_ms: float = 0, queue: int = 4096, **more: o
 
 
 def test_nobody_asks() -> None:
-    now = Situation(Recorder().recent(), policy(), Profile(), 1)
-    assert [limit.kind for limit in limits(now)] == ["idle"]
-    assert numbers(now)["requests_per_s"] == 0
+    now = LoadSnapshot(Recorder().recent(), policy(), LatencyTable(), 1)
+    assert [limit.kind for limit in find_bottlenecks(now)] == ["idle"]
+    assert snapshot_figures(now)["requests_per_s"] == 0
 
 
 def test_arrivals_too_sparse_to_batch(explained) -> None:  # type: ignore[no-untyped-def]
@@ -99,12 +99,12 @@ def test_arrivals_too_sparse_to_batch(explained) -> None:  # type: ignore[no-unt
     assert (limit.kind, limit.setting) == ("arrivals", "")
     assert "0.1 requests are in the server at a time" in limit.explanation
     assert limit.expected == f"up to {16 / 0.0026:,.0f} rows/s, now {now.per_s(now.recent.totals.rows):,.0f}"
-    assert numbers(now)["busy"] == pytest.approx(0.055, rel=0.2)
+    assert snapshot_figures(now)["busy"] == pytest.approx(0.055, rel=0.2)
 
 
 def test_requests_that_are_not_merged(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(1500, policy(merge=False))
-    assert [limit.kind for limit in limits(now)] == ["unmerged"]
+    assert [limit.kind for limit in find_bottlenecks(now)] == ["unmerged"]
     assert first(now).setting == "dynamic_batching {}"
     gain = (16 / 2.6) / (1 / 1.1)
     assert first(now).expected.startswith(
@@ -114,19 +114,19 @@ def test_requests_that_are_not_merged(explained) -> None:  # type: ignore[no-unt
 
 def test_a_full_queue_is_told_beside_its_cause(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(3000, policy(merge=False, queue=50))
-    assert [limit.kind for limit in limits(now)] == ["overloaded", "unmerged"]
+    assert [limit.kind for limit in find_bottlenecks(now)] == ["overloaded", "unmerged"]
     assert "the profile has 6,154 rows/s at the most, in batches of 16" in first(now).explanation
 
 
 def test_shapes_split_batches(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(6000, policy(queue=16), shapes=8)
-    found = {limit.kind: limit for limit in limits(now)}
+    found = {limit.kind: limit for limit in find_bottlenecks(now)}
     assert list(found)[:2] == ["overloaded", "shapes"]
     assert "had another shape than the one before" in found["shapes"].explanation
 
 
 def test_a_preferred_size_that_is_too_small(explained) -> None:  # type: ignore[no-untyped-def]
-    found = {limit.kind: limit for limit in limits(explained(6000, policy(preferred_rows=(4,), queue=200)))}
+    found = {limit.kind: limit for limit in find_bottlenecks(explained(6000, policy(preferred_rows=(4,), queue=200)))}
     assert found["preferred"].cure == "prefer 16 rows, or nothing"
     assert "in batches of 16, 2,857 in those of now" in found["preferred"].expected
 
@@ -135,23 +135,25 @@ def test_batches_that_close_too_soon(explained) -> None:  # type: ignore[no-unty
     now = explained(3500, policy())
     limit = first(now)
     assert (limit.kind, limit.setting) == ("delay_too_short", "dynamic_batching.max_queue_delay_microseconds")
-    assert now.busy > 0.9
+    assert now.utilization > 0.9
     assert now.mean_rows < 8
 
 
 def test_full_batches_on_a_busy_instance(explained) -> None:  # type: ignore[no-untyped-def]
-    found = {limit.kind: limit for limit in limits(explained(8000, policy(queue=300)))}
+    found = {limit.kind: limit for limit in find_bottlenecks(explained(8000, policy(queue=300)))}
     assert (next(iter(found)), found["compute"].setting) == ("overloaded", "max_batch_size")
     assert found["compute"].cure == "allow 32 rows in a batch"
     # Where a row costs as much in any batch, size is no cure.
-    found = {limit.kind: limit for limit in limits(explained(2000, policy(queue=300), batch_us=10, row_us=1000))}
+    found = {
+        limit.kind: limit for limit in find_bottlenecks(explained(2000, policy(queue=300), batch_us=10, row_us=1000))
+    }
     assert found["compute"].setting == "instance_group"
 
 
 def test_instances_that_disturb_each_other_are_told(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(6000, policy(queue=300, instances=2), batch_us=10, row_us=1000)
     now.profile.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
-    (limit,) = [limit for limit in limits(now) if limit.kind == "compute"]
+    (limit,) = [limit for limit in find_bottlenecks(now) if limit.kind == "compute"]
     assert "2 instances get 1.1 times as much done as one" in limit.explanation
     assert limit.cure.startswith("keep one instance")
 
@@ -164,8 +166,8 @@ def test_a_delay_that_nobody_shares(explained) -> None:  # type: ignore[no-untyp
 
 
 def test_bursts_wait_though_there_is_time(explained) -> None:  # type: ignore[no-untyped-def]
-    now = explained(250, policy(max_rows=1), shape=Shape("bursty", 10.0, 0.05, 0.3))
-    assert now.busy < 0.6
+    now = explained(250, policy(max_rows=1), shape=ArrivalPattern("bursty", 10.0, 0.05, 0.3))
+    assert now.utilization < 0.6
     assert (first(now).kind, first(now).cure) == ("queue", "try a second instance")
 
 
@@ -174,10 +176,10 @@ def test_a_promise_that_is_not_kept(explained) -> None:  # type: ignore[no-untyp
     late = dataclasses.replace(now, policy=policy(objective_ns=MS // 2))
     assert (
         "0.5 ms are promised: a single row takes 1.1 ms"
-        in {limit.kind: limit for limit in limits(late)}["late"].explanation
+        in {limit.kind: limit for limit in find_bottlenecks(late)}["late"].explanation
     )
     kept = dataclasses.replace(now, policy=policy(objective_ns=10 * MS))
-    assert [limit.kind for limit in limits(kept)] == ["arrivals"]
+    assert [limit.kind for limit in find_bottlenecks(kept)] == ["arrivals"]
 
 
 def batches(rows: int, reason: str, assembly_ms: float = 0, queue_ms: float = 0, count: int = 900) -> Recorder:
@@ -192,58 +194,60 @@ def batches(rows: int, reason: str, assembly_ms: float = 0, queue_ms: float = 0,
 
 
 def test_padding_copies_and_quotas() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [MS], 5: [MS], 8: [MS]})
-    padded = Situation(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
-    limit = {limit.kind: limit for limit in limits(padded)}["padding"]
+    padded = LoadSnapshot(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
+    limit = {limit.kind: limit for limit in find_bottlenecks(padded)}["padding"]
     assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times as much", True)
-    copied = Situation(batches(4, "idle", assembly_ms=2, count=300).recent(), policy(), profile, 1)
+    copied = LoadSnapshot(batches(4, "idle", assembly_ms=2, count=300).recent(), policy(), profile, 1)
     assert first(copied).kind == "copies"
     recorder = batches(4, "idle", count=100)
     for _ in range(20):
         recorder.failure("quota", 1)
-    limit = first(Situation(recorder.recent(), policy(), profile, 1))
+    limit = first(LoadSnapshot(recorder.recent(), policy(), profile, 1))
     assert (limit.kind, limit.setting) == ("quota", "rate_limits")
     assert limit.explanation == "17 % of the requests were refused because their client was over its quota"
 
 
 def test_a_promise_that_keeps_batches_small() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [MS], 2: [MS], 32: [4 * MS]})
-    now = Situation(batches(2, "deadline", count=960).recent(), policy(32, objective_ns=5 * MS), profile, 1)
-    limit = {limit.kind: limit for limit in limits(now)}["promise"]
+    now = LoadSnapshot(batches(2, "deadline", count=960).recent(), policy(32, objective_ns=5 * MS), profile, 1)
+    limit = {limit.kind: limit for limit in find_bottlenecks(now)}["promise"]
     assert (limit.setting, limit.cure) == ("slo.p99_ms", "promise 8 ms or more")
     assert limit.expected.startswith("4.0 times as much")
 
 
 def test_something_is_said_of_any_load() -> None:
-    now = Situation(batches(8, "full", queue_ms=0.1, count=600).recent(), policy(8), Profile(), 1)
-    assert limits(now)
-    assert numbers(now)["rows_per_batch"] == 8
+    now = LoadSnapshot(batches(8, "full", queue_ms=0.1, count=600).recent(), policy(8), LatencyTable(), 1)
+    assert find_bottlenecks(now)
+    assert snapshot_figures(now)["rows_per_batch"] == 8
 
 
 def test_who_promises_refuses_and_says_so(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(12_000, policy(objective_ns=20 * MS, queue=100_000))
-    found = {limit.kind: limit for limit in limits(now)}
+    found = {limit.kind: limit for limit in find_bottlenecks(now)}
     assert next(iter(found)) == "overloaded"
     assert "would_miss" in found["overloaded"].explanation
     assert "late" not in found, "what is answered is in time"
-    assert now.busy > 0.9
+    assert now.utilization > 0.9
     assert found.keys() & {"compute", "promise"}
 
 
 def test_parked_models_and_dead_instances_come_first() -> None:
     recent = batches(8, "full", count=500).recent()
-    assert first(Situation(recent, policy(instances=2), Profile(), 0, parked=True)).kind == "parked"
-    dead = first(Situation(recent, policy(instances=2), Profile(), 1))
+    assert first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 0, evicted=True)).kind == "parked"
+    dead = first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 1))
     assert (dead.kind, "1 of 2 instances live" in dead.explanation) == ("instances", True)
 
 
 def test_threads_that_come_late_are_told_apart_from_bursts() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [MS]})
-    limit = first(Situation(batches(1, "idle", queue_ms=5, count=100).recent(), policy(), profile, 1))
+    limit = first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), policy(), profile, 1))
     assert (limit.kind, "a batch takes 1 ms" in limit.explanation) == ("processor", True)
     assert limit.expected == "answers up to 4 ms sooner on average"
     for changed in (policy(merge=False), policy(max_rows=1)):  # one waits for the other
-        assert first(Situation(batches(1, "idle", queue_ms=5, count=100).recent(), changed, profile, 1)).kind == "queue"
+        assert (
+            first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), changed, profile, 1)).kind == "queue"
+        )

@@ -15,8 +15,8 @@ import pytest
 from headrace.core.completion import settle_all
 from headrace.core.request import InferResponse
 from headrace.observability.counters import Recorder
-from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
-from headrace.scheduling.pipeline import Pace, Pipeline, _Run
+from headrace.scheduling.executor import BatchResults, OutputCheck, SerialRunner
+from headrace.scheduling.pipeline import LaunchPacing, Pipeline, _PendingBatch
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
@@ -84,21 +84,21 @@ class World:
         for index in sorted(range(self.instances), key=lambda i: self.pipelines[i]._open):
             pipeline = self.pipelines[index]
             while pipeline._open < self.depth and self.filling_until_ns[index] <= self.now_ns:
-                pull_ns = pipeline._pace.pull_ns(self.scheduler.waiting_rows) if pipeline._pace is not None else 0
+                pull_ns = pipeline._pacing.pull_ns(self.scheduler.waiting_rows) if pipeline._pacing is not None else 0
                 if self.now_ns < pull_ns:
                     self.at(pull_ns, lambda: None)
                     break
                 batch = self.scheduler.poll(self.now_ns)
                 if not isinstance(batch, Batch):
                     break
-                self._fly(index, _Run(batch.entries, batch.reason, batch.taken_ns))
+                self._fly(index, _PendingBatch(batch.entries, batch.reason, batch.taken_ns))
 
-    def _fly(self, index: int, run: _Run) -> None:
+    def _fly(self, index: int, run: _PendingBatch) -> None:
         pipeline, device = self.pipelines[index], self.devices[index]
         rows = sum(entry.rows for entry in run.entries)
         self.sizes.append(rows)
-        pipeline._held.add(run)
-        assert pipeline._fly(run)
+        pipeline._pending.add(run)
+        assert pipeline._start(run)
         pipeline._launched.put(run)
         self.filling_until_ns[index], self.spent_ns = self.clock(), 0
         self.at(self.filling_until_ns[index], lambda: None)  # the thread is free again: look at the queue
@@ -107,13 +107,13 @@ class World:
     def _land(self, pipeline: Pipeline) -> None:
         run = pipeline._launched.get_nowait()
         assert run is not None
-        pipeline._landed.put(pipeline._finish(run))
-        pipeline._land()
+        pipeline._finished.put(pipeline._finish(run))
+        pipeline._collect_finished()
 
     def _pipeline(self, device: VirtualPipeline) -> Pipeline:
-        answers = Answers(self.recorder, settle_all, lambda _busy_ns: None, OutputCheck(SPEC))
+        answers = BatchResults(self.recorder, settle_all, lambda _busy_ns: None, OutputCheck(SPEC))
         serial = SerialRunner(device, self.scheduler, self.policy.max_rows, answers, self.clock)
-        pace = Pace(self.policy.max_rows) if self.paced else None
+        pace = LaunchPacing(self.policy.max_rows) if self.paced else None
         return Pipeline("virtual", device, self.scheduler, 1, serial, answers, lambda _: None, pace, self.clock)
 
 

@@ -13,10 +13,10 @@ import pytest
 from headrace.core.request import InferResponse
 from headrace.scheduling import latency_table as dataplane
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, QueueLimits
-from headrace.simulation.batch_times import Latency, Profile
+from headrace.simulation.batch_times import LatencyProfile, StepLatency
 from headrace.simulation.replay import Replay, SimulatedModel, replay
 from headrace.simulation.report import report
-from headrace.simulation.traces import Load, Trace, make_trace
+from headrace.simulation.traces import Trace, Workload, make_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,14 +29,16 @@ ENDLESS = QueueLimits(max_count=1 << 30)
 
 
 def asked(rate_hz: float, seconds: float, seed: int = 1, models: int = 1, **more: object) -> Trace:
-    load = Load(rate_hz, seconds, **more)  # type: ignore[arg-type]
+    load = Workload(rate_hz, seconds, **more)  # type: ignore[arg-type]
     return make_trace(load, [f"m{number}" for number in range(models)], np.random.default_rng(seed))
 
 
-def model(max_rows: int = 1, instances: int = 1, profile: Profile | None = None, **more: object) -> SimulatedModel:
+def model(
+    max_rows: int = 1, instances: int = 1, profile: LatencyProfile | None = None, **more: object
+) -> SimulatedModel:
     """By default it takes 1 ms, whatever comes."""
     policy = HandlePolicy(BatchPolicy(max_rows), ENDLESS, instances)
-    return SimulatedModel(policy, profile or Profile(Latency.line(1000)), **more)  # type: ignore[arg-type]
+    return SimulatedModel(policy, profile or LatencyProfile(StepLatency.line(1000)), **more)  # type: ignore[arg-type]
 
 
 def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
@@ -50,14 +52,14 @@ def mean_wait_ms(done: Replay, service_ms: float = 1.0) -> float:
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0])
 def test_mean_waits_are_those_of_pollaczek_and_khinchine(load: float, variation: float) -> None:
     trace = asked(load * 1000, 150)
-    done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=variation))], seed=2)
+    done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=variation))], seed=2)
     assert mean_wait_ms(done) == pytest.approx(load * (1 + variation**2) / (2 * (1 - load)), rel=0.06)
 
 
 @pytest.mark.slow
 def test_the_percentiles_of_m_m_1_are_exponential() -> None:
     trace = asked(600, 250)
-    done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=1.0))], seed=3)
+    done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=1.0))], seed=3)
     told = report(done, [None]).total
     mean_us = 1e6 / (1000 - 600)
     assert told.mean_us == pytest.approx(mean_us, rel=0.04)
@@ -68,7 +70,9 @@ def test_the_percentiles_of_m_m_1_are_exponential() -> None:
 @pytest.mark.slow
 def test_several_instances_wait_as_erlang_says() -> None:
     servers, load = 3, 2.4
-    done = replay(asked(load * 1000, 80), [model(1, servers, Profile(Latency.line(1000), variation=1.0))], seed=4)
+    done = replay(
+        asked(load * 1000, 80), [model(1, servers, LatencyProfile(StepLatency.line(1000), variation=1.0))], seed=4
+    )
     busy = load**servers / math.factorial(servers) * servers / (servers - load)
     erlang_c = busy / (sum(load**k / math.factorial(k) for k in range(servers)) + busy)
     assert mean_wait_ms(done) == pytest.approx(erlang_c / (servers - load), rel=0.08)
@@ -81,7 +85,7 @@ def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: i
     capacity_hz = max_rows / (batch_us + row_us * max_rows) * 1e6
     policy = HandlePolicy(BatchPolicy(max_rows), QueueLimits(max_count=256))
     trace = asked(2 * capacity_hz, 4)
-    done = replay(trace, [SimulatedModel(policy, Profile(Latency.line(batch_us, row_us)), depth)])
+    done = replay(trace, [SimulatedModel(policy, LatencyProfile(StepLatency.line(batch_us, row_us)), depth)])
     told = report(done, [1000.0], warm_up_ns=1000 * MS)
     assert told.total.throughput_hz == pytest.approx(capacity_hz, rel=0.01)
     assert told.total.mean_rows == pytest.approx(max_rows, rel=0.001)
@@ -91,7 +95,7 @@ def test_a_saturated_batcher_answers_what_its_device_can(depth: int, max_rows: i
 
 
 def test_an_idle_server_takes_what_the_batch_takes() -> None:
-    steps = Profile(Latency.line(100, 10), Latency.line(5), Latency.line(7), Latency.line(3))
+    steps = LatencyProfile(StepLatency.line(100, 10), StepLatency.line(5), StepLatency.line(7), StepLatency.line(3))
     spaced = trace_of([(at_ns, 1, 0) for at_ns in range(0, 50 * MS, MS)])
     for depth in (1, 2):
         done = replay(spaced, [model(8, 1, steps, depth=depth)])
@@ -117,10 +121,10 @@ def test_a_thousand_models_are_as_good_as_one_each() -> None:
 
 
 def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dataplane.Profile] = []
-    seed = dataplane.Profile.seed
-    monkeypatch.setattr(dataplane.Profile, "seed", lambda self, times: (seen.append(self), seed(self, times)))
-    steps = Profile(Latency.line(100, 10), Latency.line(5), Latency.line(7), Latency.line(3))
+    seen: list[dataplane.LatencyTable] = []
+    seed = dataplane.LatencyTable.seed
+    monkeypatch.setattr(dataplane.LatencyTable, "seed", lambda self, times: (seen.append(self), seed(self, times)))
+    steps = LatencyProfile(StepLatency.line(100, 10), StepLatency.line(5), StepLatency.line(7), StepLatency.line(3))
     replay(asked(2000, 1), [model(8, 1, steps)])
     (known,) = seen
     assert [known.estimate_ns(rows) for rows in (1, 4, 8)] == [120_000, 150_000, 190_000]
@@ -131,7 +135,7 @@ def test_the_data_plane_knows_the_profile_from_the_start(monkeypatch: pytest.Mon
 
 
 def test_equal_seeds_give_equal_replays_and_others_do_not() -> None:
-    varying = model(4, 2, Profile(Latency.line(1000, 50), variation=0.4))
+    varying = model(4, 2, LatencyProfile(StepLatency.line(1000, 50), variation=0.4))
     first, again = (replay(asked(1500, 2, seed=5), [varying], seed=6) for _ in range(2))
     assert first.latency_ns == again.latency_ns
     assert first.outcomes == again.outcomes
@@ -174,7 +178,7 @@ def test_serial_instances_run_the_batches_of_the_virtual_scheduler(
     world = test_virtual_time.World(policy, instances, 2, limit, service_us * 1000)
     world.run([test_virtual_time.Arrival(at_ns, rows, 0, level, None) for at_ns, rows, level in coming])
     handled = HandlePolicy(policy, QueueLimits(max_count=limit), instances, levels=2)
-    done = replay(trace_of(coming), [SimulatedModel(handled, Profile(Latency.line(service_us)))])
+    done = replay(trace_of(coming), [SimulatedModel(handled, LatencyProfile(StepLatency.line(service_us)))])
     (batches,) = done.batches
     assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(
         (batch.taken_ns, sum(entry.rows for entry in batch.entries)) for batch in world.batches
@@ -202,7 +206,7 @@ def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
         times = entry.completion.outcome.times
         assert times is not None
         theirs[id(times)] = (times.taken_ns, theirs.get(id(times), (0, 0))[1] + entry.rows)
-    steps = Profile(Latency.line(50, 3), Latency.line(2, 1), Latency.line(5, 1), Latency.line(4))
+    steps = LatencyProfile(StepLatency.line(50, 3), StepLatency.line(2, 1), StepLatency.line(5, 1), StepLatency.line(4))
     ours = SimulatedModel(HandlePolicy(policy, ENDLESS, instances), steps, depth)
     (batches,) = unpaced(trace_of(coming), ours).batches
     assert sorted(zip(batches.taken_ns, batches.rows, strict=True)) == sorted(theirs.values())
@@ -210,7 +214,7 @@ def test_overlapping_flights_run_the_batches_of_the_virtual_pipeline(
 
 def unpaced(trace: Trace, simulated: SimulatedModel) -> Replay:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.simulation.replay.Pace", lambda _rows: None)
+        patch.setattr("headrace.simulation.replay.LaunchPacing", lambda _rows: None)
         return replay(trace, [simulated])
 
 
@@ -231,13 +235,13 @@ def test_what_cannot_meet_its_deadline_is_refused_at_once_and_all_others_do() ->
 
 def test_deadlines_and_queue_timeouts_pass_in_virtual_time() -> None:
     trace = asked(2000, 2, timeout_ns=20 * MS)
-    done = replay(trace, [model(profile=Profile(Latency.line(1000), variation=1.0))])
+    done = replay(trace, [model(profile=LatencyProfile(StepLatency.line(1000), variation=1.0))])
     late = [latency for latency, outcome in zip(done.latency_ns, done.outcomes, strict=True) if outcome == "deadline"]
     assert set(late) == {20 * MS}
     assert max(done.latency_ns) == 20 * MS
     assert Counter(done.outcomes)["answered"] > 0.9 * 2000, "times that vary as much as they can are not predicted"
     impatient = SimulatedModel(
-        HandlePolicy(BatchPolicy(1), ENDLESS, queue_timeout_ns=5 * MS), Profile(Latency.line(1000))
+        HandlePolicy(BatchPolicy(1), ENDLESS, queue_timeout_ns=5 * MS), LatencyProfile(StepLatency.line(1000))
     )
     done = replay(asked(2000, 2), [impatient])
     assert set(done.outcomes) == {"answered", "queue_timeout"}
@@ -257,7 +261,7 @@ def test_urgent_requests_pass_the_others() -> None:
         trace.names,
     )
     policy = HandlePolicy(BatchPolicy(1), ENDLESS, levels=2, default_level=2)
-    latency_ns = np.array(replay(mixed, [SimulatedModel(policy, Profile(Latency.line(1000)))]).latency_ns)
+    latency_ns = np.array(replay(mixed, [SimulatedModel(policy, LatencyProfile(StepLatency.line(1000)))]).latency_ns)
     # Cobham's formula: half a residual service, over (1 - urgent load) for the urgent and over both for the rest.
     assert latency_ns[urgent].mean() / MS - 1 == pytest.approx(0.45 / (1 - 0.225), rel=0.1)
     assert latency_ns[~urgent].mean() / MS - 1 == pytest.approx(0.45 / (1 - 0.225) / (1 - 0.9), rel=0.2)

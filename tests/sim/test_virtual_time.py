@@ -68,7 +68,7 @@ class World:
 
     def arrive(self, arrival: Arrival) -> None:
         new = Entry(request(arrival.rows, arrival.shape), Slot(), arrival.level, self.now_ns)
-        new.leave = self.scheduler.discard
+        new.remove = self.scheduler.discard
         new.completion.after = new.on_settled
         try:
             self.scheduler.enqueue([new])

@@ -69,14 +69,14 @@ SCHEDULING = (
     ),
     Mutant(
         "nobody is woken for work that is left behind",
-        "                    if self._queue.count and self._sleepers and self._worth_waking():\n",
-        "                    if False and self._sleepers and self._worth_waking():\n",
+        "                    if self._queue.count and self._sleepers and self._should_wake():\n",
+        "                    if False and self._sleepers and self._should_wake():\n",
         ("test_an_interrupted_sleeper_hands_its_alarm_on", "test_many_callers_on_many_instances_all_get_their_own"),
     ),
     Mutant(
         "dead entries of a lane are not counted",
-        "            self.dated -= 1\n        self._dead += 1\n        self._trim()\n",
-        "            self.dated -= 1\n        self._trim()\n",
+        "            self.due_count -= 1\n        self._dead += 1\n        self._trim()\n",
+        "            self.due_count -= 1\n        self._trim()\n",
         ("test_leavers_behind_a_stalled_head_do_not_pile_up", "test_counts_stay_exact"),
     ),
     Mutant(
@@ -186,8 +186,8 @@ GPU_PIPELINE = (
     ),
     Mutant(
         "one flight too many is in the air",
-        "            while self._open >= depth or not self._landed.empty():\n",
-        "            while self._open > depth or not self._landed.empty():\n",
+        "            while self._open >= depth or not self._finished.empty():\n",
+        "            while self._open > depth or not self._finished.empty():\n",
         ("test_flights_keep_to_the_depth_and_to_their_order",),
     ),
     Mutant(

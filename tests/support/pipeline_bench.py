@@ -15,9 +15,9 @@ from headrace.core.errors import Unavailable
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import FP32, Array, TensorSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.executor import Answers, OutputCheck, SerialRunner
-from headrace.scheduling.instance import Instance, OnDeath, Runner
-from headrace.scheduling.pipeline import Pace, Pipeline
+from headrace.scheduling.executor import BatchResults, OutputCheck, SerialRunner
+from headrace.scheduling.instance import BatchRunner, Instance, OnDeath
+from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
@@ -61,7 +61,7 @@ class Bench:
     """
 
     def __init__(
-        self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True, pace: Pace | None = None
+        self, model: FakePipeline, batch: BatchPolicy | None = None, last: bool = True, pace: LaunchPacing | None = None
     ):
         self.model = model
         self.pace = pace
@@ -71,7 +71,7 @@ class Bench:
         self.scheduler = Scheduler(self.policy, clock=self.clock)
         self.recorder = Recorder()
         self.reports: list[int] = []
-        self.answers = Answers(self.recorder, settle_all, self.reports.append, OutputCheck(_ANY_WIDTH))
+        self.answers = BatchResults(self.recorder, settle_all, self.reports.append, OutputCheck(_ANY_WIDTH))
         self.exits: list[BaseException | None] = []
         self.instance = Instance("bench", lambda: model, self._runner, self._ended)
         self.instance.start()
@@ -83,7 +83,7 @@ class Bench:
             error = Unavailable("the only instance has died")
             settle_all([(entry.completion, error) for entry in self.scheduler.fail(error)])
 
-    def _runner(self, execution: Execution, on_death: OnDeath) -> Runner:
+    def _runner(self, execution: Execution, on_death: OnDeath) -> BatchRunner:
         serial = SerialRunner(execution, self.scheduler, self.policy.max_rows, self.answers, self.clock)
         pipelined = cast("PipelinedExecution", execution)
         return Pipeline(
@@ -99,7 +99,7 @@ class Bench:
         for array in arrays:
             request = InferRequest(inputs={"x": array}, rows=len(array), shape_key=array.shape[1:], received_ns=0)
             entries.append(Entry(request, Caller(), 0, 0))
-            entries[-1].leave = self.scheduler.discard
+            entries[-1].remove = self.scheduler.discard
             entries[-1].completion.after = entries[-1].on_settled
         self.scheduler.enqueue(entries)
         return [cast("Caller", entry.completion) for entry in entries]

@@ -19,11 +19,11 @@ from headrace.core.errors import ConfigError, NotFound
 from headrace.core.svg_plot import curve_picture
 from headrace.repository.loader import handle_policy
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy, Quota, RateLimits, Sharing
-from headrace.simulation.batch_times import Profile, parse_profile
+from headrace.simulation.batch_times import LatencyProfile, parse_profile
 from headrace.simulation.options import KINDS, SettingParser, add_setting
 from headrace.simulation.replay import SimulatedModel, replay
 from headrace.simulation.report import panels, print_reports, report
-from headrace.simulation.traces import Load, Shape, Trace, make_trace, read_trace
+from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 
 _PROFILE = "1000+100n"
 
@@ -103,8 +103,10 @@ def _trace(args: argparse.Namespace, names: Sequence[str]) -> Trace:
         if not args.arrivals.endswith(".csv"):
             raise ValueError(f"--arrivals {args.arrivals}: write {', '.join(KINDS)}, or the name of a .csv file")
         return read_trace(Path(args.arrivals), names, timeout_ns)
-    shape = Shape(args.arrivals, args.burst_factor, args.burst_seconds, args.calm_seconds, args.period, args.swing)
-    load = Load(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns, args.clients)
+    shape = ArrivalPattern(
+        args.arrivals, args.burst_factor, args.burst_seconds, args.calm_seconds, args.period, args.swing
+    )
+    load = Workload(args.rate, args.seconds, shape, args.rows, args.skew, timeout_ns, args.clients)
     trace = make_trace(load, names, np.random.default_rng(args.seed))
     if not len(trace):
         raise ValueError(f"no request comes in {args.seconds:g} seconds at a rate of {args.rate:g}")
@@ -153,7 +155,7 @@ def _slos_ms(
     return tuple(told.get(name, told.get("", slo_ms)) for name, slo_ms in zip(names, configured, strict=True))
 
 
-def _profiles(text: str, names: Sequence[str]) -> list[Profile]:
+def _profiles(text: str, names: Sequence[str]) -> list[LatencyProfile]:
     """Of each model: `450+20n`, `some.json`, or both kinds after the names of models, e.g. `tiny=20+1n,resnet50=r.json`."""
     default, named = _PROFILE, {}
     for part in text.split(","):

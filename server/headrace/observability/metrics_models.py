@@ -302,7 +302,7 @@ class Life(Protocol):
         """Instances that died and were started anew."""
 
     @property
-    def parked(self) -> bool:
+    def evicted(self) -> bool:
         """It is out of memory, and loaded when a request asks for it."""
 
     @property
@@ -437,7 +437,7 @@ def _lives(sources: _Sources) -> Iterator[Metric]:
     alive, wanted, restarts = table.INSTANCES.gauge(), table.INSTANCES_WANTED.gauge(), table.RESTARTS.counter()
     for labels, source in sources:
         alive.add_metric(labels, source.alive)
-        wanted.add_metric(labels, 0 if source.parked else source.policy.instances)
+        wanted.add_metric(labels, 0 if source.evicted else source.policy.instances)
         restarts.add_metric(labels, source.restarts)
     yield from (alive, wanted, restarts)
 

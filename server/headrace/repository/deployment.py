@@ -565,7 +565,7 @@ class Deployments:
     def _remark(self, model: _Model, number: str) -> str:
         """What the index says beside READY, or beside LOADING while the version waits for its engine."""
         build, version = self._build_remark(model, number), model.versions.get(number)
-        if version is None or not version.handle.parked:
+        if version is None or not version.handle.evicted:
             return build
         problem = self._loader.gpu_model_cache.problem(version.handle)
         state = f"parked: loading it on demand failed: {problem}" if problem else "parked: loaded on demand"

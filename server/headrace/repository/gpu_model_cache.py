@@ -71,7 +71,7 @@ class CachedModel:
     @property
     def serves(self) -> bool:
         """True while it is in memory and not being closed."""
-        return self.handle.alive > 0 and not self.handle.parked and not self.handle.closing
+        return self.handle.alive > 0 and not self.handle.evicted and not self.handle.closing
 
     @property
     def last_ns(self) -> int:
@@ -191,7 +191,7 @@ class GpuModelCache:
         blocked: set[int] = set()  # GPUs that an earlier request waits for
         for handle in wanted:
             model = self._models.get(handle)
-            if model is None or not handle.parked:
+            if model is None or not handle.evicted:
                 continue
             if not blocked & model.needs.keys():
                 at_ns = self._possible_ns(model)
@@ -212,7 +212,7 @@ class GpuModelCache:
             self._ended = error
             handles = [*self._models]
         for handle in handles:
-            if handle.parked:
+            if handle.evicted:
                 handle.refuse(error)
 
     # From any thread
@@ -348,7 +348,7 @@ class GpuModelCache:
         for victim in victims:
             if freed_bytes and freed_bytes >= lacking_bytes:
                 break
-            if not victim.handle.park(_EVICT_TIMEOUT_S):
+            if not victim.handle.evict(_EVICT_TIMEOUT_S):
                 logger.warning("model %s cannot make room for %s: it does not come to an end", victim.name, requester)
                 victim.stuck_ns = self.clock() + _RETRY_EVICTION_NS
                 continue
@@ -364,7 +364,7 @@ class GpuModelCache:
         """Wait for a version that is being closed to free its GPU memory; False if none does in time."""
 
         def ending() -> int:
-            found = [t for t in self._models.values() if gpu in t.needs and t.handle.closing and not t.handle.parked]
+            found = [t for t in self._models.values() if gpu in t.needs and t.handle.closing and not t.handle.evicted]
             return len(found)
 
         with self._gone:

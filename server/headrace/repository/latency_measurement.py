@@ -22,7 +22,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, BYTES, Array
 from headrace.repository.warmup import one_row
-from headrace.scheduling.latency_table import Profile, Times
+from headrace.scheduling.latency_table import LatencyTable, MeasuredTimes
 
 logger = logging.getLogger("headrace.profile")
 
@@ -47,7 +47,7 @@ class StoredLatencies(NamedTuple):
         idle_ns: compute time of its smallest batch before it served; 0 if unknown.
     """
 
-    times_ns: Mapping[int, Times]
+    times_ns: Mapping[int, MeasuredTimes]
     idle_ns: int
 
 
@@ -108,7 +108,7 @@ class LatencyStore:
             logger.info("the profile kept in %s is of no use: %s", path.name, error)
             return NO_LATENCIES
 
-    def write(self, key: str, name: str, machine: str, profile: Profile, idle_ns: int) -> None:
+    def write(self, key: str, name: str, machine: str, profile: LatencyTable, idle_ns: int) -> None:
         """Write a latency table, unless it is empty.
 
         Args:
@@ -166,7 +166,7 @@ class LatencyFile:
         """As `ProfileStore.read`."""
         return self.store.read(self.key)
 
-    def write(self, profile: Profile, idle_ns: int) -> None:
+    def write(self, profile: LatencyTable, idle_ns: int) -> None:
         """As `ProfileStore.write`."""
         self.store.write(self.key, self.name, self.machine, profile, idle_ns)
 
@@ -328,7 +328,7 @@ class LatencyMeasurement:
         config: ModelConfig,
         model: LoadedModel,
         instances: int,
-        profile: Profile,
+        profile: LatencyTable,
         limit_ns: int,
         clock: Clock = monotonic_ns,
         kept: StoredLatencies = NO_LATENCIES,

@@ -247,7 +247,7 @@ class Loader:
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
             again = make_warmups(config, folder.path)
             model = self._open(folder, version, chosen)
-            handle.unpark(model, WarmUp(config.name, again, self._measuring(config, model, handle, None)))
+            handle.restore(model, WarmUp(config.name, again, self._measuring(config, model, handle, None)))
             if kept is not None:
                 model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
             return model.account

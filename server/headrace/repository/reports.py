@@ -17,7 +17,7 @@ from headrace.core.errors import ConfigError, NotFound
 from headrace.observability.counters import FIRST_NATIVE, SCHEMA
 from headrace.repository.folders import find
 from headrace.repository.registry import PLACEMENT, Registry
-from headrace.scheduling.bottlenecks import Limit, Situation, limits, numbers
+from headrace.scheduling.bottlenecks import Bottleneck, LoadSnapshot, find_bottlenecks, snapshot_figures
 from headrace.scheduling.handle import ModelHandle
 
 # One answer serves all who ask within this time, and longer where there are so many models that making it takes long: however
@@ -118,7 +118,7 @@ def _serving(handle: ModelHandle) -> Mapping[str, object]:
         "instances": handle.policy.instances,
         "living": load.instances,
         "restarts": handle.restarts,
-        "parked": handle.parked,
+        "parked": handle.evicted,
         "queued": load.depth,
         "wait_ns": load.wait_ns,
         "in_flight": load.in_flight,
@@ -164,7 +164,7 @@ class Explainer:
         """
         handle = self._registry.lease(model, version)
         try:
-            now = Situation(
+            now = LoadSnapshot(
                 handle.recorder.recent(),
                 handle.policy,
                 handle.profile,
@@ -172,11 +172,11 @@ class Explainer:
                 handle.depth,
                 handle.spec.max_batch_size > 0,
                 handle.profile.buckets,
-                handle.parked,
+                handle.evicted,
             )
             load = handle.load(by_level=False)
             figures = {"predicted_wait_us": load.wait_ns / NS_PER_US, "late_since_load": load.late}
-            found = [*_off_gpu(handle), *limits(now)]
+            found = [*_off_gpu(handle), *find_bottlenecks(now)]
             first = found[0]
             return {
                 "name": model,
@@ -184,18 +184,20 @@ class Explainer:
                 "limit": first.kind,
                 "summary": f"{first.explanation}; cure: {first.cure}" if first.cure else first.explanation,
                 "findings": [asdict(limit) for limit in found],
-                "numbers": numbers(now) | figures,
+                "numbers": snapshot_figures(now) | figures,
             }
         finally:
             handle.release()
 
 
-def _off_gpu(handle: ModelHandle) -> list[Limit]:
+def _off_gpu(handle: ModelHandle) -> list[Bottleneck]:
     """Why the CPU serves a version although a GPU is present or requested; empty otherwise."""
     reason = handle.spec.parameters.get("headrace.not_on_gpu")
     if not reason:
         return []
     explanation = f"{handle.spec.parameters.get('headrace.runtime')} runs it on the CPU, not on the GPU: {reason}"
     return [
-        Limit("not_on_gpu", explanation, 'see docs/gpu.md, "Which runtime serves a model"', "optimization.precision")
+        Bottleneck(
+            "not_on_gpu", explanation, 'see docs/gpu.md, "Which runtime serves a model"', "optimization.precision"
+        )
     ]

@@ -28,7 +28,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from headrace.core.clock import NS_PER_MS
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import FAR_NS
 
@@ -52,7 +52,7 @@ class CloseReason(Enum):
     """The model is being unloaded: nothing more will join."""
 
 
-class LaneView(Protocol):
+class ShapeQueueView(Protocol):
     """What the decision may look at: requests that may share a batch, in the order in which they are to be served."""
 
     @property
@@ -77,7 +77,7 @@ class LaneView(Protocol):
         """The same, and when each is due; `FAR_NS`: never, or it will be late in any case."""
 
 
-class Plan(NamedTuple):
+class BatchCosts(NamedTuple):
     """What batches take; see `headrace.scheduling.batching`. All by rows from 0 to the most that a batch holds.
 
     Attributes:
@@ -129,20 +129,20 @@ Decision = Take | Skip | WaitUntil | Idle
 IDLE = Idle()
 
 
-def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None = None) -> Decision:
+def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None) -> Decision:
     """What an idle instance should do with the requests in `view`.
 
     Args:
         view: what waits.
         now_ns: monotonic, when a batch would begin to be computed.
         policy: how requests may be merged.
-        plan: what batches take; None: unknown, or nothing is due, so that it does not matter when anything is.
+        costs: what batches take; None: unknown, or nothing is due, so that it does not matter when anything is.
     """
     count = view.count
     if count == 0:
         return IDLE
-    if plan is not None:
-        return _in_time(view, now_ns, policy, plan)
+    if costs is not None:
+        return _in_time(view, now_ns, policy, costs)
     if not policy.merge:
         return Take(1, CloseReason.SINGLE)
     if policy.preferred_rows:
@@ -163,10 +163,10 @@ def decide(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan | None =
     return WaitUntil(closes_ns)
 
 
-def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
     """The best batch that has all its members in time, and those behind it."""
-    most, promises_ns = policy.max_rows, plan.promises_ns
-    wanted = plan.best[min(view.total_rows, most)] if policy.merge else 0
+    most, promises_ns = policy.max_rows, costs.promises_ns
+    wanted = costs.best[min(view.total_rows, most)] if policy.merge else 0
     if view.total_rows > wanted > 0:  # as for most batches under load
         first_rows = 1 if view.count == view.total_rows else next(iter(view.row_counts()))
         size = max(wanted, min(first_rows, most))  # a request is never cut
@@ -183,17 +183,17 @@ def _in_time(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> De
             break
         rows, count = more, count + 1
     else:
-        if rows >= plan.best[most]:
+        if rows >= costs.best[most]:
             return Take(count, CloseReason.FULL)
-        return _worth_waiting(view, now_ns, policy, due_ns - promises_ns[rows + 1])
+        return _take_or_wait(view, now_ns, policy, due_ns - promises_ns[rows + 1])
     if count:  # a smaller batch would do for these: and for those behind it?
-        behind = plan.best[min(view.total_rows - rows, most)]
-        if now_ns + promises_ns[min(rows, most)] // plan.instances + promises_ns[behind] <= member_due_ns:
+        behind = costs.best[min(view.total_rows - rows, most)]
+        if now_ns + promises_ns[min(rows, most)] // costs.instances + promises_ns[behind] <= member_due_ns:
             return Take(count, CloseReason.DEADLINE)
-    return _without_late(view, now_ns, policy, plan)
+    return _skip_late(view, now_ns, policy, costs)
 
 
-def _worth_waiting(view: LaneView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
+def _take_or_wait(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
     """All that wait fit: run them, or keep them for the allowed delay, but not beyond the latest start of a larger batch."""
     if policy.max_delay_ns <= 0 or not policy.merge:
         return Take(view.count, CloseReason.IDLE)
@@ -205,7 +205,7 @@ def _worth_waiting(view: LaneView, now_ns: int, policy: BatchPolicy, latest_ns: 
     return WaitUntil(min(closes_ns, latest_ns))
 
 
-def _without_late(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) -> Decision:
+def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
     """Rather than one small batch after the other for the sake of those who are nearly too late, go on with those who are not.
 
     Those that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
@@ -213,24 +213,24 @@ def _without_late(view: LaneView, now_ns: int, policy: BatchPolicy, plan: Plan) 
     """
     most, left, rows = policy.max_rows, view.total_rows, 0
     late: list[int] = []
-    wanted = plan.best[min(left, most)] if policy.merge else 1
+    wanted = costs.best[min(left, most)] if policy.merge else 1
     for place, (member_rows, due_ns) in enumerate(view.members()):
         if rows and rows + member_rows > wanted:
             break
         size = max(wanted, min(member_rows, most))
-        takes_ns = plan.estimates_ns if left - member_rows < wanted else plan.promises_ns
+        takes_ns = costs.estimates_ns if left - member_rows < wanted else costs.promises_ns
         if now_ns + takes_ns[size] <= due_ns:
             rows += member_rows
         else:
             late.append(place)
             left -= member_rows
-            wanted = plan.best[min(left, most)] if policy.merge else 1
+            wanted = costs.best[min(left, most)] if policy.merge else 1
     if late:
         return Skip(tuple(late))
     return Take(_fitting(view, wanted), CloseReason.FULL if policy.merge else CloseReason.SINGLE)
 
 
-def _fitting(view: LaneView, max_rows: int) -> int:
+def _fitting(view: ShapeQueueView, max_rows: int) -> int:
     """How many requests from the front fit in `max_rows`; at least one, since an oversized one can only go alone."""
     if view.count == view.total_rows:
         return min(view.count, max(max_rows, 1))
@@ -243,7 +243,7 @@ def _fitting(view: LaneView, max_rows: int) -> int:
     return max(count, 1)
 
 
-def _preferred(view: LaneView, preferred_rows: tuple[int, ...]) -> int:
+def _preferred(view: ShapeQueueView, preferred_rows: tuple[int, ...]) -> int:
     """How many requests from the front make the largest preferred size that can be made exactly; 0 if none can."""
     rows = best = 0
     for count, request_rows in enumerate(view.row_counts(), start=1):
@@ -269,7 +269,7 @@ _ROOM = 0.9  # of the time that a batch may take, for what varies
 _LEAST = 0.8  # share of the most rows a second that is not given up to leave time for others
 
 
-class Planner:
+class CostModel:
     """Keeps a plan up to date; any thread may call, and what is drawn twice at the same time is the same.
 
     Args:
@@ -282,29 +282,29 @@ class Planner:
         crowded: several clients ask, and share.
     """
 
-    def __init__(self, profile: Profile, policy: BatchPolicy) -> None:
+    def __init__(self, profile: LatencyTable, policy: BatchPolicy) -> None:
         self.crowded = False
         self.instances = 1
         self.overhead_ns = 0
         self._profile = profile
         self._policy = policy
-        self._plans: tuple[Plan, Plan] | None = None  # for one client, and for several
+        self._costs: tuple[BatchCosts, BatchCosts] | None = None  # for one client, and for several
         self._batches = 0  # since they were drawn
         self._busy_ns = 0  # likewise
 
     @property
-    def current(self) -> Plan | None:
+    def current(self) -> BatchCosts | None:
         """What to decide by; None if nothing is known of the times of batches."""
-        plans = self._drawn()
-        return plans[self.crowded] if plans is not None else None
+        costs = self._current()
+        return costs[self.crowded] if costs is not None else None
 
-    def _drawn(self) -> tuple[Plan, Plan] | None:
-        if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._plans is None:
+    def _current(self) -> tuple[BatchCosts, BatchCosts] | None:
+        if self._batches >= _REDRAW or self._busy_ns >= _REDRAW_NS or self._costs is None:
             self._batches = self._busy_ns = 0
             if self._profile.estimate_ns(1):
-                plan = draw(self._profile, self._policy, self.instances, self.overhead_ns)
-                self._plans = plan, _limited(plan, _NEARLY_SHARED, range(1, len(plan.best)))
-        return self._plans
+                costs = draw_costs(self._profile, self._policy, self.instances, self.overhead_ns)
+                self._costs = costs, _limited(costs, _NEARLY_SHARED, range(1, len(costs.best)))
+        return self._costs
 
     def batch(self, busy_ns: int = 0) -> None:
         """A batch was run, and kept its instance for so long: the profile knows more."""
@@ -312,7 +312,7 @@ class Planner:
         self._busy_ns += busy_ns
 
 
-def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> Plan:
+def draw_costs(profile: LatencyTable, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> BatchCosts:
     """Make the tables from a profile that knows something.
 
     Args:
@@ -329,14 +329,14 @@ def draw(profile: Profile, policy: BatchPolicy, instances: int = 1, overhead_ns:
         before = best[-1]
         worse = rows * estimates_ns[before] < before * estimates_ns[rows] * _WORSE
         best.append(before if worse else rows)
-    plan = Plan(promises_ns, estimates_ns, best, instances)
+    costs = BatchCosts(promises_ns, estimates_ns, best, instances)
     if policy.objective_ns:
-        most = _most_rows(plan, policy.objective_ns)
-        plan = plan._replace(best=[min(rows, most) for rows in best])
-    return _limited(plan, _NEARLY, plan.best[1:])
+        most = _most_rows(costs, policy.objective_ns)
+        costs = costs._replace(best=[min(rows, most) for rows in best])
+    return _limited(costs, _NEARLY, costs.best[1:])
 
 
-def _most_rows(plan: Plan, objective_ns: int) -> int:
+def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
     """The largest batch that leaves time for who comes after it.
 
     Who comes just after a batch was taken must wait until an instance is free, and for a batch of its own. With instances that
@@ -344,19 +344,19 @@ def _most_rows(plan: Plan, objective_ns: int) -> int:
     where that is too little for anything but slow small batches (other models may be at work on the device), these would only
     make everybody later still.
     """
-    affordable_ns = objective_ns * plan.instances / (plan.instances + 1) * _ROOM
-    most = max((rows for rows in plan.best[1:] if plan.promises_ns[rows] <= affordable_ns), default=1)
-    possible = [rows for rows in plan.best[1:] if plan.promises_ns[rows] <= objective_ns] or plan.best[1:]
-    return max(most, _smallest(plan, possible, _LEAST))
+    affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _ROOM
+    most = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
+    possible = [rows for rows in costs.best[1:] if costs.promises_ns[rows] <= objective_ns] or costs.best[1:]
+    return max(most, _smallest(costs, possible, _LEAST))
 
 
-def _limited(plan: Plan, share: float, sizes: Sequence[int]) -> Plan:
+def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCosts:
     """The same without batches larger than the smallest of these sizes that has this share of the most rows a second."""
-    most = _smallest(plan, sizes, share)
-    return plan._replace(best=[min(rows, most) for rows in plan.best])
+    most = _smallest(costs, sizes, share)
+    return costs._replace(best=[min(rows, most) for rows in costs.best])
 
 
-def _smallest(plan: Plan, sizes: Sequence[int], share: float) -> int:
-    rates = [rows / max(plan.estimates_ns[rows], 1) for rows in sizes]
+def _smallest(costs: BatchCosts, sizes: Sequence[int], share: float) -> int:
+    rates = [rows / max(costs.estimates_ns[rows], 1) for rows in sizes]
     enough = share * max(rates)
     return min(rows for rows, rate in zip(sizes, rates, strict=True) if rate >= enough)

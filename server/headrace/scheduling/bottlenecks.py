@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.observability.counters import Recent
 from headrace.scheduling.batching import CloseReason
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
 
 # A batch size that gives so much of the best throughput is as good, and its answers come sooner.
@@ -24,7 +24,7 @@ OVERLOAD = ("overloaded", "would_miss", "queue_timeout", "deadline")
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class LoadSnapshot:
     """What is known of a version now.
 
     Attributes:
@@ -35,20 +35,20 @@ class Situation:
         depth: requests that wait now.
         batched: the model has a batch dimension.
         buckets: rows to which the backend pads batches, ascending; empty if it does not.
-        parked: the model is out of memory until somebody asks.
+        evicted: the model is out of memory until somebody asks.
     """
 
     recent: Recent
     policy: HandlePolicy
-    profile: Profile
+    profile: LatencyTable
     instances: int
     depth: int = 0
     batched: bool = True
     buckets: tuple[int, ...] = ()
-    parked: bool = False
+    evicted: bool = False
 
     @property
-    def busy(self) -> float:
+    def utilization(self) -> float:
         """Share of the time for which an instance was kept by batches, on average over all instances."""
         return min(self.recent.totals.busy_ns / (self.recent.seconds * NS_PER_S * max(self.instances, 1)), 1.0)
 
@@ -69,7 +69,7 @@ class Situation:
         return {reason: count for reason in (*OVERLOAD, "quota") if (count := failures[reason])}
 
     @property
-    def asked(self) -> int:
+    def received(self) -> int:
         """Requests that came, as far as they were answered or refused."""
         return self.recent.totals.requests + self.recent.totals.failures.total()
 
@@ -125,46 +125,46 @@ class Situation:
     @property
     def gain(self) -> float:
         """How many times as much batches of the best size would get done as those that were run; 1 if that is not known."""
-        now, best = self.throughput(self.mean_rows), self.throughput(self.best_rows or 1)
-        return max(best / now, 1.0) if now and self.best_rows > self.mean_rows else 1.0
+        load, best = self.throughput(self.mean_rows), self.throughput(self.best_rows or 1)
+        return max(best / load, 1.0) if load and self.best_rows > self.mean_rows else 1.0
 
     @property
-    def more(self) -> str:
+    def expected_gain(self) -> str:
         """`gain` in words."""
         rows = f"{self.throughput(self.best_rows):,.0f} rows/s in batches of {self.best_rows}"
         return f"{self.gain:.1f} times as much: {rows}, {self.throughput(self.mean_rows):,.0f} in those of now"
 
 
-def numbers(now: Situation) -> dict[str, object]:
+def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
     """The figures that the rules go by, for people and scripts."""
-    totals = now.recent.totals
+    totals = load.recent.totals
     total = totals.phases["total"]
     shown: dict[str, object] = {
-        "seconds": round(now.recent.seconds, 1),
-        "requests_per_s": round(now.per_s(totals.requests), 1),
-        "rows_per_s": round(now.per_s(totals.rows), 1),
-        "refused_per_s": round(now.per_s(sum(now.refused.values())), 1),
-        "waiting": now.depth,
-        "instances": now.instances,
-        "busy": round(now.busy, 3),
-        "batches_per_s": round(now.per_s(now.batches), 1),
-        "rows_per_batch": round(now.mean_rows, 2),
-        "requests_per_batch": round(totals.requests / max(now.batches, 1), 2),
+        "seconds": round(load.recent.seconds, 1),
+        "requests_per_s": round(load.per_s(totals.requests), 1),
+        "rows_per_s": round(load.per_s(totals.rows), 1),
+        "refused_per_s": round(load.per_s(sum(load.refused.values())), 1),
+        "waiting": load.depth,
+        "instances": load.instances,
+        "busy": round(load.utilization, 3),
+        "batches_per_s": round(load.per_s(load.batches), 1),
+        "rows_per_batch": round(load.mean_rows, 2),
+        "requests_per_batch": round(totals.requests / max(load.batches, 1), 2),
         "closed": dict(totals.reasons),
-        "refused": now.refused,
-        "queue_us": round(now.wait_ns / NS_PER_US, 1),
-        "assembly_us": round(now.mean_ns(totals.assembly_ns) / NS_PER_US, 1),
-        "compute_us": round(now.mean_ns(totals.compute_ns) / NS_PER_US, 1),
-        "split_us": round(now.mean_ns(totals.split_ns) / NS_PER_US, 1),
-        "total_us": round(now.total_ns / NS_PER_US, 1),
+        "refused": load.refused,
+        "queue_us": round(load.wait_ns / NS_PER_US, 1),
+        "assembly_us": round(load.mean_ns(totals.assembly_ns) / NS_PER_US, 1),
+        "compute_us": round(load.mean_ns(totals.compute_ns) / NS_PER_US, 1),
+        "split_us": round(load.mean_ns(totals.split_ns) / NS_PER_US, 1),
+        "total_us": round(load.total_ns / NS_PER_US, 1),
     }
     for name, quantile in (("p50_us", 0.5), ("p99_us", 0.99)):
         time_s = total.quantile_s(quantile)
         if time_s is not None:
             shown[name] = round(time_s * NS_PER_S / NS_PER_US, 1)
-    best = now.best_rows
+    best = load.best_rows
     if best:
-        shown |= {"best_rows": best, "best_rows_per_s": round(now.throughput(best), 1)}
+        shown |= {"best_rows": best, "best_rows_per_s": round(load.throughput(best), 1)}
     return shown
 
 
@@ -175,7 +175,7 @@ _GAIN = 1.15  # times as much: less is not worth a change of settings
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class Bottleneck:
     """One thing that limits a version.
 
     Attributes:
@@ -193,10 +193,10 @@ class Limit:
     expected: str = ""
 
 
-def limits(now: Situation) -> list[Limit]:
+def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
     """All that limits a version, what matters most first; never empty."""
-    found = [limit for rule in _RULES if (limit := rule(now)) is not None]
-    return found or [_room(now)]
+    found = [limit for rule in _RULES if (limit := rule(load)) is not None]
+    return found or [_headroom(load)]
 
 
 def _percent(share: float) -> str:
@@ -210,259 +210,298 @@ def _ms(time_ns: float) -> str:
 # The rules
 
 
-def _parked(now: Situation) -> Limit | None:
-    if not now.parked:
+def _evicted(load: LoadSnapshot) -> Bottleneck | None:
+    if not load.evicted:
         return None
-    told = "the model is parked, since others need the GPU's memory: a request waits until it is loaded again"
-    return Limit("parked", told, "pin it, or give it and the others room", "keep_loaded, gpu_memory_budget")
+    explanation = "the model is parked, since others need the GPU's memory: a request waits until it is loaded again"
+    return Bottleneck("parked", explanation, "pin it, or give it and the others room", "keep_loaded, gpu_memory_budget")
 
 
-def _missing(now: Situation) -> Limit | None:
-    if now.parked or now.instances >= now.policy.instances:
+def _dead_instances(load: LoadSnapshot) -> Bottleneck | None:
+    if load.evicted or load.instances >= load.policy.instances:
         return None
-    told = f"{now.instances} of {now.policy.instances} instances live: the others have died, the server's log says why"
-    return Limit("instances", told, "mend what they died of; they are started again by themselves")
+    explanation = (
+        f"{load.instances} of {load.policy.instances} instances live: the others have died, the server's log says why"
+    )
+    return Bottleneck("instances", explanation, "mend what they died of; they are started again by themselves")
 
 
-def _nobody(now: Situation) -> Limit | None:
-    if now.asked:
+def _no_requests(load: LoadSnapshot) -> Bottleneck | None:
+    if load.received:
         return None
-    return Limit("idle", f"nobody has asked for the model in the last {now.recent.seconds:.0f} s")
+    return Bottleneck("idle", f"nobody has asked for the model in the last {load.recent.seconds:.0f} s")
 
 
-def _quotas(now: Situation) -> Limit | None:
-    refused = now.recent.totals.failures["quota"]
-    if refused < _REFUSED * now.asked or not refused:
+def _quotas(load: LoadSnapshot) -> Bottleneck | None:
+    refused = load.recent.totals.failures["quota"]
+    if refused < _REFUSED * load.received or not refused:
         return None
-    told = f"{_percent(refused / now.asked)} of the requests were refused because their client was over its quota"
-    return Limit(
+    explanation = (
+        f"{_percent(refused / load.received)} of the requests were refused because their client was over its quota"
+    )
+    return Bottleneck(
         "quota",
-        told,
+        explanation,
         "raise the client's limit, or have it ask less often; the request log names the clients",
         "rate_limits",
     )
 
 
-def _overload(now: Situation) -> Limit | None:
-    refused = {reason: count for reason, count in now.refused.items() if reason in OVERLOAD}
+def _overload(load: LoadSnapshot) -> Bottleneck | None:
+    refused = {reason: count for reason, count in load.refused.items() if reason in OVERLOAD}
     count = sum(refused.values())
-    if count < _REFUSED * now.asked or not count:
+    if count < _REFUSED * load.received or not count:
         return None
-    rows = now.recent.totals.rows / max(now.recent.totals.requests, 1)
+    rows = load.recent.totals.rows / max(load.recent.totals.requests, 1)
     why = ", ".join(f"{reason} {number}" for reason, number in refused.items())
-    told = (
-        f"{_percent(count / now.asked)} of the requests were refused or came too late ({why}): "
-        f"{now.per_s(now.asked) * max(rows, 1):,.0f} rows/s were asked for"
+    explanation = (
+        f"{_percent(count / load.received)} of the requests were refused or came too late ({why}): "
+        f"{load.per_s(load.received) * max(rows, 1):,.0f} rows/s were asked for"
     )
-    best = now.best_rows
+    best = load.best_rows
     if best:
-        told += f", the profile has {now.throughput(best):,.0f} rows/s at the most, in batches of {best}"
-    if now.busy < _BUSY:
-        cure = f"the instances were busy for {_percent(now.busy)} of the time only: allow longer waits or queues"
-        return Limit("overloaded", told, cure, "slo.p99_ms, default_queue_policy")
-    return Limit("overloaded", told, "send less, or see what keeps the instances busy")
+        explanation += f", the profile has {load.throughput(best):,.0f} rows/s at the most, in batches of {best}"
+    if load.utilization < _BUSY:
+        cure = (
+            f"the instances were busy for {_percent(load.utilization)} of the time only: allow longer waits or queues"
+        )
+        return Bottleneck("overloaded", explanation, cure, "slo.p99_ms, default_queue_policy")
+    return Bottleneck("overloaded", explanation, "send less, or see what keeps the instances busy")
 
 
-def _late(now: Situation) -> Limit | None:
-    promised_ns = now.policy.batch.objective_ns
-    reached_s = now.recent.totals.phases["total"].quantile_s(0.99)
-    if not promised_ns or reached_s is None or reached_s * NS_PER_S <= 1.1 * promised_ns:  # it is known within 9 %
+def _late(load: LoadSnapshot) -> Bottleneck | None:
+    predicted_ns = load.policy.batch.objective_ns
+    reached_s = load.recent.totals.phases["total"].quantile_s(0.99)
+    if not predicted_ns or reached_s is None or reached_s * NS_PER_S <= 1.1 * predicted_ns:  # it is known within 9 %
         return None
-    told = f"99 of 100 answers take up to {_ms(reached_s * NS_PER_S)}, {_ms(promised_ns)} are promised"
-    alone_ns = now.profile.promise_ns(1, now.instances)
-    if alone_ns > promised_ns:
-        told += f": a single row takes {_ms(alone_ns)}"
-    return Limit("late", told, "promise what the model can do, or have it do less at a time", "slo.p99_ms")
+    explanation = f"99 of 100 answers take up to {_ms(reached_s * NS_PER_S)}, {_ms(predicted_ns)} are promised"
+    alone_ns = load.profile.promise_ns(1, load.instances)
+    if alone_ns > predicted_ns:
+        explanation += f": a single row takes {_ms(alone_ns)}"
+    return Bottleneck("late", explanation, "promise what the model can do, or have it do less at a time", "slo.p99_ms")
 
 
-def _unmerged(now: Situation) -> Limit | None:
-    if now.busy < _BUSY or now.policy.batch.merge or now.max_rows < 2 or now.gain < _GAIN:
+def _unmerged(load: LoadSnapshot) -> Bottleneck | None:
+    if load.utilization < _BUSY or load.policy.batch.merge or load.max_rows < 2 or load.gain < _GAIN:
         return None
-    told = f"{_compute(now)}, one request at a time: the model batches, but its requests are not merged"
-    return Limit("unmerged", told, "let requests share batches", "dynamic_batching {}", now.more)
+    explanation = f"{_compute(load)}, one request at a time: the model batches, but its requests are not merged"
+    return Bottleneck("unmerged", explanation, "let requests share batches", "dynamic_batching {}", load.expected_gain)
 
 
-def _shapes(now: Situation) -> Limit | None:
-    changes = now.recent.totals.shape_changes
-    if now.busy < _BUSY or not now.policy.batch.merge or now.gain < _GAIN or changes < _OFTEN * now.batches:
+def _shapes(load: LoadSnapshot) -> Bottleneck | None:
+    changes = load.recent.totals.shape_changes
+    if load.utilization < _BUSY or not load.policy.batch.merge or load.gain < _GAIN or changes < _OFTEN * load.batches:
         return None
-    told = (
-        f"{_compute(now)}, in batches of {now.mean_rows:.1f} rows: requests of different shapes cannot share one, and "
-        f"{_percent(changes / now.batches)} of the batches had another shape than the one before"
+    explanation = (
+        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: requests of different shapes cannot share one, and "
+        f"{_percent(changes / load.batches)} of the batches had another shape than the one before"
     )
     cure = "bring requests to few shapes: pad or resize them before they are sent"
-    return Limit("shapes", told, cure, "", now.more)
+    return Bottleneck("shapes", explanation, cure, "", load.expected_gain)
 
 
-def _preferred(now: Situation) -> Limit | None:
-    preferred = now.policy.batch.preferred_rows
-    often = now.share(CloseReason.PREFERRED) >= _OFTEN
-    if now.busy < _BUSY or not often or now.gain < _GAIN or max(preferred) >= now.best_rows:
+def _preferred(load: LoadSnapshot) -> Bottleneck | None:
+    preferred = load.policy.batch.preferred_rows
+    is_often = load.share(CloseReason.PREFERRED) >= _OFTEN
+    if load.utilization < _BUSY or not is_often or load.gain < _GAIN or max(preferred) >= load.best_rows:
         return None
-    told = f"{_compute(now)}, and batches close at preferred sizes of {', '.join(map(str, preferred))} rows"
-    cure = f"prefer {now.best_rows} rows, or nothing"
-    return Limit("preferred", told, cure, "dynamic_batching.preferred_batch_size", now.more)
+    explanation = f"{_compute(load)}, and batches close at preferred sizes of {', '.join(map(str, preferred))} rows"
+    cure = f"prefer {load.best_rows} rows, or nothing"
+    return Bottleneck("preferred", explanation, cure, "dynamic_batching.preferred_batch_size", load.expected_gain)
 
 
-def _promise(now: Situation) -> Limit | None:
-    batch = now.policy.batch
-    if now.busy < _BUSY or now.gain < _GAIN or now.share(CloseReason.DEADLINE) < _OFTEN:
+def _latency_objective(load: LoadSnapshot) -> Bottleneck | None:
+    batch = load.policy.batch
+    if load.utilization < _BUSY or load.gain < _GAIN or load.share(CloseReason.DEADLINE) < _OFTEN:
         return None
-    told = f"{_compute(now)}, in batches of {now.mean_rows:.1f} rows: larger ones would answer some requests too late"
+    explanation = (
+        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: larger ones would answer some requests too late"
+    )
     cure = "allow more time"
     if batch.objective_ns:
-        told += f" (promised: {_ms(batch.objective_ns)})"
-        cure = f"promise {_ms(2 * now.profile.promise_ns(now.best_rows, now.instances))} or more"
-    return Limit("promise", told, cure, "slo.p99_ms" if batch.objective_ns else "", now.more)
+        explanation += f" (promised: {_ms(batch.objective_ns)})"
+        cure = f"promise {_ms(2 * load.profile.promise_ns(load.best_rows, load.instances))} or more"
+    return Bottleneck("promise", explanation, cure, "slo.p99_ms" if batch.objective_ns else "", load.expected_gain)
 
 
-def _company(now: Situation) -> Limit | None:
+def _delay_too_short(load: LoadSnapshot) -> Bottleneck | None:
     """Batches that close before they are worth it, though there is not enough time for small ones."""
-    batch, reasons = now.policy.batch, (CloseReason.IDLE, CloseReason.DELAY)
-    if now.busy < _BUSY or not batch.merge or now.gain < _GAIN or now.share(*reasons) < _OFTEN:
+    batch, reasons = load.policy.batch, (CloseReason.IDLE, CloseReason.DELAY)
+    if load.utilization < _BUSY or not batch.merge or load.gain < _GAIN or load.share(*reasons) < _OFTEN:
         return None
-    needed_ns = now.best_rows / max(now.per_s(now.recent.totals.rows), 1e-9) * NS_PER_S
-    told = (
-        f"{_compute(now)}, in batches of {now.mean_rows:.1f} rows, which close after "
-        f"{'no delay' if not batch.max_delay_ns else _ms(batch.max_delay_ns)}; {now.best_rows} rows come in {_ms(needed_ns)}"
+    needed_ns = load.best_rows / max(load.per_s(load.recent.totals.rows), 1e-9) * NS_PER_S
+    explanation = (
+        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows, which close after "
+        f"{'no delay' if not batch.max_delay_ns else _ms(batch.max_delay_ns)}; {load.best_rows} rows come in {_ms(needed_ns)}"
     )
     cure = f"wait {needed_ns / NS_PER_US:.0f} us for company, or promise a latency and leave the rest to Headrace (slo)"
-    return Limit("delay_too_short", told, cure, "dynamic_batching.max_queue_delay_microseconds", now.more)
+    return Bottleneck(
+        "delay_too_short", explanation, cure, "dynamic_batching.max_queue_delay_microseconds", load.expected_gain
+    )
 
 
-def _padding(now: Situation) -> Limit | None:
-    if not now.buckets:
+def _padding(load: LoadSnapshot) -> Bottleneck | None:
+    if not load.buckets:
         return None
-    sizes = now.recent.totals.sizes
+    sizes = load.recent.totals.sizes
     run = padded = 0
     for rows, size in sizes.items():
-        bucket = next((bucket for bucket in now.buckets if bucket >= rows), rows)
+        bucket = next((bucket for bucket in load.buckets if bucket >= rows), rows)
         run += bucket * size.count
         padded += (bucket - rows) * size.count
-    if now.busy < _BUSY or padded < _OFTEN * run:
+    if load.utilization < _BUSY or padded < _OFTEN * run:
         return None
-    told = f"{_percent(padded / run)} of the rows that were computed were padding: batches of {now.mean_rows:.1f} rows on average"
-    told += f" ran in sizes of {', '.join(map(str, now.buckets[:12]))}"
+    explanation = f"{_percent(padded / run)} of the rows that were computed were padding: "
+    explanation += f"batches of {load.mean_rows:.1f} rows on average"
+    explanation += f" ran in sizes of {', '.join(map(str, load.buckets[:12]))}"
     cure = "close batches at those sizes"
-    return Limit(
+    return Bottleneck(
         "padding",
-        told,
+        explanation,
         cure,
         "dynamic_batching.preferred_batch_size",
         f"up to {run / (run - padded):.1f} times as much",
     )
 
 
-def _computing(now: Situation) -> Limit | None:
+def _computing(load: LoadSnapshot) -> Bottleneck | None:
     """Busy, and in batches that are as good as they get."""
-    if now.busy < _BUSY or now.gain >= _GAIN:
+    if load.utilization < _BUSY or load.gain >= _GAIN:
         return None
-    told = f"{_compute(now)}, in batches of {now.mean_rows:.1f} rows"
-    most, count = now.max_rows, max(now.instances, 1)
-    more = now.throughput(2 * most) / (
-        now.throughput(most) or 1.0
+    explanation = f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows"
+    max_rows, count = load.max_rows, max(load.instances, 1)
+    expected_gain = load.throughput(2 * max_rows) / (
+        load.throughput(max_rows) or 1.0
     )  # beyond the largest the profile rather says too little
-    last = now.throughput(most) / (now.throughput(most / 2) or 1.0) if most > 1 else 1.0
-    if now.batched and now.mean_rows > 0.9 * most and max(more, last) >= _GAIN:
-        expected = f"up to {max(more, last):.1f} times as much, if it goes on as from {most // 2} to {most} rows"
-        return Limit("compute", f"{told}: full ones", f"allow {2 * most} rows in a batch", "max_batch_size", expected)
+    last = load.throughput(max_rows) / (load.throughput(max_rows / 2) or 1.0) if max_rows > 1 else 1.0
+    if load.batched and load.mean_rows > 0.9 * max_rows and max(expected_gain, last) >= _GAIN:
+        expected = f"up to {max(expected_gain, last):.1f} times as much, if it goes on as from {max_rows // 2} to {max_rows} rows"
+        return Bottleneck(
+            "compute", f"{explanation}: full ones", f"allow {2 * max_rows} rows in a batch", "max_batch_size", expected
+        )
     if count == 1:
         cure = "try a second instance, a faster engine (`headrace build`), or another machine beside this one"
-        return Limit("compute", told, cure, "instance_group")
-    alone, together = now.throughput(now.mean_rows, 1), now.throughput(now.mean_rows)
-    told += f"; {count} instances get {together / alone:.1f} times as much done as one" if alone else ""
+        return Bottleneck("compute", explanation, cure, "instance_group")
+    alone, together = load.throughput(load.mean_rows, 1), load.throughput(load.mean_rows)
+    explanation += f"; {count} instances get {together / alone:.1f} times as much done as one" if alone else ""
     if alone and together < _GAIN * alone:
         cure = "keep one instance, and try a faster engine (`headrace build`), or another machine beside this one"
-        return Limit(
-            "compute", told, cure, "instance_group", "answers that come sooner, since instances disturb each other"
+        return Bottleneck(
+            "compute",
+            explanation,
+            cure,
+            "instance_group",
+            "answers that come sooner, since instances disturb each other",
         )
-    return Limit(
-        "compute", told, "try more instances, a faster engine (`headrace build`), or another machine", "instance_group"
+    return Bottleneck(
+        "compute",
+        explanation,
+        "try more instances, a faster engine (`headrace build`), or another machine",
+        "instance_group",
     )
 
 
-def _delay(now: Situation) -> Limit | None:
-    delay_ns = now.policy.batch.max_delay_ns
-    if now.busy >= _BUSY or now.share(CloseReason.DELAY) < _OFTEN or now.wait_ns < _OFTEN * now.total_ns:
+def _delay_too_long(load: LoadSnapshot) -> Bottleneck | None:
+    delay_ns = load.policy.batch.max_delay_ns
+    if load.utilization >= _BUSY or load.share(CloseReason.DELAY) < _OFTEN or load.wait_ns < _OFTEN * load.total_ns:
         return None
-    members = now.recent.totals.requests / max(now.batches, 1)
-    told = f"requests wait {_ms(now.wait_ns)} of {_ms(now.total_ns)} for company"
+    members = load.recent.totals.requests / max(load.batches, 1)
+    explanation = f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} for company"
     if members < 2:
-        rate_hz = now.per_s(now.recent.totals.requests)
-        told += f", and then run {members:.1f} together: {rate_hz:,.0f} requests/s are too sparse for a delay of {_ms(delay_ns)}"
+        rate_hz = load.per_s(load.recent.totals.requests)
+        explanation += f", and then run {members:.1f} together: "
+        explanation += f"{rate_hz:,.0f} requests/s are too sparse for a delay of {_ms(delay_ns)}"
     else:
-        told += f", which the instances, busy for {_percent(now.busy)} of the time, do not need"
-    expected = f"answers {_ms(now.wait_ns)} sooner on average"
-    return Limit("delay_too_long", told, "wait less", "dynamic_batching.max_queue_delay_microseconds", expected)
+        explanation += f", which the instances, busy for {_percent(load.utilization)} of the time, do not need"
+    expected = f"answers {_ms(load.wait_ns)} sooner on average"
+    return Bottleneck(
+        "delay_too_long", explanation, "wait less", "dynamic_batching.max_queue_delay_microseconds", expected
+    )
 
 
-def _wake_ups(now: Situation) -> Limit | None:
+def _wake_ups(load: LoadSnapshot) -> Bottleneck | None:
     """An instance that is free takes all that waits: nobody should wait much longer than for one batch that is not full."""
-    batch_ns = now.recent.totals.busy_ns / max(now.batches, 1)
-    free = now.policy.batch.merge and now.share(CloseReason.IDLE) >= 0.5 and now.mean_rows <= now.max_rows / 2
-    if now.busy >= _BUSY or not free or now.wait_ns < max(2 * batch_ns, _OFTEN * now.total_ns):
+    batch_ns = load.recent.totals.busy_ns / max(load.batches, 1)
+    free = load.policy.batch.merge and load.share(CloseReason.IDLE) >= 0.5 and load.mean_rows <= load.max_rows / 2
+    if load.utilization >= _BUSY or not free or load.wait_ns < max(2 * batch_ns, _OFTEN * load.total_ns):
         return None
-    told = (
-        f"requests wait {_ms(now.wait_ns)} of {_ms(now.total_ns)} though the instances are free for {_percent(1 - now.busy)} of "
-        f"the time and a batch takes {_ms(batch_ns)}: their threads come late to the processor, which is busy with other work"
+    explanation = (
+        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} though the instances are free for "
+        f"{_percent(1 - load.utilization)} of the time "
+        f"and a batch takes {_ms(batch_ns)}: their threads come late to the processor, which is busy with other work"
     )
     cure = "leave the server cores for itself (clients, other models), or send more rows in each request"
-    return Limit("processor", told, cure, "", f"answers up to {_ms(now.wait_ns - batch_ns)} sooner on average")
+    return Bottleneck(
+        "processor", explanation, cure, "", f"answers up to {_ms(load.wait_ns - batch_ns)} sooner on average"
+    )
 
 
-def _bursts(now: Situation) -> Limit | None:
+def _bursts(load: LoadSnapshot) -> Bottleneck | None:
     if (
-        now.busy >= _BUSY
-        or now.wait_ns <= _OFTEN * now.total_ns
-        or now.share(CloseReason.DELAY) >= _OFTEN
-        or _wake_ups(now)
+        load.utilization >= _BUSY
+        or load.wait_ns <= _OFTEN * load.total_ns
+        or load.share(CloseReason.DELAY) >= _OFTEN
+        or _wake_ups(load)
     ):
         return None
-    told = (
-        f"requests wait {_ms(now.wait_ns)} of {_ms(now.total_ns)} in the queue, though the instances are busy for "
-        f"{_percent(now.busy)} of the time: they come at the same time"
+    explanation = (
+        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} in the queue, though the instances are busy for "
+        f"{_percent(load.utilization)} of the time: they come at the same time"
     )
-    if not now.policy.batch.merge and now.max_rows > 1:
-        return Limit("queue", f"{told}, and run one by one", "let requests share batches", "dynamic_batching {}")
-    if now.instances == 1:
-        return Limit("queue", f"{told}, and there is one instance", "try a second instance", "instance_group")
-    return Limit("queue", told, "try more instances, or have callers spread their requests", "instance_group")
+    if not load.policy.batch.merge and load.max_rows > 1:
+        return Bottleneck(
+            "queue", f"{explanation}, and run one by one", "let requests share batches", "dynamic_batching {}"
+        )
+    if load.instances == 1:
+        return Bottleneck(
+            "queue", f"{explanation}, and there is one instance", "try a second instance", "instance_group"
+        )
+    return Bottleneck(
+        "queue", explanation, "try more instances, or have callers spread their requests", "instance_group"
+    )
 
 
-def _copies(now: Situation) -> Limit | None:
-    totals = now.recent.totals
-    copied_ns, compute_ns = now.mean_ns(totals.assembly_ns + totals.split_ns), now.mean_ns(totals.compute_ns)
-    if not totals.requests or copied_ns < 2 * _OFTEN * compute_ns or copied_ns < _OFTEN * now.total_ns:
+def _copies(load: LoadSnapshot) -> Bottleneck | None:
+    totals = load.recent.totals
+    copied_ns, compute_ns = load.mean_ns(totals.assembly_ns + totals.split_ns), load.mean_ns(totals.compute_ns)
+    if not totals.requests or copied_ns < 2 * _OFTEN * compute_ns or copied_ns < _OFTEN * load.total_ns:
         return None
-    told = f"copying inputs and outputs takes {_ms(copied_ns)} of a request's time, computing {_ms(compute_ns)}"
-    return Limit("copies", told, "send pictures as bytes (preprocess by: server), or use shared memory", "preprocess")
+    explanation = f"copying inputs and outputs takes {_ms(copied_ns)} of a request's time, computing {_ms(compute_ns)}"
+    return Bottleneck(
+        "copies", explanation, "send pictures as bytes (preprocess by: server), or use shared memory", "preprocess"
+    )
 
 
-def _sparse(now: Situation) -> Limit | None:
+def _sparse(load: LoadSnapshot) -> Bottleneck | None:
     """Nothing waits: whoever wants more has to ask for more at the same time."""
-    totals = now.recent.totals
-    if now.busy >= _BUSY or not totals.requests or now.wait_ns >= _OFTEN * now.total_ns:
+    totals = load.recent.totals
+    if load.utilization >= _BUSY or not totals.requests or load.wait_ns >= _OFTEN * load.total_ns:
         return None
-    inside = now.per_s(totals.request_ns) / NS_PER_S  # Little's law
-    told = (
+    inside = load.per_s(totals.request_ns) / NS_PER_S  # Little's law
+    explanation = (
         f"arrivals are too sparse to batch: {inside:.1f} requests are in the server at a time, on average, and the instances "
-        f"are busy for {_percent(now.busy)} of the time"
+        f"are busy for {_percent(load.utilization)} of the time"
     )
-    best = now.best_rows
-    expected = f"up to {now.throughput(best):,.0f} rows/s, now {now.per_s(totals.rows):,.0f}" if best else ""
-    return Limit("arrivals", told, "for more, send more requests at the same time, or more rows in each", "", expected)
+    best = load.best_rows
+    expected = f"up to {load.throughput(best):,.0f} rows/s, now {load.per_s(totals.rows):,.0f}" if best else ""
+    return Bottleneck(
+        "arrivals", explanation, "for more, send more requests at the same time, or more rows in each", "", expected
+    )
 
 
-def _room(now: Situation) -> Limit:
-    return Limit("nothing", f"nothing stands out: the instances are busy for {_percent(now.busy)} of the time")
+def _headroom(load: LoadSnapshot) -> Bottleneck:
+    return Bottleneck(
+        "nothing", f"nothing stands out: the instances are busy for {_percent(load.utilization)} of the time"
+    )
 
 
-def _compute(now: Situation) -> str:
-    several = f"{now.instances} instances compute" if now.instances > 1 else "the instance computes"
-    return f"{several} for {_percent(now.busy)} of the time"
+def _compute(load: LoadSnapshot) -> str:
+    several = f"{load.instances} instances compute" if load.instances > 1 else "the instance computes"
+    return f"{several} for {_percent(load.utilization)} of the time"
 
 
-_RULES: Iterable[Callable[[Situation], Limit | None]] = (
-    _parked, _missing, _nobody, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _promise, _company, _padding,
-    _computing, _delay, _wake_ups, _bursts, _copies, _sparse,
+_RULES: Iterable[Callable[[LoadSnapshot], Bottleneck | None]] = (
+    _evicted, _dead_instances, _no_requests, _quotas, _overload, _late, _unmerged, _shapes, _preferred, _latency_objective,
+    _delay_too_short, _padding,
+    _computing, _delay_too_long, _wake_ups, _bursts, _copies, _sparse,
 )  # fmt: skip

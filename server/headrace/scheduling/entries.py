@@ -21,17 +21,17 @@ from headrace.scheduling.executor import OutputMismatch
 from headrace.scheduling.queue import Entry
 
 
-class Admission:
+class EntryFactory:
     """Makes entries, and has them answered in order where that is wanted; from any thread.
 
     Args:
         spec: what callers may send.
         max_rows: rows in the largest batch.
         split: cut a request larger than a batch into parts, or refuse it.
-        most_parts: entries that the queue holds.
+        max_parts: entries that the queue holds.
         levels: number of priority levels, 1 if there are none.
         default_level: 1-based level of a request that names none.
-        leave: gives an entry's place in the queue back.
+        remove: gives an entry's place in the queue back.
         sequencer: keeps the answers in order; None: they need not be.
         objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
 
@@ -44,20 +44,20 @@ class Admission:
         spec: ModelSpec,
         max_rows: int,
         split: bool,
-        most_parts: int,
+        max_parts: int,
         levels: int,
         default_level: int,
-        leave: Callable[[Entry], None],
+        remove: Callable[[Entry], None],
         sequencer: Sequencer | None,
         objective_ns: int = 0,
     ) -> None:
         self._spec = spec
         self._max_rows = max_rows
         self._split = split
-        self._most_parts = most_parts
+        self._max_parts = max_parts
         self._levels = levels
         self._default_level = default_level
-        self._leave = leave
+        self._remove = remove
         self._sequencer = sequencer
         self._objective_ns = objective_ns
         self.mismatch: OutputMismatch | None = None
@@ -73,7 +73,7 @@ class Admission:
         level = 0 if self._levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
             entry = Entry(request, completion, level, now_ns, self._objective_ns)
-            entry.leave = self._leave
+            entry.remove = self._remove
             completion.after = entry.on_settled
             entries = [entry]
         else:
@@ -100,12 +100,12 @@ class Admission:
                 f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} in one execution, and "
                 f"larger requests are no longer split: {self.mismatch}"
             )
-        if request.rows > max_rows * self._most_parts:
+        if request.rows > max_rows * self._max_parts:
             raise TooLarge(
                 f"the request has {request.rows} rows, which is more than the whole queue of model '{self._spec.name}' holds"
             )
         pieces = cut(request.inputs, request.rows, max_rows)
-        joint = Joint(whole, len(pieces), lambda: self.mismatch)
+        joiner = PartJoiner(whole, len(pieces), lambda: self.mismatch)
         entries: list[Entry] = []
         for index, inputs in enumerate(pieces):
             part = InferRequest(
@@ -117,16 +117,16 @@ class Admission:
                 client=request.client,
                 size_bytes=request.size_bytes // len(pieces),
             )
-            entry = Entry(part, PartCompletion(joint, index), level, now_ns, self._objective_ns)
-            entry.leave = self._leave
-            entry.leads = index == len(pieces) - 1
+            entry = Entry(part, PartCompletion(joiner, index), level, now_ns, self._objective_ns)
+            entry.remove = self._remove
+            entry.counts_as_request = index == len(pieces) - 1
             entries.append(entry)
 
-        def leave_all() -> None:
+        def remove_all() -> None:
             for entry in entries:
                 entry.on_settled()
 
-        whole.after = leave_all
+        whole.after = remove_all
         return entries
 
 
@@ -155,7 +155,7 @@ def join(parts: list[dict[str, Array]]) -> dict[str, Array]:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-class Joint:
+class PartJoiner:
     """Collects the outcomes of the parts and settles the whole: with all rows, or with the first error.
 
     Args:
@@ -173,7 +173,7 @@ class Joint:
         self._outputs: list[dict[str, Array]] = [{} for _ in range(parts)]
         self._missing = parts
 
-    def arrive(self, index: int, outcome: Outcome) -> None:
+    def settle_part(self, index: int, outcome: Outcome) -> None:
         """Part `index` is settled."""
         if isinstance(outcome, Exception):
             self.whole.settle(outcome)
@@ -200,22 +200,22 @@ class Joint:
 class PartCompletion(Completion):
     """The answer slot of one part; done as soon as the whole is."""
 
-    __slots__ = ("_index", "_joint")
+    __slots__ = ("_index", "_joiner")
 
-    def __init__(self, joint: Joint, index: int) -> None:
+    def __init__(self, joiner: PartJoiner, index: int) -> None:
         super().__init__()
-        self._joint = joint
+        self._joiner = joiner
         self._index = index
 
     @property
     def done(self) -> bool:
         """True once the part or the whole is settled."""
-        return super().done or self._joint.whole.done
+        return super().done or self._joiner.whole.done
 
     def notify(self) -> None:
         """Tell the joint."""
         if self.outcome is not None:
-            self._joint.arrive(self._index, self.outcome)
+            self._joiner.settle_part(self._index, self.outcome)
 
 
 class Sequencer:

@@ -32,9 +32,9 @@ from headrace.core.errors import HeadraceError, ModelFailed
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.core.tensor import Array, ModelSpec, is_resident
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import Outlook, UnderWay
+from headrace.scheduling.admission import AdmissionController, InFlightWork
 from headrace.scheduling.batching import CloseReason
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
 
@@ -128,7 +128,7 @@ logger = logging.getLogger("headrace.instance")
 Deliver = Callable[[Iterable[tuple[Completion, Outcome]]], object]
 
 
-class Answers:
+class BatchResults:
     """Settles the members of batches and counts what was done; from any thread.
 
     Args:
@@ -136,13 +136,13 @@ class Answers:
         deliver: settles answers; gives the number that still had a taker, if it knows.
         report: told how long an instance was busy with a batch, nanoseconds.
         check: of the model's outputs.
-        profile: learns how long batches compute; a new one if absent.
-        outlook: learns what became of its predictions; None: there are none.
+        latency_table: learns how long batches compute; a new one if absent.
+        admission: learns what became of its predictions; None: there are none.
         on_mismatch: called when the model returned outputs that are not those of the rows sent, before any answer.
 
     Attributes:
-        profile: as above.
-        at_work: the runners that have a batch under way; each takes itself out.
+        latency_table: as above.
+        busy_runners: the runners that have a batch under way; each takes itself out.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class Answers:
         deliver: Deliver,
         report: Callable[[int], None],
         check: OutputCheck,
-        profile: Profile | None = None,
-        outlook: Outlook | None = None,
+        latency_table: LatencyTable | None = None,
+        admission: AdmissionController | None = None,
         on_mismatch: Callable[[OutputMismatch], object] = lambda _error: None,
     ) -> None:
         self._recorder = recorder
@@ -160,15 +160,15 @@ class Answers:
         self._report = report
         self._check = check
         self._on_mismatch = on_mismatch
-        self._outlook = outlook
-        self.profile = profile or Profile()
-        self.at_work: set[object] = set()
+        self._admission = admission
+        self.latency_table = latency_table or LatencyTable()
+        self.busy_runners: set[object] = set()
 
     def begin(self, runner: object) -> None:
         """A runner has taken a batch."""
-        self.at_work.add(runner)
-        if self._outlook is not None:
-            self._outlook.changed = True
+        self.busy_runners.add(runner)
+        if self._admission is not None:
+            self._admission.changed = True
 
     def split(self, outputs: dict[str, Array], entries: list[Entry]) -> list[dict[str, Array]]:
         """Check the outputs of a batch and cut them into every entry's rows; see `headrace.scheduling.executor.split`.
@@ -212,27 +212,27 @@ class Answers:
                 if completion.outcome is outcome or completion.outcome is None
             ]
             rows = sum([entry.rows for entry in answered])
-        leading = [entry for entry in answered if entry.leads]
+        primary = [entry for entry in answered if entry.counts_as_request]
         self._recorder.batch(
             rows,
             batch_rows,
             closed,
             times,
-            [times.taken_ns - entry.enqueued_ns for entry in leading],
-            [times.split_ns - entry.received_ns for entry in leading],
+            [times.taken_ns - entry.enqueued_ns for entry in primary],
+            [times.split_ns - entry.received_ns for entry in primary],
             busy_ns,
             entries[0].shape_key,
         )
         self._report(busy_ns)
         # Behind another batch in the air it computed no longer than it kept the instance from the next.
         compute_ns = min(times.computed_ns - times.assembled_ns, busy_ns)
-        self.profile.observe(batch_rows, compute_ns, instances)
-        outlook = self._outlook
-        if outlook is not None:
-            outlook.changed = True
-            if outlook.promises:
-                outlook.ran(batch_rows, self.profile.estimate_ns(batch_rows, instances), busy_ns)
-                outlook.learn(leading, times.split_ns)
+        self.latency_table.observe(batch_rows, compute_ns, instances)
+        admission = self._admission
+        if admission is not None:
+            admission.changed = True
+            if admission.has_due_times:
+                admission.record_batch(batch_rows, self.latency_table.estimate_ns(batch_rows, instances), busy_ns)
+                admission.learn(primary, times.split_ns)
 
     def failed(self, entries: list[Entry], reason: CloseReason, error: Exception) -> list[Entry]:
         """A batch raised. The error belongs to one that was alone; of several, one may have spoilt it for the others.
@@ -241,8 +241,8 @@ class Answers:
             The members that should be run again, each on its own.
         """
         self._recorder.failed_batch(reason.value)
-        if self._outlook is not None:
-            self._outlook.changed = True
+        if self._admission is not None:
+            self._admission.changed = True
         if isinstance(error, OutputMismatch):
             self._on_mismatch(error)
         if len(entries) > 1:
@@ -349,7 +349,7 @@ class SerialRunner:
         execution: what runs; used from the thread that calls `serve` (or `execute`).
         scheduler: where batches come from.
         max_rows: rows in the largest batch.
-        answers: settles what came of them.
+        batch_results: settles what came of them.
         clock: monotonic nanoseconds.
     """
 
@@ -358,65 +358,67 @@ class SerialRunner:
         execution: Execution,
         scheduler: Scheduler,
         max_rows: int,
-        answers: Answers,
+        batch_results: BatchResults,
         clock: Clock = monotonic_ns,
     ) -> None:
         self._execution = execution
         self._scheduler = scheduler
         self._staging = Staging(max_rows)
-        self._answers = answers
+        self._batch_results = batch_results
         self._clock = clock
-        self._held: list[Entry] = []
+        self._running: list[Entry] = []
         self._taken_ns = 0
 
     def serve(self) -> None:
         """Run batches until the scheduler is closed and empty."""
         sleeper = threading.Lock()
         sleeper.acquire()
-        answers = self._answers
+        batch_results = self._batch_results
         while (batch := self._scheduler.next_batch(sleeper)) is not None:
             batch.entries[:] = [entry for entry in batch.entries if not entry.completion.done]
             if batch.entries:
-                self._held, self._taken_ns = batch.entries, batch.taken_ns
-                answers.begin(self)
+                self._running, self._taken_ns = batch.entries, batch.taken_ns
+                batch_results.begin(self)
                 try:
                     self.execute(batch)
                 finally:
-                    answers.at_work.discard(self)
-                self._held = []
+                    batch_results.busy_runners.discard(self)
+                self._running = []
             del batch  # its arrays may be large, and the next may be long in coming
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error."""
-        self._answers.give_up(self._held, error)
+        self._batch_results.give_up(self._running, error)
 
-    def under_way(self) -> UnderWay:
+    def in_flight_work(self) -> InFlightWork:
         """From any thread: what is being run."""
-        held = self._held
-        return UnderWay(0, [(self._taken_ns, sum([entry.rows for entry in held]))] if held else ())
+        running = self._running
+        return InFlightWork(0, [(self._taken_ns, sum([entry.rows for entry in running]))] if running else ())
 
     def execute(self, batch: Batch) -> None:
         """Run a batch and settle every member; if it fails as a whole, run its members one by one."""
-        instances = len(self._answers.at_work) or 1
+        instances = len(self._batch_results.busy_runners) or 1
         try:
             times, results = self._run(batch.entries, batch.taken_ns)
         except ExecutionLost:
             raise
         except Exception as error:  # whatever else a backend raises belongs to this batch alone
-            for entry in self._answers.failed(batch.entries, batch.reason, error):
+            for entry in self._batch_results.failed(batch.entries, batch.reason, error):
                 if not entry.completion.done:
                     self.execute(Batch([entry], batch.reason, self._clock()))
             return
         busy_ns = times.split_ns - times.taken_ns
-        self._answers.at_work.discard(self)  # first: who has the answer may ask again before this thread goes on
-        self._answers.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
+        self._batch_results.busy_runners.discard(
+            self
+        )  # first: who has the answer may ask again before this thread goes on
+        self._batch_results.settle(batch.entries, batch.reason, times, results, busy_ns, instances)
 
     def _run(self, entries: list[Entry], taken_ns: int) -> tuple[BatchTimes, list[dict[str, Array]]]:
         inputs = self._staging.stack(entries)
         assembled_ns = self._clock()
         outputs = self._execution.run(inputs)
         computed_ns = self._clock()
-        results = self._answers.split(outputs, entries)
+        results = self._batch_results.split(outputs, entries)
         return BatchTimes(taken_ns, assembled_ns, computed_ns, self._clock()), results
 
 
@@ -445,11 +447,11 @@ class ReshapingExecution:
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs in the callers' shape."""
-        return self._seen(self._inner.run(self._wanted(inputs)))
+        return self._to_caller_shape(self._inner.run(self._to_model_shape(inputs)))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
         """A flight whose inputs are the inner one's memory in the callers' shape."""
-        inner = self._pipelined().begin(self._wanted(like), rows)
+        inner = self._pipelined().begin(self._to_model_shape(like), rows)
         inputs = {
             name: array.reshape((rows, *like[name].shape[1:]) if rows else like[name].shape)
             for name, array in inner.inputs.items()
@@ -457,17 +459,17 @@ class ReshapingExecution:
         # Rows that are resident have the same bytes in either shape.
         return InFlightBatch(inputs, rows, inner, inner.device, inner.resident_inputs)
 
-    def launch(self, flight: InFlightBatch) -> None:
+    def launch(self, in_flight: InFlightBatch) -> None:
         """Launch the inner flight."""
-        self._pipelined().launch(_inner(flight))
+        self._pipelined().launch(_inner(in_flight))
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, in_flight: InFlightBatch) -> dict[str, Array]:
         """All outputs in the callers' shape."""
-        return self._seen(self._pipelined().finish(_inner(flight)))
+        return self._to_caller_shape(self._pipelined().finish(_inner(in_flight)))
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, in_flight: InFlightBatch) -> None:
         """Discard the inner flight."""
-        self._pipelined().discard(_inner(flight))
+        self._pipelined().discard(_inner(in_flight))
 
     def close(self) -> None:
         """Close the inner one."""
@@ -478,10 +480,10 @@ class ReshapingExecution:
             raise TypeError("the execution behind this one takes one batch at a time")
         return self._inner
 
-    def _wanted(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def _to_model_shape(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {name: self._reshaped(array, self._inputs.get(name)) for name, array in inputs.items()}
 
-    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+    def _to_caller_shape(self, outputs: dict[str, Array]) -> dict[str, Array]:
         try:
             return {name: self._reshaped(array, self._outputs.get(name)) for name, array in outputs.items()}
         except (IndexError, ValueError) as error:
@@ -497,6 +499,6 @@ class ReshapingExecution:
         return array.reshape((array.shape[0], *shape) if self._batched else shape)
 
 
-def _inner(flight: InFlightBatch) -> InFlightBatch:
-    assert isinstance(flight.handle, InFlightBatch), "a flight of ours carries the inner one"
-    return flight.handle
+def _inner(in_flight: InFlightBatch) -> InFlightBatch:
+    assert isinstance(in_flight.handle, InFlightBatch), "a flight of ours carries the inner one"
+    return in_flight.handle

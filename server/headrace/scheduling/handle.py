@@ -21,15 +21,15 @@ from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.core.request import InferRequest, InferResponse, LevelLoad, Load
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import Outlook, Quotas
-from headrace.scheduling.batching import Planner
-from headrace.scheduling.entries import Admission, Sequencer
-from headrace.scheduling.executor import Answers, OutputCheck, OutputMismatch, SerialRunner
-from headrace.scheduling.instance import Crew, OnDeath, Runner, WarmUp
-from headrace.scheduling.latency_table import Profile
-from headrace.scheduling.pipeline import Pace, Pipeline
+from headrace.scheduling.admission import AdmissionController, Quotas
+from headrace.scheduling.batching import CostModel
+from headrace.scheduling.entries import EntryFactory, Sequencer
+from headrace.scheduling.executor import BatchResults, OutputCheck, OutputMismatch, SerialRunner
+from headrace.scheduling.instance import BatchRunner, ModelInstances, OnDeath, WarmUp
+from headrace.scheduling.latency_table import LatencyTable
+from headrace.scheduling.pipeline import LaunchPacing, Pipeline
 from headrace.scheduling.policy import HandlePolicy, LevelPolicy
-from headrace.scheduling.queue import FAR_NS, Entry, Order
+from headrace.scheduling.queue import FAR_NS, Entry, QueueOrder
 from headrace.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("headrace.model")
@@ -69,20 +69,18 @@ class ModelHandle:
         on_wanted: Callable[[ModelHandle], None] = lambda _handle: None,
         on_back: Callable[[int], None] = lambda _living: None,
     ) -> None:
-        self.spec = spec
-        self.policy = policy
-        self.recorder = recorder
+        self.spec, self.policy, self.recorder = spec, policy, recorder
         self.used_ns = 0
         self._mailbox = mailbox
         self._on_wanted = on_wanted
         self._clock = clock
-        order = Order(policy.aging_ns, policy.sharing, policy.batch.max_rows)
+        order = QueueOrder(policy.aging_ns, policy.sharing, policy.batch.max_rows)
         self._scheduler = Scheduler(
             policy.batch, policy.queue_limits, policy.levels, clock, mailbox.loop.call_soon, order
         )
         sequencer = Sequencer() if policy.preserve_ordering else None
         deliver = settle_all if sequencer is None else sequencer.deliver
-        self._admission = Admission(
+        self._entry_factory = EntryFactory(
             spec,
             policy.batch.max_rows,
             policy.split_oversized,
@@ -93,25 +91,31 @@ class ModelHandle:
             sequencer,
             policy.batch.objective_ns,
         )
-        self.profile = Profile()
-        planner = Planner(self.profile, policy.batch)
-        self._scheduler.plan_by(planner)
-        self._outlook = Outlook(
-            planner, policy.batch, self._scheduler, lambda: self._crew.under_way(), shared=policy.sharing is not None
+        self.profile = LatencyTable()
+        cost_model = CostModel(self.profile, policy.batch)
+        self._scheduler.set_cost_model(cost_model)
+        self._admission = AdmissionController(
+            cost_model,
+            policy.batch,
+            self._scheduler,
+            lambda: self._instance_group.in_flight_work(),
+            shared=policy.sharing is not None,
         )
-        self._scheduler.on_dropped = self._outlook.missed
-        self._scheduler.retry_after_s = self._outlook.retry_after_s
-        self._answers = Answers(
-            recorder, deliver, planner.batch, OutputCheck(spec), self.profile, self._outlook, self._stop_batching
+        self._scheduler.on_dropped = self._admission.learn_dropped
+        self._scheduler.retry_after_s = self._admission.retry_after_s
+        self._batch_results = BatchResults(
+            recorder, deliver, cost_model.batch, OutputCheck(spec), self.profile, self._admission, self._stop_batching
         )
-        self._alarms = Alarms(policy, self._scheduler, clock)
+        self._timeouts = RequestTimeouts(policy, self._scheduler, clock)
         self._quotas = Quotas(policy.rate_limits) if policy.rate_limits is not None else None
-        self._lock = threading.Lock()  # guards _leases, _closing, _wanted, and the first mismatch of outputs
-        self._leases, self._wanted, self._closing = 0, False, False
+        self._lock = threading.Lock()  # guards _leases, _closing, _restore_requested, and the first mismatch of outputs
+        self._leases, self._restore_requested, self._closing = 0, False, False
         self._idle = threading.Event()
         self._idle.set()
         name = f"{spec.name}/{spec.version}"
-        self._crew = Crew(name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock)
+        self._instance_group = ModelInstances(
+            name, policy.instances, model, self._scheduler, self._runner, on_dead, on_back, clock
+        )
 
     def start(self, warm_up: WarmUp | None = None) -> None:
         """Start the instances and wait until each is open and warm.
@@ -122,7 +126,7 @@ class ModelHandle:
         Raises:
             ConfigError: an instance failed; the others have ended and the model is closed.
         """
-        self._crew.start(warm_up)
+        self._instance_group.start(warm_up)
 
     # On the event loop
 
@@ -149,9 +153,9 @@ class ModelHandle:
             Unavailable: no instance is left, or the model's process is not to be had for some time.
         """
         if not self.ready:
-            raise self._crew.dead()
-        if self._crew.isolated is not None:
-            self._crew.admit()
+            raise self._instance_group.all_dead_error()
+        if self._instance_group.isolated is not None:
+            self._instance_group.admit()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; await what is returned for the answer.
@@ -166,16 +170,16 @@ class ModelHandle:
         """
         now_ns = self._clock()
         completion = LoopCompletion(self._mailbox)
-        entries = self._admitted(request, completion, now_ns)
+        entries = self._admit(request, completion, now_ns)
         try:
             self._scheduler.enqueue(entries)
         except Unavailable:
             _withdraw(completion, entries)
             raise
-        if self._crew.parked:  # after the queueing: who parks it meanwhile sees what is queued
-            self._want()
-        if request.deadline_ns or self._alarms.timeouts:
-            self._alarms.set(request, completion, entries, now_ns)
+        if self._instance_group.evicted:  # after the queueing: who parks it meanwhile sees what is queued
+            self._request_restore()
+        if request.deadline_ns or self._timeouts.has_queue_timeouts:
+            self._timeouts.set(request, completion, entries, now_ns)
         return completion
 
     def infer_blocking(self, request: InferRequest) -> InferResponse:
@@ -190,12 +194,12 @@ class ModelHandle:
         """
         now_ns = self._clock()
         completion = ThreadCompletion()
-        entries = self._admitted(request, completion, now_ns)
+        entries = self._admit(request, completion, now_ns)
         try:
-            self._scheduler.run(entries, stays=not request.deadline_ns and len(entries) == 1)
-            if self._crew.parked:  # after the queueing, as in `infer`
-                self._want()
-            self._alarms.wait(request, completion, entries, now_ns)
+            self._scheduler.run(entries, caller_waits=not request.deadline_ns and len(entries) == 1)
+            if self._instance_group.evicted:  # after the queueing, as in `infer`
+                self._request_restore()
+            self._timeouts.wait(request, completion, entries, now_ns)
         except BaseException:  # refused, or the caller is called off: nobody waits for an answer any more
             _withdraw(completion, entries)
             raise
@@ -205,16 +209,16 @@ class ModelHandle:
             raise outcome
         return outcome
 
-    def _admitted(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
+    def _admit(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
         """The entries of a request that is taken, for the queue; raises as `infer` does."""
         if request.deadline_ns and request.deadline_ns <= now_ns:
             raise DeadlineExceeded(_DEADLINE_PASSED)
         if self._quotas is not None:
             self._quotas.charge(request.client, now_ns)
-        entries = self._admission.entries(request, completion, now_ns)
+        entries = self._entry_factory.entries(request, completion, now_ns)
         if entries[-1].due_ns != FAR_NS:
             try:
-                self._outlook.admit(entries, now_ns)
+                self._admission.admit(entries, now_ns)
             except Unavailable:
                 _withdraw(completion, entries)
                 raise
@@ -230,27 +234,27 @@ class ModelHandle:
     @property
     def ready(self) -> bool:
         """True while at least one instance lives, or will once somebody asks."""
-        return self._crew.alive > 0 or self._crew.parked
+        return self._instance_group.alive > 0 or self._instance_group.evicted
 
     @property
     def process_status(self) -> ProcessStatus | None:
         """How the model's own process fares; None if it has none (now)."""
-        return self._crew.process_status
+        return self._instance_group.process_status
 
     @property
     def alive(self) -> int:
         """Instances that live."""
-        return self._crew.alive
+        return self._instance_group.alive
 
     @property
     def restarts(self) -> int:
         """Instances that died and were started anew."""
-        return self._crew.restarts
+        return self._instance_group.restarts
 
     @property
-    def parked(self) -> bool:
-        """True while the model is out of memory and requests wait for `unpark`."""
-        return self._crew.parked
+    def evicted(self) -> bool:
+        """True while the model is out of memory and requests wait for `restore`."""
+        return self._instance_group.evicted
 
     @property
     def closing(self) -> bool:
@@ -273,22 +277,22 @@ class ModelHandle:
         Args:
             by_level: each priority level by itself, too, which takes as long as there are levels.
         """
-        now_ns, outlook, scheduler = self._clock(), self._outlook, self._scheduler
-        under_way = outlook.under_way()
+        now_ns, admission, scheduler = self._clock(), self._admission, self._scheduler
+        in_flight_work = admission.in_flight_work()
         levels = tuple(
-            LevelLoad(level, *scheduler.waiting(level - 1), outlook.wait_ns(level - 1, now_ns))
+            LevelLoad(level, *scheduler.waiting(level - 1), admission.wait_ns(level - 1, now_ns))
             for level in range(1, self.policy.levels + 1 if by_level else 1)
         )
         return Load(
             depth=scheduler.depth,
             rows=scheduler.waiting_rows,
             in_flight=self._leases,
-            running_rows=sum([rows for work in under_way for _, rows in work.batches]),
-            instances=self._crew.alive,
-            wait_ns=outlook.wait_ns(self.policy.default_level - 1, now_ns),
-            drain_ns=outlook.drain_ns(now_ns),
-            rows_hz=outlook.rows_hz,
-            late=outlook.late,
+            running_rows=sum([rows for work in in_flight_work for _, rows in work.batches]),
+            instances=self._instance_group.alive,
+            wait_ns=admission.wait_ns(self.policy.default_level - 1, now_ns),
+            drain_ns=admission.drain_ns(now_ns),
+            rows_hz=admission.rows_hz,
+            late=admission.late,
             levels=levels,
         )
 
@@ -308,14 +312,14 @@ class ModelHandle:
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
         with self._lock:
             self._closing = True
-        self._crew.hush()
+        self._instance_group.disable_death_callbacks()
         self._idle.wait(timeout_s)
         self._scheduler.close()
-        left_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
+        remaining_s = None if deadline_ns is None else max((deadline_ns - self._clock()) / NS_PER_S, 0.0)
         error = Unavailable(f"the model '{self.spec.name}' was unloaded while the request waited")
-        return self._crew.close(left_s, error)
+        return self._instance_group.close(remaining_s, error)
 
-    def park(self, timeout_s: float) -> bool:
+    def evict(self, timeout_s: float) -> bool:
         """Answer what is being run, end the instances and close the model; leases, queue and counts stay.
 
         From here on a request waits in the queue, under all its limits, and `on_wanted` is called.
@@ -327,13 +331,13 @@ class ModelHandle:
             False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
         """
         with self._lock:
-            self._wanted = False
-        parked = self._crew.park(timeout_s)
-        if parked and self._scheduler.depth:
-            self._want()
-        return parked
+            self._restore_requested = False
+        evicted = self._instance_group.evict(timeout_s)
+        if evicted and self._scheduler.depth:
+            self._request_restore()
+        return evicted
 
-    def unpark(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
+    def restore(self, model: LoadedModel, warm_up: WarmUp | None = None) -> bool:
         """Serve again.
 
         Args:
@@ -347,29 +351,29 @@ class ModelHandle:
             ConfigError: an instance failed; it stays parked.
         """
         with self._lock:
-            self._wanted = False
+            self._restore_requested = False
         try:
-            return self._crew.unpark(model, warm_up)
+            return self._instance_group.restore(model, warm_up)
         finally:
-            if self._crew.parked and self._scheduler.depth:
-                self._want()
+            if self._instance_group.evicted and self._scheduler.depth:
+                self._request_restore()
 
     def refuse(self, error: HeadraceError) -> None:
         """Answer what waits with an error, and take more: parked, it cannot be loaded now."""
         with self._lock:
-            self._wanted = False
+            self._restore_requested = False
         settle_all([(entry.completion, error) for entry in self._scheduler.drop()])
 
     def _stop_batching(self, mismatch: OutputMismatch) -> None:
         """Neither merge nor split any more: the model's outputs are not those of the rows sent. From any thread."""
         with self._lock:
-            known = self._admission.mismatch is not None
-            self._admission.mismatch = mismatch
-        if known:
+            is_repeated = self._entry_factory.mismatch is not None
+            self._entry_factory.mismatch = mismatch
+        if is_repeated:
             return
         self.policy = replace(self.policy, batch=replace(self.policy.batch, merge=False))
         self._scheduler.stop_merging()
-        self._outlook.stop_merging()
+        self._admission.stop_merging()
         logger.error(
             "model %s/%s runs every request alone until it is loaded again: %s",
             self.spec.name,
@@ -377,25 +381,25 @@ class ModelHandle:
             mismatch,
         )
 
-    def _want(self) -> None:
+    def _request_restore(self) -> None:
         with self._lock:
-            known, self._wanted = self._wanted, True
-        if not known:
+            is_repeated, self._restore_requested = self._restore_requested, True
+        if not is_repeated:
             self._on_wanted(self)
 
-    def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> Runner:
+    def _runner(self, name: str, execution: Execution, on_death: OnDeath) -> BatchRunner:
         """Batches overlap if the execution can do it, and the inputs are rows of numbers that can be copied into its memory."""
-        scheduler, answers, clock = self._scheduler, self._answers, self._clock
-        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, answers, clock)
+        scheduler, batch_results, clock = self._scheduler, self._batch_results, self._clock
+        serial = SerialRunner(execution, scheduler, self.policy.batch.max_rows, batch_results, clock)
         inputs = self.spec.inputs
         numbers = all(tensor.datatype is not BYTES for tensor in inputs.values())
         if not (is_pipelined(execution) and numbers):
             return serial
         batch = self.policy.batch
-        pace = Pace(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
+        pacing = LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if batch.merge else None
         threads, batched = self.policy.fill_threads, self.spec.max_batch_size > 0
         return Pipeline(
-            name, execution, scheduler, len(inputs), serial, answers, on_death, pace, clock, threads, batched
+            name, execution, scheduler, len(inputs), serial, batch_results, on_death, pacing, clock, threads, batched
         )
 
 
@@ -411,7 +415,7 @@ def _withdraw(completion: Completion, entries: list[Entry]) -> None:
 _MAX_DELAY_NS = 86_400 * NS_PER_S
 
 
-class Alarms:
+class RequestTimeouts:
     """Sets them: timers of the event loop, or on the thread of a caller that waits.
 
     Args:
@@ -420,14 +424,14 @@ class Alarms:
         clock: monotonic nanoseconds.
 
     Attributes:
-        timeouts: False if no level has a timeout.
+        has_queue_timeouts: False if no level has a timeout.
     """
 
     def __init__(self, policy: HandlePolicy, scheduler: Scheduler, clock: Clock) -> None:
         self._levels = _policies(policy)
         self._scheduler = scheduler
         self._clock = clock
-        self.timeouts = any(level.queue_timeout_ns for level in self._levels)
+        self.has_queue_timeouts = any(level.queue_timeout_ns for level in self._levels)
 
     def set(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
         """Have timers end it."""
@@ -435,7 +439,7 @@ class Alarms:
         if deadline_ns:
             after_ns = deadline_ns - request.received_ns
             completion.call_after(min(deadline_ns - now_ns, _MAX_DELAY_NS), _exceed, completion, after_ns)
-            if not self.timeouts:
+            if not self.has_queue_timeouts:
                 return
         level = self._levels[entries[0].level]
         timeout_ns = _timeout_ns(level, request, now_ns)
@@ -449,17 +453,17 @@ class Alarms:
         level = self._levels[entries[0].level]
         timeout_ns = _timeout_ns(level, request, now_ns)
         if timeout_ns:
-            if completion.wait(self._left_s(now_ns + timeout_ns)):
+            if completion.wait(self._remaining_s(now_ns + timeout_ns)):
                 return
             for entry in entries:
                 self._scheduler.expire(entry, level.demote_on_timeout)
-        if deadline_ns and completion.wait(self._left_s(deadline_ns)):
+        if deadline_ns and completion.wait(self._remaining_s(deadline_ns)):
             return
         if deadline_ns:
             _exceed(completion, deadline_ns - request.received_ns)
         completion.wait()
 
-    def _left_s(self, time_ns: int) -> float:
+    def _remaining_s(self, time_ns: int) -> float:
         return min(max(time_ns - self._clock(), 0), _MAX_DELAY_NS) / NS_PER_S
 
 

@@ -32,7 +32,7 @@ from headrace.backends.base import (
 from headrace.core.clock import NS_PER_S, Clock
 from headrace.core.completion import settle_all
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unavailable
-from headrace.scheduling.admission import UnderWay
+from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("headrace.instance")
@@ -41,7 +41,7 @@ WarmUp = Callable[[Execution], None]
 OnDeath = Callable[[BaseException], None]
 
 
-class Runner(Protocol):
+class BatchRunner(Protocol):
     """How an instance takes batches to its execution: `SerialRunner` or `Pipeline`."""
 
     def serve(self) -> None:
@@ -50,11 +50,11 @@ class Runner(Protocol):
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that is under way with an error, since the backend does not come back."""
 
-    def under_way(self) -> UnderWay:
+    def in_flight_work(self) -> InFlightWork:
         """From any thread: what is being run."""
 
 
-MakeRunner = Callable[[Execution, OnDeath], Runner]
+MakeRunner = Callable[[Execution, OnDeath], BatchRunner]
 
 
 class Instance:
@@ -83,7 +83,7 @@ class Instance:
         self._open_execution = open_execution
         self._make_runner = make_runner
         self._on_exit = on_exit
-        self._runner: Runner | None = None
+        self._runner: BatchRunner | None = None
         self._lock = threading.Lock()  # guards _dead; `on_exit` is called under it, and nothing else taken
         self._dead = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -110,7 +110,7 @@ class Instance:
         return self._dead
 
     @property
-    def ended_well(self) -> bool:
+    def ended_normally(self) -> bool:
         """True once the thread has ended, having served to the end."""
         return not self._dead and not self._thread.is_alive()
 
@@ -121,10 +121,10 @@ class Instance:
             runner.give_up(error)
 
     @property
-    def under_way(self) -> UnderWay | None:
+    def in_flight_work(self) -> InFlightWork | None:
         """What it runs; None if it is not open (yet, or any more)."""
         runner = self._runner
-        return None if runner is None or self._dead else runner.under_way()
+        return None if runner is None or self._dead else runner.in_flight_work()
 
     def _main(self) -> None:
         try:
@@ -167,16 +167,17 @@ class Instance:
 
 model_logger = logging.getLogger("headrace.model")
 
-MakeNamedRunner = Callable[[str, Execution, OnDeath], Runner]
+MakeNamedRunner = Callable[[str, Execution, OnDeath], BatchRunner]
 
 
-class Crew:
-    """Starts, parks and ends the instances of one version.
+class ModelInstances:
+    """Starts, evicts, restarts and ends the instances of one model version.
 
-    Ownership: `_moving` is held by whoever starts, parks or ends the instances, for as long as that takes; `_instances`,
-    `_model`, `_warm_up` and `_closed` are written under it. `_lock` guards `alive`, `_living`, `_began_ns`, `_opening`,
-    `_early` and `_ending`, for moments; it may be taken under `_moving`, never the other way round, and the scheduler's under
-    it. `parked`, `alive` and `isolated` are read without a lock.
+    Ownership: `_lifecycle_lock` is held while instances start, are evicted or end; `_instances`, `_model`, `_warm_up` and
+        `_closed`
+    are written under it. `_lock` guards `alive`, `_live_indices`, `_began_ns`, `_opening`, `_startup_deaths` and `_ending`, for
+    short sections. Lock order: `_lifecycle_lock`, `_lock`, the scheduler's lock. `evicted`, `alive` and `isolated` are read
+    without a lock.
 
     Args:
         name: of the version, for threads and messages, e.g. "resnet50/1".
@@ -191,7 +192,7 @@ class Crew:
     Attributes:
         alive: instances that live.
         restarts: instances that died and were started anew.
-        parked: the model is closed until `unpark`.
+        evicted: the model is closed until `restore`.
         isolated: the model, if it runs in a process of its own.
     """
 
@@ -215,19 +216,19 @@ class Crew:
         self._on_dead = on_dead
         self._on_back = on_back
         self._clock = clock
-        self._restarts = Restarts(self._restart)
+        self._restarts = RestartTimers(self._restart)
         self._warm_up: WarmUp | None = None
-        self._moving = threading.Lock()
+        self._lifecycle_lock = threading.Lock()
         self._lock = threading.Lock()
         self._instances: list[Instance] = []
-        self._living: set[int] = set()
+        self._live_indices: set[int] = set()
         self._began_ns: dict[int, int] = {}
         self._opening = True  # who starts them sees to those that die meanwhile
-        self._early: dict[int, BaseException] = {}  # those, and what of
+        self._startup_deaths: dict[int, BaseException] = {}  # those, and what of
         self._ending = False
         self._closed = False
         self.alive = size
-        self.parked = False
+        self.evicted = False
         self.restarts = 0
 
     def start(self, warm_up: WarmUp | None) -> None:
@@ -236,35 +237,35 @@ class Crew:
         Raises:
             ConfigError: an instance failed; the others have ended and the model is closed.
         """
-        with self._moving:
+        with self._lifecycle_lock:
             self._start(warm_up)
 
-    def park(self, timeout_s: float) -> bool:
+    def evict(self, timeout_s: float) -> bool:
         """End the instances behind what they run and close the model; a no-op if it is parked already.
 
         Returns:
             False if it was closed, has died, or something still ran after `timeout_s`: then it serves on.
         """
-        if not self._moving.acquire(timeout=timeout_s):
+        if not self._lifecycle_lock.acquire(timeout=timeout_s):
             return False
         try:
-            if self._closed or self.parked or not self.alive:
-                return self.parked
+            if self._closed or self.evicted or not self.alive:
+                return self.evicted
             # Before anything ends: who queues a request from here on sees that nobody may come to pull it.
-            self.parked = True
+            self.evicted = True
             self._scheduler.pause()
             ended = self._join(self._instances, timeout_s)
             if not ended or not self.alive:
-                self.parked = False
+                self.evicted = False
                 self._scheduler.resume()
                 self._replace_ended()
                 return False
-            self._let_go()
+            self._close_model()
             return True
         finally:
-            self._moving.release()
+            self._lifecycle_lock.release()
 
-    def unpark(self, model: LoadedModel, warm_up: WarmUp | None) -> bool:
+    def restore(self, model: LoadedModel, warm_up: WarmUp | None) -> bool:
         """Start the instances anew.
 
         Args:
@@ -277,19 +278,19 @@ class Crew:
         Raises:
             ConfigError: an instance failed; the version is parked as before, and the model is closed.
         """
-        with self._moving:
-            if self._closed or not self.parked:
+        with self._lifecycle_lock:
+            if self._closed or not self.evicted:
                 model.close()
                 return False
             self._model, self.isolated = model, find_isolated_model(model)
             self._scheduler.resume()
             self._start(warm_up)
-            self.parked = False
+            self.evicted = False
         return True
 
-    def under_way(self) -> list[UnderWay]:
+    def in_flight_work(self) -> list[InFlightWork]:
         """What each instance runs that lives."""
-        return [work for instance in list(self._instances) if (work := instance.under_way) is not None]
+        return [work for instance in list(self._instances) if (work := instance.in_flight_work) is not None]
 
     @property
     def process_status(self) -> ProcessStatus | None:
@@ -307,7 +308,7 @@ class Crew:
         if process_status is not None and process_status.refusal:
             raise Unavailable(process_status.refusal)
 
-    def hush(self) -> None:
+    def disable_death_callbacks(self) -> None:
         """Tell nobody of deaths any more: the version is being closed."""
         with self._lock:
             self._ending = True
@@ -324,7 +325,7 @@ class Crew:
             False if something still ran after `timeout_s`; its callers have got the error, and its memory is not freed.
         """
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
-        if not self._moving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if not self._lifecycle_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
             self._abandon(error)
             return False
         try:
@@ -334,10 +335,10 @@ class Crew:
                 return False
             if not self._closed:
                 self._closed = True
-                self.parked = False
-                self._let_go()
+                self.evicted = False
+                self._close_model()
         finally:
-            self._moving.release()
+            self._lifecycle_lock.release()
         self.give_up(error)  # what waits in the queue of a version that is parked
         return True
 
@@ -345,20 +346,20 @@ class Crew:
         """Take nothing more, and answer what waits with an error."""
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
 
-    def dead(self) -> Unavailable:
+    def all_dead_error(self) -> Unavailable:
         """What callers are told when no instance is left."""
         return Unavailable(
             f"all instances of model '{self._name.rpartition('/')[0]}' have died; the server's log says why"
         )
 
-    # With `_moving` held
+    # With `_lifecycle_lock` held
 
     def _start(self, warm_up: WarmUp | None) -> None:
         instances = [self._instance(index) for index in range(self._size)]
         with self._lock:
-            self.alive, self._opening, self._early = self._size, True, {}
-            self._living = set(range(self._size))
-            self._began_ns = dict.fromkeys(self._living, self._clock())
+            self.alive, self._opening, self._startup_deaths = self._size, True, {}
+            self._live_indices = set(range(self._size))
+            self._began_ns = dict.fromkeys(self._live_indices, self._clock())
         self._instances, self._warm_up = instances, warm_up
         self._scheduler.set_instances(self._size)
         for instance in instances:
@@ -367,20 +368,20 @@ class Crew:
         if failures:
             self._scheduler.pause()
             self._join(instances, None)
-            self._let_go()
-            raise self._stillborn(failures[0]) from failures[0]
+            self._close_model()
+            raise self._startup_error(failures[0]) from failures[0]
         with self._lock:
-            self._opening, left, news = False, self.alive, not self._ending
-        if left < self._size:
-            self._lost(left, news)
-        for index, cause in self._early.items():
-            self._start_later(index, cause)
+            self._opening, remaining, notify = False, self.alive, not self._ending
+        if remaining < self._size:
+            self._report_deaths(remaining, notify)
+        for index, cause in self._startup_deaths.items():
+            self._schedule_restart(index, cause)
 
-    def _let_go(self) -> None:
+    def _close_model(self) -> None:
         """All instances have ended: give the model back."""
         with self._lock:
             self.alive = 0
-            self._living = set()
+            self._live_indices = set()
         self._instances = []  # they point back here: without the circle the memory is free at once
         self._warm_up = None
         model, self._model, self.isolated = self._model, None, None
@@ -390,9 +391,9 @@ class Crew:
     def _replace_ended(self) -> None:
         """Start those anew that have ended for a parking that came to nothing."""
         for index, instance in enumerate(self._instances):
-            if instance.ended_well:
-                self._instances[index] = again = self._instance(index)
-                again.start(None)
+            if instance.ended_normally:
+                self._instances[index] = replacement = self._instance(index)
+                replacement.start(None)
 
     def _join(self, instances: Sequence[Instance], timeout_s: float | None) -> bool:
         deadline_ns = None if timeout_s is None else self._clock() + int(timeout_s * NS_PER_S)
@@ -418,83 +419,83 @@ class Crew:
         if cause is None:
             return
         with self._lock:
-            if index not in self._living:
+            if index not in self._live_indices:
                 return  # it was to come back and did not: who started it sees to that
-            self._living.discard(index)
+            self._live_indices.discard(index)
             self.alive -= 1
-            left, news, opening = self.alive, not self._ending, self._opening
+            remaining, notify, opening = self.alive, not self._ending, self._opening
             if opening:
-                self._early[index] = cause
-            lived_s = (self._clock() - self._began_ns[index]) / NS_PER_S
-        self._scheduler.set_instances(left)
+                self._startup_deaths[index] = cause
+            uptime_s = (self._clock() - self._began_ns[index]) / NS_PER_S
+        self._scheduler.set_instances(remaining)
         if not opening:
-            self._lost(left, news)
-            self._start_later(index, cause, lived_s)
+            self._report_deaths(remaining, notify)
+            self._schedule_restart(index, cause, uptime_s)
 
-    def _start_later(self, index: int, cause: BaseException | None, lived_s: float = 0.0) -> None:
+    def _schedule_restart(self, index: int, cause: BaseException | None, uptime_s: float = 0.0) -> None:
         name = f"{self._name}#{index}"
         if isinstance(cause, ExecutionLost):
             model_logger.error("instance %s is not started again: what it ran on has failed for good", name)
             return
-        pause_s = self._restarts.later(name, index, lived_s)
+        pause_s = self._restarts.schedule(name, index, uptime_s)
         if pause_s is not None:
             model_logger.warning("instance %s is started again in %g s", name, pause_s)
 
     def _restart(self, index: int) -> None:
         """On a timer's thread: start an instance that has died anew."""
         try:
-            with self._moving:
-                self._start_again(index)
+            with self._lifecycle_lock:
+                self._restart_instance(index)
         except Exception as error:  # threads have an end; this one's work is done later
             model_logger.error("instance %s#%d could not be started again", self._name, index, exc_info=error)
-            self._start_later(index, None)
+            self._schedule_restart(index, None)
 
-    def _start_again(self, index: int) -> None:
+    def _restart_instance(self, index: int) -> None:
         with self._lock:
             # Parked, closed, or started by somebody else meanwhile?
-            if self._ending or self.parked or index in self._living or not self._instances:
+            if self._ending or self.evicted or index in self._live_indices or not self._instances:
                 return
         if not self._instances[index].join(0):
-            self._start_later(index, None)  # what died still holds what the next one needs
+            self._schedule_restart(index, None)  # what died still holds what the next one needs
             return
-        self._instances[index] = again = self._instance(index)
+        self._instances[index] = replacement = self._instance(index)
         with self._lock:
             if self._ending:
                 return
             self._scheduler.reopen()  # under the lock: nothing may be opened behind who closes
-        again.start(self._warm_up)
-        error = again.opened.exception()
+        replacement.start(self._warm_up)
+        error = replacement.opened.exception()
         with self._lock:
-            back = error is None and not again.dead
-            if back:
-                self._living.add(index)
+            is_back = error is None and not replacement.dead
+            if is_back:
+                self._live_indices.add(index)
                 self._began_ns[index] = self._clock()
                 self.alive += 1
                 self.restarts += 1
-            living, news = self.alive, not self._ending
-        if back:
-            self._scheduler.set_instances(living)
-            if news:
-                self._on_back(living)
+            live, notify = self.alive, not self._ending
+        if is_back:
+            self._scheduler.set_instances(live)
+            if notify:
+                self._on_back(live)
             return
-        if not living:
-            self.give_up(self.dead())
-        self._start_later(index, error)
+        if not live:
+            self.give_up(self.all_dead_error())
+        self._schedule_restart(index, error)
 
-    def _lost(self, left: int, news: bool) -> None:
+    def _report_deaths(self, remaining: int, notify: bool) -> None:
         try:
-            if news:
-                self._on_dead(left)
+            if notify:
+                self._on_dead(remaining)
         finally:
-            if left == 0:
-                self.give_up(self.dead())
+            if remaining == 0:
+                self.give_up(self.all_dead_error())
 
     def _abandon(self, error: HeadraceError) -> None:
         self.give_up(error)
         for instance in self._instances:
             instance.give_up(error)
 
-    def _stillborn(self, cause: BaseException) -> ConfigError:
+    def _startup_error(self, cause: BaseException) -> ConfigError:
         if isinstance(cause, ConfigError):
             return cause
         if isinstance(cause, HeadraceError):
@@ -510,7 +511,7 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
 
-class Restarts:
+class RestartTimers:
     """The timers of the instances that are to be started anew.
 
     Ownership: `_lock` guards everything, and nothing is called under it.
@@ -526,13 +527,13 @@ class Restarts:
         self._timers: dict[int, threading.Timer] = {}
         self._stopped = False
 
-    def later(self, name: str, index: int, lived_s: float) -> float | None:
+    def schedule(self, name: str, index: int, uptime_s: float) -> float | None:
         """Start a timer for an instance that has died; each pause is twice the one before, up to `LONGEST_PAUSE_S`.
 
         Args:
             name: of the instance, for its timer's thread.
             index: its number.
-            lived_s: how long it served; longer than the longest pause, and the pauses begin anew.
+            uptime_s: how long it served; longer than the longest pause, and the pauses begin anew.
 
         Returns:
             The pause in seconds; None once `stop` was called.
@@ -540,7 +541,7 @@ class Restarts:
         with self._lock:
             if self._stopped:
                 return None
-            before_s = 0.0 if lived_s > LONGEST_PAUSE_S else self._pauses_s.get(index, 0.0)
+            before_s = 0.0 if uptime_s > LONGEST_PAUSE_S else self._pauses_s.get(index, 0.0)
             pause_s = self._pauses_s[index] = min(2 * before_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
             timer = self._timers[index] = threading.Timer(pause_s, self._restart, (index,))
             timer.name = f"restart of {name}"

@@ -46,11 +46,11 @@ _FOLLOWED = 1.25  # what is not run follows a pace that has changed so much
 _REQUESTS = "requests"
 COPIED = "copied"  # from another table: measured by nobody
 
-Times = Mapping[int, Sequence[int]]
+MeasuredTimes = Mapping[int, Sequence[int]]
 """By rows, nanoseconds."""
 
 
-class Known(NamedTuple):
+class LatencyEntry(NamedTuple):
     """What is known of one number of rows with so many instances at work.
 
     Attributes:
@@ -69,7 +69,7 @@ class Known(NamedTuple):
     source: str = "load"
 
 
-class Curve(NamedTuple):
+class LatencyCurve(NamedTuple):
     """What estimates are read from; never changed. All ascending, of one length."""
 
     rows: list[int]
@@ -135,7 +135,7 @@ class Window:
         return list(self.times_ns)[-count:]
 
 
-class Table:
+class LatencyWindows:
     """Times with so many instances at work; guarded by the profile's lock but for `curve`, which is replaced, never changed.
 
     Its pace is how many times as long batches take as those that were first measured, by the median of the last ones. What is not
@@ -159,7 +159,7 @@ class Table:
     def __init__(self, instances: int) -> None:
         self.instances = instances
         self.windows: dict[int, Window] = {}
-        self.curve: Curve | None = Curve([], [], [])  # None: to be drawn anew
+        self.curve: LatencyCurve | None = LatencyCurve([], [], [])  # None: to be drawn anew
         self._run: list[int] = []  # rows of the last times beyond the same quartiles
         self._above = False  # which quartiles
         self._sorted = 0  # windows, since the curve was drawn
@@ -168,14 +168,14 @@ class Table:
         self._seeded = False  # some were measured before
         self._ratios: deque[float] = deque(maxlen=_LATELY)  # of the last times to the first of their size
 
-    def copy(self, instances: int) -> Table:
+    def copy(self, instances: int) -> LatencyWindows:
         """One that knows the same for now."""
-        other = Table(instances)
+        other = LatencyWindows(instances)
         other.windows = {rows: Window(window.last(RUN), COPIED) for rows, window in self.windows.items()}
         other.curve, other._seeded = None, True
         return other
 
-    def seed(self, times_ns: Times, source: str) -> None:
+    def seed(self, times_ns: MeasuredTimes, source: str) -> None:
         """Times of before any caller's batch: what was copied is replaced, the rest of it scaled with that."""
         ratios = []
         for rows, measured_ns in times_ns.items():
@@ -206,7 +206,7 @@ class Table:
         if window.source != _REQUESTS:
             self._ratios.append(time_ns / window.anchor_ns)
         elif not self._seeded:  # there is nothing better than the first times for callers
-            self._go_by(window, time_ns)
+            self._update_anchor(window, time_ns)
         window.seen, window.pace = self._batches, self._pace
         if window.run and (time_ns < window.low_ns if window.run > 0 else time_ns > window.high_ns):
             window.run = 0  # to and fro is no run: see whether it is beyond what there is by now
@@ -219,7 +219,7 @@ class Table:
             if self._run:
                 self._run = []
         else:
-            self._beyond(window, rows, time_ns)
+            self._extend_run(window, rows, time_ns)
         if not self._batches % _LATELY:
             self._follow(_LATELY)
         if window.fresh * _SORT >= len(window.times_ns):
@@ -228,20 +228,20 @@ class Table:
             if self._sorted * _REDRAW >= len(self.windows):  # drawing costs as much as there are windows
                 self.curve = None
 
-    def _go_by(self, window: Window, time_ns: int) -> None:
+    def _update_anchor(self, window: Window, time_ns: int) -> None:
         if window.observations >= RUN:
             self._ratios.append(time_ns / window.anchor_ns)
             return
         window.sort()
         window.anchor_ns = max(window.median_ns, 1) / self._pace
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[LatencyEntry]:
         """What was measured, by rows, ascending."""
         for window in self.windows.values():
             if window.fresh:
                 window.sort()
         return [
-            Known(
+            LatencyEntry(
                 rows,
                 window.median_ns,
                 window.p95_ns,
@@ -253,17 +253,17 @@ class Table:
             if window.observations or window.source != COPIED
         ]
 
-    def times(self, most: int) -> dict[int, list[int]]:
-        """By rows the last `most` times that were measured; of what was never run for callers, as it was measured."""
+    def times(self, max_times: int) -> dict[int, list[int]]:
+        """By rows the last `max_times` times that were measured; of what was never run for callers, as it was measured."""
         return {
-            rows: window.last(most)
+            rows: window.last(max_times)
             if window.observations
-            else [max(round(time_ns / window.pace), 1) for time_ns in window.last(most)]
+            else [max(round(time_ns / window.pace), 1) for time_ns in window.last(max_times)]
             for rows, window in sorted(self.windows.items())
             if window.observations or window.source != COPIED
         }
 
-    def draw(self) -> Curve:
+    def draw(self) -> LatencyCurve:
         """The curve as of now."""
         windows = sorted(self.windows.items())
         weights = [len(window.times_ns) for _, window in windows]
@@ -271,10 +271,10 @@ class Table:
         p95s_ns = _rising([window.p95_ns for _, window in windows], weights)
         promises_ns = [max(pair) for pair in zip(medians_ns, p95s_ns, strict=True)]
         self._sorted = 0
-        self.curve = curve = Curve([rows for rows, _ in windows], medians_ns, promises_ns)
+        self.curve = curve = LatencyCurve([rows for rows, _ in windows], medians_ns, promises_ns)
         return curve
 
-    def _beyond(self, window: Window, rows: int, time_ns: int) -> None:
+    def _extend_run(self, window: Window, rows: int, time_ns: int) -> None:
         """A time beyond a quartile: is it the last of a run?"""
         above = time_ns > window.high_ns
         if above != self._above:
@@ -285,9 +285,9 @@ class Table:
             window.turn()
             self._run, self.curve = [], None
         elif len(self._run) >= RUN:
-            self._change()
+            self._restart_windows()
 
-    def _change(self) -> None:
+    def _restart_windows(self) -> None:
         """Several numbers of rows take longer, or less long, than they did: so will the others."""
         for rows in dict.fromkeys(self._run):
             window = self.windows[rows]
@@ -297,17 +297,17 @@ class Table:
         self._run, self.curve = [], None
         self._follow(RUN)
 
-    def _follow(self, lately: int) -> None:
+    def _follow(self, batches: int) -> None:
         """Bring what was not run in the last batches to the pace of what was.
 
         Args:
-            lately: how many batches.
+            batches: how many batches.
         """
         if self._ratios:
             self._pace = sorted(self._ratios)[len(self._ratios) // 2]
         pace = self._pace
         for window in self.windows.values():
-            if self._batches - window.seen < lately:
+            if self._batches - window.seen < batches:
                 window.pace = pace
             elif not 1 / _FOLLOWED < pace / window.pace < _FOLLOWED:
                 window.scale(pace / window.pace)
@@ -328,7 +328,7 @@ def _rising(values: Sequence[int], weights: Sequence[int]) -> list[float]:
     return [mean for mean, _, count in pools for _ in range(count)]
 
 
-def read(known: list[int], values: list[float], rows: int) -> int:
+def interpolate(known: list[int], values: list[float], rows: int) -> int:
     """The value at `rows`.
 
     Args:
@@ -349,7 +349,7 @@ _CROWD_SMOOTHING = 8  # batches, of the number of instances at work
 _TABLES = 8  # of 1, 2, up to 4 ... and of more than 64 instances at work
 
 
-class Profile:
+class LatencyTable:
     """Compute times of one version; any thread may call any method.
 
     Ownership: `_lock` guards everything; `_tables` is replaced under it and read without, `_crowd` read without.
@@ -361,18 +361,18 @@ class Profile:
     def __init__(self) -> None:
         self.buckets: tuple[int, ...] = ()
         self._lock = threading.Lock()
-        self._first = first = Table(1)
+        self._first = first = LatencyWindows(1)
         self._one = True  # the first table stands for all
-        self._tables = (first,) * _TABLES  # by `_place` of the instances at work; one may stand for several
+        self._tables = (first,) * _TABLES  # by `_table_index` of the instances at work; one may stand for several
         self._crowd = 1.0  # instances at work of late, smoothed
 
-    def seed(self, measured_ns: Times, instances: int = 1, source: str = "load") -> None:
+    def seed(self, measured_ns: MeasuredTimes, instances: int = 1, source: str = "load") -> None:
         """Times that were measured before any caller's batch; numbers of rows of which something is known stay as they are.
 
         Args:
             measured_ns: by rows one time or more.
             instances: at work.
-            source: of the times, for `Known`.
+            source: of the times, for `LatencyEntry`.
         """
         with self._lock:
             self._table(instances).seed(measured_ns, source)
@@ -391,9 +391,9 @@ class Profile:
             rows: in the batch.
             instances: at work, its own included; 0: as many as of late.
         """
-        table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
-        curve = table.curve or self._drawn(table)
-        return read(curve.rows, curve.medians_ns, rows)
+        table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
+        curve = table.curve or self._draw(table)
+        return interpolate(curve.rows, curve.medians_ns, rows)
 
     def promise_ns(self, rows: int, instances: int = 0) -> int:
         """What 95 of 100 batches keep to: to promise with; 0 if nothing is known. Never less than the estimate.
@@ -401,11 +401,11 @@ class Profile:
         Args:
             rows, instances: as of `estimate_ns`.
         """
-        table = self._first if self._one else self._tables[_place(instances or round(self._crowd))]
-        curve = table.curve or self._drawn(table)
-        return read(curve.rows, curve.p95s_ns, rows)
+        table = self._first if self._one else self._tables[_table_index(instances or round(self._crowd))]
+        curve = table.curve or self._draw(table)
+        return interpolate(curve.rows, curve.p95s_ns, rows)
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[LatencyEntry]:
         """What was measured, by instances and rows, ascending; without what `estimate_ns` does to it."""
         with self._lock:
             return [known for table in dict.fromkeys(self._tables) for known in table.known()]
@@ -424,34 +424,34 @@ class Profile:
             for known in self.known()
         ]
 
-    def times(self, most: int = WINDOW) -> dict[int, dict[int, list[int]]]:
-        """By instances and rows the last `most` times that were measured, nanoseconds: to be kept and seeded again."""
+    def times(self, max_times: int = WINDOW) -> dict[int, dict[int, list[int]]]:
+        """By instances and rows the last `max_times` times that were measured, nanoseconds: to be kept and seeded again."""
         with self._lock:
-            return {table.instances: table.times(most) for table in dict.fromkeys(self._tables)}
+            return {table.instances: table.times(max_times) for table in dict.fromkeys(self._tables)}
 
     def summary(self) -> list[tuple[int, int, int]]:
         """Rows, estimate and promise in nanoseconds: of 1, 2, 4 ... and the largest number of rows known."""
-        most = max((known.rows for known in self.known()), default=0)
-        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))} - {0})
+        max_times = max((known.rows for known in self.known()), default=0)
+        sizes = sorted({max_times, *(1 << power for power in range(max_times.bit_length()))} - {0})
         return [(rows, self.estimate_ns(rows), self.promise_ns(rows)) for rows in sizes]
 
-    def _table(self, instances: int) -> Table:
+    def _table(self, instances: int) -> LatencyWindows:
         """To be written: the table of so many, made if there is none; while nothing is known the first one is everybody's."""
-        place = _place(instances)
+        place = _table_index(instances)
         tables = self._tables
-        found = tables[place]
-        if found.instances == 1 << place or not self._first.windows:
-            return found
-        made = found.copy(1 << place)
-        self._tables = tuple(made if at >= place and table is found else table for at, table in enumerate(tables))
+        match = tables[place]
+        if match.instances == 1 << place or not self._first.windows:
+            return match
+        added = match.copy(1 << place)
+        self._tables = tuple(added if at >= place and table is match else table for at, table in enumerate(tables))
         self._one = False
-        return made
+        return added
 
-    def _drawn(self, table: Table) -> Curve:
+    def _draw(self, table: LatencyWindows) -> LatencyCurve:
         with self._lock:
             return table.draw()
 
 
-def _place(instances: int) -> int:
+def _table_index(instances: int) -> int:
     """0 of 1 instance, 1 of 2, 2 of up to 4, 3 of up to 8 ..."""
     return min((instances - 1).bit_length(), _TABLES - 1) if instances > 1 else 0

@@ -35,9 +35,9 @@ from headrace.backends.base import ExecutionLost, InFlightBatch, PipelinedExecut
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import PINNED, Array, ResidentRows, is_resident
-from headrace.scheduling.admission import UnderWay
+from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.batching import CloseReason
-from headrace.scheduling.executor import Answers, SerialRunner
+from headrace.scheduling.executor import BatchResults, SerialRunner
 from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
@@ -46,13 +46,13 @@ from headrace.scheduling.scheduler import Batch, Scheduler
 _SHORT_BYTES = 1 << 18
 
 
-class _Run:
+class _PendingBatch:
     """A batch, or one member of a batch that failed, on its way.
 
     Ownership: the instance's thread until it is put into `_launched`, the finisher from then on.
     """
 
-    __slots__ = ("assembled_ns", "entries", "flight", "instances", "reason", "rows", "taken_ns")
+    __slots__ = ("assembled_ns", "entries", "in_flight", "instances", "reason", "rows", "taken_ns")
 
     def __init__(self, entries: list[Entry], reason: CloseReason, taken_ns: int) -> None:
         self.entries = entries
@@ -61,19 +61,19 @@ class _Run:
         self.taken_ns = taken_ns
         self.assembled_ns = 0
         self.instances = 1  # at work when it was launched
-        self.flight: InFlightBatch | None = None
+        self.in_flight: InFlightBatch | None = None
 
 
-class _Landing(NamedTuple):
+class _Finished(NamedTuple):
     """A flight is over.
 
     Attributes:
         done_ns: monotonic, when its outputs were there; 0 if it failed.
-        again: its members, to be run singly, if it failed.
+        retries: its members, to be run singly, if it failed.
     """
 
     done_ns: int
-    again: list[_Run]
+    retries: list[_PendingBatch]
 
 
 class Pipeline:
@@ -82,9 +82,9 @@ class Pipeline:
     Batches go through the execution's `run`, with nothing else under way, if they lack an optional input. Of a model without a
     batch dimension a batch is one request.
 
-    Ownership: `_open`, `_again`, `_pace` and `_last_ns` belong to one thread each, as said below, or to whoever takes its place.
-    `_turn` is held by a caller from before its flight is launched until it has landed. `_held` has no lock: each change and the
-    copy that `give_up` takes is one step of the interpreter.
+    Ownership: `_open`, `_retries`, `_pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
+    runs in its place. A caller holds `_caller_lock` from before the launch of its batch until that batch is finished. `_pending`
+    has no lock: each change, and the copy that `give_up` takes, is one step of the interpreter.
 
     Args:
         name: of the instance.
@@ -92,9 +92,9 @@ class Pipeline:
         scheduler: where batches come from.
         inputs: how many inputs the model has.
         serial: runs on the same execution what cannot be pipelined.
-        answers: settles what came of the batches.
+        batch_results: settles what came of the batches.
         on_death: called from the thread that dies, before anything else is waited for.
-        pace: when to pull while flights are open; None: at once.
+        pacing: when to pull while flights are open; None: at once.
         clock: monotonic nanoseconds.
         fill_threads: that copy a large batch's rows at the same time at most.
         batched: False if the model has no batch dimension.
@@ -107,9 +107,9 @@ class Pipeline:
         scheduler: Scheduler,
         inputs: int,
         serial: SerialRunner,
-        answers: Answers,
+        batch_results: BatchResults,
         on_death: OnDeath,
-        pace: Pace | None = None,
+        pacing: LaunchPacing | None = None,
         clock: Clock = monotonic_ns,
         fill_threads: int = 1,
         batched: bool = True,
@@ -119,21 +119,23 @@ class Pipeline:
         self._inputs = inputs
         self._batched = batched
         self._serial = serial
-        self._answers = answers
+        self._batch_results = batch_results
         self._on_death = on_death
-        self._pace = pace
+        self._pacing = pacing
         self._clock = clock
         self._filler = Filler(name, fill_threads)
-        self._held: set[_Run] = set()
-        self._launched: SimpleQueue[_Run | None] = SimpleQueue()
-        self._landed: SimpleQueue[_Landing | BaseException] = SimpleQueue()
+        self._pending: set[_PendingBatch] = set()
+        self._launched: SimpleQueue[_PendingBatch | None] = SimpleQueue()
+        self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
         self._prompt = never_blocks(execution)
-        self._flew = False  # the instance's, as what follows: the event loop has launched a flight in its place
-        self._fell: BaseException | None = None  # and what it died of there
+        self._launched_inline = (
+            False  # the instance's, as what follows: the event loop has launched a flight in its place
+        )
+        self._inline_error: BaseException | None = None  # and what it died of there
         self._open = 0  # flights that were launched and have not come back through _landed
-        self._again: deque[_Run] = deque()  # members to run singly
-        self._last_ns = 0  # the finisher's: when the flight before was done
-        self._turn = threading.Lock()
+        self._retries: deque[_PendingBatch] = deque()  # members to run singly
+        self._last_done_ns = 0  # the finisher's: when the flight before was done
+        self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
         self._finisher = threading.Thread(target=self._finish_all, name=name + " finisher", daemon=True)
@@ -150,253 +152,253 @@ class Pipeline:
             self._filler.close()
             self._launched.put(None)
             self._finisher.join()
-            self._await_turn()
-            self._answers.at_work.discard(self)
+            self._await_caller()
+            self._batch_results.busy_runners.discard(self)
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer everything that was pulled and is not settled with an error."""
-        self._answers.give_up([entry for run in list(self._held) for entry in run.entries], error)
+        self._batch_results.give_up([entry for run in list(self._pending) for entry in run.entries], error)
 
-    def under_way(self) -> UnderWay:
+    def in_flight_work(self) -> InFlightWork:
         """From any thread: what was pulled and is not settled."""
-        held = list(self._held)
-        return UnderWay(self._last_ns, sorted([(run.taken_ns, run.rows) for run in held]))
+        pending_batches = list(self._pending)
+        return InFlightWork(self._last_done_ns, sorted([(run.taken_ns, run.rows) for run in pending_batches]))
 
     # On the instance's thread
 
     def _pull(self) -> None:
         depth = self._execution.depth
-        while self._fell is None:
-            self._flew = False
-            while self._open >= depth or not self._landed.empty():
-                self._land()
-            if self._held_back():
+        while self._inline_error is None:
+            self._launched_inline = False
+            while self._open >= depth or not self._finished.empty():
+                self._collect_finished()
+            if self._wait_to_pull():
                 continue
             run = self._next()
             if run is not None:
-                if self._fly(run):
+                if self._start(run):
                     self._launched.put(run)
                 del run  # it may hold a client's memory, and the next may be long in coming
-            elif self._flew or self._news():
+            elif self._launched_inline or self._has_news():
                 continue
             elif self._open:
-                self._land()
+                self._collect_finished()
             else:
                 return
-        raise self._fell
+        raise self._inline_error
 
-    def _news(self) -> bool:
-        return not self._landed.empty() or bool(self._again) or self._fell is not None
+    def _has_news(self) -> bool:
+        return not self._finished.empty() or bool(self._retries) or self._inline_error is not None
 
-    def _land(self, timeout_s: float | None = None) -> None:
+    def _collect_finished(self, timeout_s: float | None = None) -> None:
         """Wait for the finisher to be done with a flight.
 
         Raises:
             Empty: none has come back after `timeout_s`.
         """
-        landed = self._landed.get(timeout=timeout_s)
-        if isinstance(landed, BaseException):
-            raise RuntimeError("the finisher died") from landed
+        completed = self._finished.get(timeout=timeout_s)
+        if isinstance(completed, BaseException):
+            raise RuntimeError("the finisher died") from completed
         self._open -= 1
-        if self._pace is not None:
-            self._pace.landed(landed.done_ns)
-        self._again.extend(landed.again)
+        if self._pacing is not None:
+            self._pacing.completed(completed.done_ns)
+        self._retries.extend(completed.retries)
 
-    def _held_back(self) -> bool:
+    def _wait_to_pull(self) -> bool:
         """Wait until it is time to pull; True if a flight has landed first, which changes that time."""
-        if self._pace is None or not self._open or self._again:
+        if self._pacing is None or not self._open or self._retries:
             return False
-        wait_ns = self._pace.pull_ns(self._scheduler.waiting_rows) - self._clock()
+        wait_ns = self._pacing.pull_ns(self._scheduler.waiting_rows) - self._clock()
         if wait_ns <= 0:
             return False
         try:
-            self._land(wait_ns / NS_PER_S)
+            self._collect_finished(wait_ns / NS_PER_S)
         except Empty:
             return False
         return True
 
-    def _next(self) -> _Run | None:
+    def _next(self) -> _PendingBatch | None:
         """What to launch next; None if there is nothing more, or if there is news."""
-        if self._again:
-            run = self._again.popleft()
+        if self._retries:
+            run = self._retries.popleft()
             run.taken_ns = self._clock()
             return run
-        shortcut = self if self._prompt else None
-        begins_ns = self._pace.free_ns if self._pace is not None and self._open else 0
-        batch = self._scheduler.next_batch(self._sleeper, self._news, self._open > 0, shortcut, begins_ns)
-        return None if batch is None else self._hold(batch)
+        inline_dispatch = self if self._prompt else None
+        begins_ns = self._pacing.free_ns if self._pacing is not None and self._open else 0
+        batch = self._scheduler.next_batch(self._sleeper, self._has_news, self._open > 0, inline_dispatch, begins_ns)
+        return None if batch is None else self._add_pending(batch)
 
-    def _hold(self, batch: Batch) -> _Run:
-        run = _Run(batch.entries, batch.reason, batch.taken_ns)
-        self._held.add(run)
-        self._answers.begin(self)
+    def _add_pending(self, batch: Batch) -> _PendingBatch:
+        run = _PendingBatch(batch.entries, batch.reason, batch.taken_ns)
+        self._pending.add(run)
+        self._batch_results.begin(self)
         return run
 
-    def _fly(self, run: _Run) -> bool:
+    def _start(self, run: _PendingBatch) -> bool:
         """Launch a batch, or do with it what else is to be done; True if it is in the air and must be finished."""
         entries = [entry for entry in run.entries if not entry.completion.done]
         if len(entries) != len(run.entries):
             run.entries, run.rows = entries, sum([entry.rows for entry in entries])
         if not entries:
-            self._let_go(run)
+            self._remove_pending(run)
         elif len(entries[0].inputs) != self._inputs:
             while self._open:
-                self._land()
+                self._collect_finished()
             self._serial.execute(Batch(entries, run.reason, run.taken_ns))
-            self._let_go(run)
+            self._remove_pending(run)
         else:
             try:
                 launched = self._launch(run)
             except ExecutionLost:
                 raise
             except Exception as error:  # whatever else a backend raises belongs to this batch alone
-                self._again.extend(self._failed(run, error))
+                self._retries.extend(self._failed(run, error))
                 return False
             if launched:
                 self._open += 1
-                if self._pace is not None:
-                    self._pace.launched(run.rows, run.taken_ns, run.assembled_ns)
+                if self._pacing is not None:
+                    self._pacing.launched(run.rows, run.taken_ns, run.assembled_ns)
                 return True
-            self._let_go(run)
+            self._remove_pending(run)
         return False
 
-    def _launch(self, run: _Run) -> bool:
+    def _launch(self, run: _PendingBatch) -> bool:
         """Begin, fill and launch; False if all callers have left meanwhile."""
         execution, entries = self._execution, run.entries
-        flight = execution.begin(entries[0].inputs, run.rows if self._batched else 0)
+        in_flight = execution.begin(entries[0].inputs, run.rows if self._batched else 0)
         try:
-            self._filler.fill(flight, entries)
+            self._filler.fill(in_flight, entries)
         except Exception:
-            execution.discard(flight)
+            execution.discard(in_flight)
             raise
         if all(entry.completion.done for entry in entries):
-            execution.discard(flight)
+            execution.discard(in_flight)
             return False
-        run.flight = flight
-        run.instances = len(self._answers.at_work)
+        run.in_flight = in_flight
+        run.instances = len(self._batch_results.busy_runners)
         run.assembled_ns = self._clock()
-        execution.launch(flight)
+        execution.launch(in_flight)
         return True
 
     # In the place of the instance's thread, while that sleeps in `next_batch`; see `headrace.scheduling.scheduler.Shortcut`
 
-    def takes(self, entry: Entry, stays: bool) -> bool:
+    def accepts(self, entry: Entry, caller_waits: bool) -> bool:
         """True if nothing is under way, and the entry needs nothing but a flight, and is small or its caller stays with it."""
         try:
-            while not self._landed.empty():
-                self._land()
+            while not self._finished.empty():
+                self._collect_finished()
         except RuntimeError as error:
-            self._fell = error
-        busy = self._open or self._again or self._fell is not None
-        return not busy and len(entry.inputs) == self._inputs and (stays or entry.size_bytes <= _SHORT_BYTES)
+            self._inline_error = error
+        busy = self._open or self._retries or self._inline_error is not None
+        return not busy and len(entry.inputs) == self._inputs and (caller_waits or entry.size_bytes <= _SHORT_BYTES)
 
-    def take(self, batch: Batch) -> None:
+    def dispatch(self, batch: Batch) -> None:
         """Launch it from here: the thread need not wake up for it."""
-        run = self._take_off(batch)
+        run = self._launch_inline(batch)
         if run is not None:
             self._launched.put(run)
 
-    def run(self, batch: Batch, go_on: Callable[[], None]) -> None:
+    def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
         """Launch it from here and see to its landing too: neither thread need wake up for it."""
-        with self._turn:  # it is free while nothing is under way
+        with self._caller_lock:  # it is free while nothing is under way
             try:
-                run = self._take_off(batch)
+                run = self._launch_inline(batch)
             finally:
-                go_on()
+                on_launched()
             if run is None:
                 return
             try:
                 self._complete(run)
             except BaseException as error:  # as on the finisher's own thread
-                self._fail(error)
+                self._report_death(error)
                 if isinstance(error, KeyboardInterrupt):  # it is the caller's own
                     raise
 
-    def _take_off(self, batch: Batch) -> _Run | None:
+    def _launch_inline(self, batch: Batch) -> _PendingBatch | None:
         """The batch, if it is in the air now."""
-        run = self._hold(batch)
+        run = self._add_pending(batch)
         try:
-            aloft = self._fly(run)
-            self._flew = True
-            return run if aloft else None
+            is_launched = self._start(run)
+            self._launched_inline = True
+            return run if is_launched else None
         except BaseException as error:  # as on the instance's own thread: it dies of it, and is woken to do so
-            self._fell = error
+            self._inline_error = error
             self._on_death(error)
             return None
 
-    def calls(self) -> bool:
+    def needs_wake_up(self) -> bool:
         """True if the thread has something to do."""
-        return self._news()
+        return self._has_news()
 
     # On the finisher's thread
 
     def _finish_all(self) -> None:
         try:
             while (run := self._launched.get()) is not None:
-                self._await_turn()
+                self._await_caller()
                 self._complete(run)
                 del run  # its arrays may be large, and the next may be long in coming
         except BaseException as error:  # a dying thread says so, whatever it dies of
-            self._fail(error)
+            self._report_death(error)
 
     # There, or in its place on the thread of a caller that waits for its own flight
 
-    def _complete(self, run: _Run) -> None:
+    def _complete(self, run: _PendingBatch) -> None:
         """Finish a flight and tell the instance's thread."""
-        landing = self._finish(run)
-        self._landed.put(landing)
-        if landing.again:
+        finished = self._finish(run)
+        self._finished.put(finished)
+        if finished.retries:
             self._scheduler.interrupt(self._sleeper)
 
-    def _fail(self, error: BaseException) -> None:
+    def _report_death(self, error: BaseException) -> None:
         """Nothing will be finished any more."""
         try:
             self._on_death(error)
         finally:
-            self._landed.put(error)
+            self._finished.put(error)
             self._scheduler.interrupt(self._sleeper)
 
-    def _finish(self, run: _Run) -> _Landing:
+    def _finish(self, run: _PendingBatch) -> _Finished:
         """Wait for a flight and settle its members."""
-        flight, run.flight = run.flight, None
-        assert flight is not None, "a run is launched with its flight"
+        in_flight, run.in_flight = run.in_flight, None
+        assert in_flight is not None, "a run is launched with its flight"
         try:
-            outputs = self._execution.finish(flight)
+            outputs = self._execution.finish(in_flight)
             computed_ns = self._clock()
-            results = self._answers.split(outputs, run.entries)
+            results = self._batch_results.split(outputs, run.entries)
         except ExecutionLost:
             raise
         except Exception as error:
-            return _Landing(0, self._failed(run, error))
+            return _Finished(0, self._failed(run, error))
         times = BatchTimes(run.taken_ns, run.assembled_ns, computed_ns, self._clock())
         # The time for which it kept the instance from others is what does not overlap with the flight before.
-        busy_ns = times.split_ns - max(run.taken_ns, self._last_ns)
-        self._last_ns = times.split_ns
-        if len(self._held) == 1:  # first: who has the answer may ask again before this thread goes on
-            self._answers.at_work.discard(self)
-        self._answers.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
-        self._let_go(run)
-        return _Landing(computed_ns, [])
+        busy_ns = times.split_ns - max(run.taken_ns, self._last_done_ns)
+        self._last_done_ns = times.split_ns
+        if len(self._pending) == 1:  # first: who has the answer may ask again before this thread goes on
+            self._batch_results.busy_runners.discard(self)
+        self._batch_results.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
+        self._remove_pending(run)
+        return _Finished(computed_ns, [])
 
     # On either
 
-    def _await_turn(self) -> None:
+    def _await_caller(self) -> None:
         """Return once no caller sees to a flight of its own, which was launched before all others."""
-        with self._turn:
+        with self._caller_lock:
             pass
 
-    def _let_go(self, run: _Run) -> None:
+    def _remove_pending(self, run: _PendingBatch) -> None:
         """A batch is done with."""
-        self._held.discard(run)
-        if not self._held:  # what is pulled in this moment counts as no work: the next one will
-            self._answers.at_work.discard(self)
+        self._pending.discard(run)
+        if not self._pending:  # what is pulled in this moment counts as no work: the next one will
+            self._batch_results.busy_runners.discard(self)
 
-    def _failed(self, run: _Run, error: Exception) -> list[_Run]:
-        singly = self._answers.failed(run.entries, run.reason, error)
-        runs = [_Run([entry], run.reason, run.taken_ns) for entry in singly]
-        self._held.update(runs)
-        self._let_go(run)
-        return runs
+    def _failed(self, run: _PendingBatch, error: Exception) -> list[_PendingBatch]:
+        singly = self._batch_results.failed(run.entries, run.reason, error)
+        pending_batches = [_PendingBatch([entry], run.reason, run.taken_ns) for entry in singly]
+        self._pending.update(pending_batches)
+        self._remove_pending(run)
+        return pending_batches
 
 
 logger = logging.getLogger("headrace.instance")
@@ -424,15 +426,15 @@ class Filler:
         self._threads = threads
         self._helpers: list[_Helper] = []
 
-    def fill(self, flight: InFlightBatch, entries: list[Entry]) -> None:
+    def fill(self, in_flight: InFlightBatch, entries: list[Entry]) -> None:
         """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
 
-        Rows that the flight's GPU reads by itself are not copied but noted in `flight.resident_inputs`. NumPy releases the
+        Rows that the flight's GPU reads by itself are not copied but noted in `in_flight.resident_inputs`. NumPy releases the
         interpreter's lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster
         than the lock changes hands.
 
         Args:
-            flight: of exactly as many rows as the entries have together.
+            in_flight: of exactly as many rows as the entries have together.
             entries: all with the same inputs, of the same row shape.
 
         Raises:
@@ -440,28 +442,28 @@ class Filler:
             KeyError: an entry lacks an input.
             HeadraceError: rows on a GPU that is not the flight's cannot be copied.
         """
-        copies = _copies(flight, entries)
+        copies = _copies(in_flight, entries)
         shares = 1
         if self._threads > 1:
             shares = min(sum([buffer.nbytes for buffer, _ in copies]) // _SHARE_BYTES, self._threads)
         if shares > 1 and all(_parts_fit(*copy) for copy in copies):
-            self._fill_together(copies, shares)
+            self._fill_parallel(copies, shares)
         else:
             _copy_all(copies)
 
     def close(self) -> None:
         """End the helpers."""
         for helper in self._helpers:
-            helper.todo.put(None)
+            helper.tasks.put(None)
         self._helpers.clear()
 
-    def _fill_together(self, copies: list[_Copy], shares: int) -> None:
+    def _fill_parallel(self, copies: list[_Copy], shares: int) -> None:
         # A share has none of an input that is a few numbers.
         cut = zip(*(_shares(*copy, shares) for copy in copies), strict=True)
         work = [[copy for copy in share if copy[1]] for share in cut]
-        helpers = self._hired(shares - 1)
+        helpers = self._start_helpers(shares - 1)
         for helper, share in zip(helpers, work, strict=False):
-            helper.todo.put(share)
+            helper.tasks.put(share)
         outcomes: list[BaseException | None] = []
         for share in work[len(helpers) :]:
             try:
@@ -477,7 +479,7 @@ class Filler:
             outcome = None  # an error and its frames in a circle would keep the arrays
             outcomes.clear()
 
-    def _hired(self, number: int) -> list[_Helper]:
+    def _start_helpers(self, number: int) -> list[_Helper]:
         """So many helpers, or as many as there can be."""
         while len(self._helpers) < number:
             try:
@@ -490,15 +492,15 @@ class Filler:
 
 
 class _Helper:
-    """A thread that copies what it finds in `todo`, and puts the error, or None, into `done`; None in `todo` ends it."""
+    """A thread that copies what it finds in `tasks`, and puts the error, or None, into `done`; None in `tasks` ends it."""
 
     def __init__(self, name: str) -> None:
-        self.todo: SimpleQueue[list[_Copy] | None] = SimpleQueue()
+        self.tasks: SimpleQueue[list[_Copy] | None] = SimpleQueue()
         self.done: SimpleQueue[BaseException | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
-        while (copies := self.todo.get()) is not None:
+        while (copies := self.tasks.get()) is not None:
             failure: BaseException | None = None
             try:
                 _copy_all(copies)
@@ -514,14 +516,14 @@ def _copy_all(copies: list[_Copy]) -> None:
         np.concatenate(parts, out=buffer, casting="equiv")
 
 
-def _copies(flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
+def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
     """What is to be copied, once that is noted which is not."""
-    takes_residents = flight.device is not None
+    accepts_residents = in_flight.device is not None
     copies: list[_Copy] = []
-    for name, buffer in flight.inputs.items():
+    for name, buffer in in_flight.inputs.items():
         parts = [entry.inputs[name] for entry in entries]
-        if takes_residents and ResidentRows in set(map(type, parts)):
-            copies += _around(flight, name, buffer, parts)
+        if accepts_residents and ResidentRows in set(map(type, parts)):
+            copies += _copies_around_residents(in_flight, name, buffer, parts)
         elif not buffer.ndim:  # a single number, of a model without a batch dimension
             copies.append((buffer.reshape(1), [part.reshape(1) for part in parts]))
         else:
@@ -529,16 +531,16 @@ def _copies(flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
     return copies
 
 
-def _around(flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
+def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
     """Note the parts that the flight's GPU reads by itself; the others between them are copied, neighbours together."""
-    dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, flight.device)
+    dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, in_flight.device)
     start = row = 0  # where the parts to be copied begin, and how far we are
     copied: list[Array] = []
     copies: list[_Copy] = []
     for part in parts:
         stop = row + part.shape[0]
         if is_resident(part) and part.device in places and part.dtype == dtype and part.shape[1:] == row_shape:
-            flight.resident_inputs.append((name, row, part))
+            in_flight.resident_inputs.append((name, row, part))
             if copied:
                 copies.append((buffer[start:row], copied))
                 copied = []
@@ -568,16 +570,16 @@ def _shares(buffer: Array, parts: list[Array], number: int) -> Iterator[_Copy]:
     part, first, last = buffer[:0], 0, 0  # the part we are in, and the rows of the buffer that it fills
     for share in range(number):
         start, stop = total * share // number, total * (share + 1) // number
-        taken: list[Array] = []
+        parts_of_share: list[Array] = []
         row = start
         while row < stop:
             if row == last:
                 part = next(rest)
                 first, last = last, last + len(part)
             end = min(stop, last)
-            taken.append(part if end - row == last - first else part[row - first : end - first])
+            parts_of_share.append(part if end - row == last - first else part[row - first : end - first])
             row = end
-        yield buffer[start:stop], taken
+        yield buffer[start:stop], parts_of_share
 
 
 # From pulling to the first row on the device, besides filling: a thread that wakes, a launch, the head of the copy.
@@ -585,7 +587,7 @@ _LEAD_NS = 150 * NS_PER_US
 _SMOOTHING = 4  # a new measurement counts for one in so many
 
 
-class Pace:
+class LaunchPacing:
     """Belongs to the instance's thread.
 
     Args:
@@ -599,7 +601,7 @@ class Pace:
         self._service_ns: dict[
             int, int
         ] = {}  # by rows: smoothed time on the device, without waiting for the flight before
-        self._known: list[int] = []  # its keys, ascending
+        self._measured_rows: list[int] = []  # its keys, ascending
         self._fill_ns = 0.0  # smoothed, a row
 
     def launched(self, rows: int, taken_ns: int, launched_ns: int) -> None:
@@ -613,19 +615,19 @@ class Pace:
         fill_ns = (launched_ns - taken_ns) / rows
         self._fill_ns += (fill_ns - self._fill_ns) / _SMOOTHING if self._fill_ns else fill_ns
 
-    def landed(self, done_ns: int) -> None:
+    def completed(self, done_ns: int) -> None:
         """The oldest flight is over: at `done_ns`, or 0 if it failed and nothing can be learned from it."""
         launched_ns, rows = self._open.popleft()
         if not done_ns:
             return
         service_ns = done_ns - max(launched_ns, self._done_ns)
         self._done_ns = done_ns
-        known_ns = self._service_ns.get(rows)
-        if known_ns is None:
-            insort(self._known, rows)
+        smoothed_ns = self._service_ns.get(rows)
+        if smoothed_ns is None:
+            insort(self._measured_rows, rows)
             self._service_ns[rows] = service_ns
         else:
-            self._service_ns[rows] = known_ns + (service_ns - known_ns) // _SMOOTHING
+            self._service_ns[rows] = smoothed_ns + (service_ns - smoothed_ns) // _SMOOTHING
 
     @property
     def free_ns(self) -> int:
@@ -647,5 +649,5 @@ class Pace:
 
     def _estimate_ns(self, rows: int) -> int:
         """That of the next smaller batch known, if need be: rather too short than too long."""
-        place = bisect_right(self._known, rows)
-        return self._service_ns[self._known[place - 1]] if place else 0
+        place = bisect_right(self._measured_rows, rows)
+        return self._service_ns[self._measured_rows[place - 1]] if place else 0

@@ -66,18 +66,19 @@ class Entry:
         deadline_ns: monotonic, when the client gives up; `FAR_NS` if it does not.
         due_ns: monotonic, when the answer should be there: the deadline, or what the model promises; `FAR_NS` if neither.
         client: who asks, "" for nobody in particular.
-        promised_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
+        predicted_ns: monotonic, when the answer was expected as it was admitted; 0 if that was not asked.
         kind: of urgency, for who predicts when it will be answered.
         key: what orders it; see `headrace.scheduling.queue`. 0: it has none yet.
         last: it is served behind all that are not.
         size_bytes: what it holds in memory.
         queued: True while it counts as waiting.
-        leads: True for the one entry of a request that is counted as the request (the last part of a split one).
+        counts_as_request: True for the one entry of a request that is counted as the request (the last part of a split one).
     """
 
     __slots__ = (
         "client",
         "completion",
+        "counts_as_request",
         "deadline_ns",
         "due_ns",
         "enqueued_ns",
@@ -85,12 +86,11 @@ class Entry:
         "key",
         "kind",
         "last",
-        "leads",
-        "leave",
         "level",
-        "promised_ns",
+        "predicted_ns",
         "queued",
         "received_ns",
+        "remove",
         "rows",
         "shape_key",
         "size_bytes",
@@ -110,18 +110,18 @@ class Entry:
         self.deadline_ns = self.due_ns = request.deadline_ns or FAR_NS
         if objective_ns:
             self.due_ns = min(self.due_ns, request.received_ns + objective_ns)
-        self.promised_ns = 0
+        self.predicted_ns = 0
         self.kind = 0
         self.size_bytes = request.size_bytes
         self.key = 0
         self.queued = self.last = False
-        self.leads = True
-        self.leave: Callable[[Entry], None] | None = None
+        self.counts_as_request = True
+        self.remove: Callable[[Entry], None] | None = None
 
     def on_settled(self) -> None:
         """Hook for `Completion.after`: give the place in the queue back if the entry still has one."""
-        if self.queued and self.leave is not None:  # a first look without the lock spares those that were run
-            self.leave(self)
+        if self.queued and self.remove is not None:  # a first look without the lock spares those that were run
+            self.remove(self)
 
 
 FAR_NS = (1 << 63) - 1
@@ -133,7 +133,7 @@ _MOST_CLIENTS = 16_384
 _FOR_EVER_NS = 1 << 80  # levels that do not age: more than any clock or virtual time comes to
 
 
-class Order:
+class QueueOrder:
     """Makes keys.
 
     Args:
@@ -151,7 +151,7 @@ class Order:
     def __init__(self, aging_ns: int = 0, sharing: Sharing | None = None, credit_rows: int = 0) -> None:
         self.handicap_ns = aging_ns or _FOR_EVER_NS
         self.horizon_ns = min(HORIZON_NS, self.handicap_ns)
-        self.shares = None if sharing is None else Shares(sharing, credit_rows)
+        self.shares = None if sharing is None else FairShares(sharing, credit_rows)
         self.plain = sharing is None
 
     def key(self, level: int, due_ns: int, enqueued_ns: int, client: str) -> int:
@@ -191,7 +191,7 @@ class Order:
             self.shares.served(max(tags, default=0), sum([entry.rows for entry in entries]))
 
 
-class Shares:
+class FairShares:
     """The virtual time of one queue.
 
     Attributes:
@@ -260,7 +260,7 @@ class Shares:
         return int(rows * ROW_NS / self._weights.get(client, self._default_weight))
 
 
-LONGEST = 2048
+MAX_RUN = 2048
 """Entries that a run has when another one is begun."""
 
 _KEY = attrgetter("key")
@@ -270,7 +270,7 @@ def _last_key(run: list[Entry]) -> int:
     return run[-1].key
 
 
-class Runs:
+class SortedEntries:
     """Sorted by `Entry.key`; of equal keys, those that were added first come first.
 
     No run is empty but the only one.
@@ -309,7 +309,7 @@ class Runs:
         runs, key = self._runs, entry.key
         run = runs[-1]
         if not run or key >= run[-1].key:
-            if len(run) < LONGEST:
+            if len(run) < MAX_RUN:
                 run.append(entry)
             else:
                 runs.append([entry])
@@ -319,12 +319,12 @@ class Runs:
             place = bisect_right(runs, key, key=_last_key)
             run = runs[place]
         insort_right(run, entry, key=_KEY)
-        if len(run) >= 2 * LONGEST:
-            runs.insert(place + 1, run[LONGEST:])
-            del run[LONGEST:]
+        if len(run) >= 2 * MAX_RUN:
+            runs.insert(place + 1, run[MAX_RUN:])
+            del run[MAX_RUN:]
         return True
 
-    def would_end(self, key: int) -> bool:
+    def is_at_end(self, key: int) -> bool:
         """True if all come before an entry of this key, if it were added now."""
         run = self._runs[-1]
         return not run or key >= run[-1].key
@@ -373,14 +373,14 @@ class Runs:
     def refill(self, entries: Iterable[Entry]) -> None:
         """Have these instead, which are in the order of their keys."""
         each = list(entries)
-        self._runs = [each[first : first + LONGEST] for first in range(0, len(each), LONGEST)] or [[]]
+        self._runs = [each[first : first + MAX_RUN] for first in range(0, len(each), MAX_RUN)] or [[]]
 
 
 # A lane is compacted when it holds this many dead entries more than live ones.
 _DEAD_SLACK = 64
 
 
-class Lane:
+class ShapeQueue:
     """Requests of one shape: a `LaneView` for the decision.
 
     They lie in the order of their keys, and since those who come later are due later, an entry is as a rule appended. Behind them
@@ -395,21 +395,31 @@ class Lane:
         count: live entries.
         total_rows: rows of them.
         last_rows: rows of those that are among the last.
-        dated: live entries that are due some time and not among the last.
+        due_count: live entries that are due some time and not among the last.
     """
 
-    __slots__ = ("_dead", "_entries", "_last", "_mixed", "_timed", "count", "dated", "last_rows", "total_rows")
+    __slots__ = (
+        "_dead",
+        "_entries",
+        "_last",
+        "_out_of_order",
+        "_timed",
+        "count",
+        "due_count",
+        "last_rows",
+        "total_rows",
+    )
 
     def __init__(self, timed: bool = False) -> None:
         self._timed = timed
-        self._entries = Runs()
+        self._entries = SortedEntries()
         self._last: deque[Entry] = deque()
         self._dead = 0
-        self._mixed = False  # some entry came later than one behind it
+        self._out_of_order = False  # some entry came later than one behind it
         self.count = 0
         self.total_rows = 0
         self.last_rows = 0
-        self.dated = 0
+        self.due_count = 0
 
     def due_from_ns(self, count: int) -> int:
         """None of the first `count` entries is due earlier."""
@@ -421,7 +431,7 @@ class Lane:
     @property
     def oldest_ns(self) -> int:
         """When the entry that waits longest was queued; only for a lane that is not empty."""
-        if not self._mixed and not self._last:
+        if not self._out_of_order and not self._last:
             return self._entries.first.enqueued_ns
         return min(entry.enqueued_ns for entry in chain(self._entries, self._last) if entry.queued)
 
@@ -437,7 +447,7 @@ class Lane:
         return self._entries.first if self._entries else self._last[0]
 
     @property
-    def rear(self) -> Entry | None:
+    def last_entry(self) -> Entry | None:
         """The entry to be served last, None if the lane is empty."""
         return next((entry for entry in chain(reversed(self._last), reversed(self._entries)) if entry.queued), None)
 
@@ -467,7 +477,7 @@ class Lane:
     def rows_before(self, key: int) -> int:
         """About how many rows would be served before an entry of this key."""
         entries, rows = self._entries, self.total_rows - self.last_rows
-        if entries.would_end(key):
+        if entries.is_at_end(key):
             return rows
         return rows * entries.before(key) // (self.count + self._dead - len(self._last))
 
@@ -481,9 +491,9 @@ class Lane:
             self.last_rows += entry.rows
             return
         if self._entries.add(entry):
-            self._mixed = True
+            self._out_of_order = True
         if entry.due_ns != FAR_NS:
-            self.dated += 1
+            self.due_count += 1
 
     def take(self, count: int) -> list[Entry]:
         """Remove the first `count` live entries."""
@@ -496,31 +506,31 @@ class Lane:
                     taken.append(entry)
                 else:
                     self._dead -= 1
-        if self.dated:
-            self.dated -= sum([entry.due_ns != FAR_NS for entry in taken])
+        if self.due_count:
+            self.due_count -= sum([entry.due_ns != FAR_NS for entry in taken])
         if self._last and len(taken) < count:
             self._take_last(count, taken)
         self.count -= len(taken)
         self.total_rows -= sum([entry.rows for entry in taken])
         if not entries:
-            self._mixed = False
+            self._out_of_order = False
         self._trim()
         return taken
 
-    def pick(self, places: Sequence[int]) -> list[Entry]:
+    def remove_at(self, places: Sequence[int]) -> list[Entry]:
         """Remove the live entries at these places in the order of serving; none of them is among the last."""
         front = self.take(places[-1] + 1)
-        picked = [front[place] for place in places]
-        chosen = set(places)
-        left = [entry for place, entry in enumerate(front) if place not in chosen]
+        removed = [front[place] for place in places]
+        removed_places = set(places)
+        left = [entry for place, entry in enumerate(front) if place not in removed_places]
         for entry in left:
             entry.queued = True
         self._entries.put_back(left)
         self.count += len(left)
         self.total_rows += sum([entry.rows for entry in left])
-        self.dated += sum([entry.due_ns != FAR_NS for entry in left])
-        self._mixed = True
-        return picked
+        self.due_count += sum([entry.due_ns != FAR_NS for entry in left])
+        self._out_of_order = True
+        return removed
 
     def discard(self, entry: Entry) -> None:
         """Turn a live entry of this lane into a dead one."""
@@ -531,7 +541,7 @@ class Lane:
         if entry.last:
             self.last_rows -= entry.rows
         elif entry.due_ns != FAR_NS:
-            self.dated -= 1
+            self.due_count -= 1
         self._dead += 1
         self._trim()
 
@@ -544,7 +554,7 @@ class Lane:
         self._last.append(entry)
         self.last_rows += entry.rows
         if entry.due_ns != FAR_NS:
-            self.dated -= 1
+            self.due_count -= 1
         self._trim()
 
     def move_up(self, gained: Mapping[str, int]) -> None:
@@ -595,27 +605,27 @@ class Queue:
         size_bytes: memory the live entries hold.
     """
 
-    __slots__ = ("_lanes", "_levels", "count", "order", "size_bytes", "total_rows")
+    __slots__ = ("_levels", "_shape_queues", "count", "order", "size_bytes", "total_rows")
 
-    def __init__(self, levels: int = 1, order: Order | None = None) -> None:
-        self.order = order or Order()
+    def __init__(self, levels: int = 1, order: QueueOrder | None = None) -> None:
+        self.order = order or QueueOrder()
         self._levels = [[0, 0] for _ in range(levels)] if levels > 1 else []  # live entries of each, and rows
-        self._lanes: dict[object, Lane] = {}
+        self._shape_queues: dict[object, ShapeQueue] = {}
         self.count = 0
         self.total_rows = 0
         self.size_bytes = 0
 
     @property
-    def lanes(self) -> Collection[Lane]:
+    def shape_queues(self) -> Collection[ShapeQueue]:
         """The lanes, first used first; a lane may be empty."""
-        return self._lanes.values()
+        return self._shape_queues.values()
 
     @property
     def only(self) -> Entry | None:
         """The entry that waits, if just one does."""
         if self.count != 1:
             return None
-        return next(lane.front for lane in self._lanes.values() if lane.count)
+        return next(shape_queue.front for shape_queue in self._shape_queues.values() if shape_queue.count)
 
     def level(self, level: int) -> tuple[int, int]:
         """Live entries of a level, and their rows."""
@@ -633,7 +643,7 @@ class Queue:
 
         Returns:
             About how many rows would be served before it, if nothing more came; how many at the most come later and go before
-            it; its lag, see `Order.lag_ns`.
+            it; its lag, see `QueueOrder.lag_ns`.
         """
         order, level = self.order, entry.level
         entry.key = key = order.key(level, entry.due_ns, entry.enqueued_ns, entry.client)
@@ -643,11 +653,11 @@ class Queue:
         overtakers = shares.rows_ahead(key - level * order.handicap_ns) - rows
         return rows, overtakers if overtakers > 0 else 0, order.lag_ns(key, entry.received_ns)
 
-    def push(self, entry: Entry) -> Lane:
+    def push(self, entry: Entry) -> ShapeQueue:
         """Put an entry into the lane of its shape; it keeps its key if it has one."""
-        lane = self._lanes.get(entry.shape_key)
-        if lane is None:
-            lane = self._lanes[entry.shape_key] = Lane(timed=self.order.plain and not self._levels)
+        shape_queue = self._shape_queues.get(entry.shape_key)
+        if shape_queue is None:
+            shape_queue = self._shape_queues[entry.shape_key] = ShapeQueue(timed=self.order.plain and not self._levels)
         if not entry.last:
             order = self.order
             if not entry.key:
@@ -658,7 +668,7 @@ class Queue:
                     entry.key = order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
             if order.shares is not None:
                 order.shares.queued(entry.client, entry.rows)
-        lane.push(entry)
+        shape_queue.push(entry)
         self.count += 1
         self.total_rows += entry.rows
         self.size_bytes += entry.size_bytes
@@ -666,72 +676,72 @@ class Queue:
             level = self._levels[entry.level]
             level[0] += 1
             level[1] += entry.rows
-        return lane
+        return shape_queue
 
-    def take(self, lane: Lane, count: int) -> list[Entry]:
+    def take(self, shape_queue: ShapeQueue, count: int) -> list[Entry]:
         """Remove the first `count` entries of a lane, to be run."""
-        taken = lane.take(count)
-        self._forget(taken)
+        taken = shape_queue.take(count)
+        self._uncount(taken)
         if not self.order.plain:
             self.order.served(taken)
-        self._close_if_empty(lane, taken[0].shape_key)
+        self._close_if_empty(shape_queue, taken[0].shape_key)
         return taken
 
-    def skip(self, lane: Lane, places: Sequence[int]) -> list[Entry]:
+    def skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> list[Entry]:
         """Remove entries of a lane, at places in the order of serving, to be put last or refused."""
-        skipped = lane.pick(places)
+        skipped = shape_queue.remove_at(places)
         shares = self.order.shares
         if shares is not None:
             gained: dict[str, int] = {}
             for entry in skipped:
                 if not entry.last:
                     gained[entry.client] = gained.get(entry.client, 0) + shares.unserved(entry.client, entry.rows)
-            for each in self._lanes.values():
+            for each in self._shape_queues.values():
                 each.move_up(gained)
-        self._forget(skipped)
-        self._close_if_empty(lane, skipped[0].shape_key)
+        self._uncount(skipped)
+        self._close_if_empty(shape_queue, skipped[0].shape_key)
         return skipped
 
     def discard(self, entry: Entry) -> bool:
         """Remove an entry before its turn; False if it is not waiting any more."""
         if not entry.queued:
             return False
-        lane = self._lanes[entry.shape_key]
-        self._unserved(entry)
-        lane.discard(entry)
-        self._forget([entry])
-        self._close_if_empty(lane, entry.shape_key)
+        shape_queue = self._shape_queues[entry.shape_key]
+        self._mark_unserved(entry)
+        shape_queue.discard(entry)
+        self._uncount([entry])
+        self._close_if_empty(shape_queue, entry.shape_key)
         return True
 
     def put_last(self, entry: Entry) -> bool:
         """Have a waiting entry served behind all others; False if it is not waiting any more."""
         if not entry.queued:
             return False
-        self._unserved(entry)
-        self._lanes[entry.shape_key].put_last(entry)
+        self._mark_unserved(entry)
+        self._shape_queues[entry.shape_key].put_last(entry)
         return True
 
     def clear(self) -> list[Entry]:
         """Remove everything."""
-        taken = [entry for lane in self._lanes.values() for entry in lane.take(lane.count)]
+        taken = [entry for shape_queue in self._shape_queues.values() for entry in shape_queue.take(shape_queue.count)]
         for entry in taken:
-            self._unserved(entry)
-        self._forget(taken)
-        self._lanes.clear()
+            self._mark_unserved(entry)
+        self._uncount(taken)
+        self._shape_queues.clear()
         return taken
 
     def _rows_before(self, key: int) -> int:
         rows = 0
-        for lane in self._lanes.values():
-            rows += lane.rows_before(key)
+        for shape_queue in self._shape_queues.values():
+            rows += shape_queue.rows_before(key)
         return rows
 
-    def _unserved(self, entry: Entry) -> None:
+    def _mark_unserved(self, entry: Entry) -> None:
         shares = self.order.shares
         if shares is not None and not entry.last:
             shares.unserved(entry.client, entry.rows)
 
-    def _forget(self, entries: list[Entry]) -> None:
+    def _uncount(self, entries: list[Entry]) -> None:
         self.count -= len(entries)
         self.total_rows -= sum([entry.rows for entry in entries])
         self.size_bytes -= sum([entry.size_bytes for entry in entries])
@@ -743,7 +753,7 @@ class Queue:
         if not self.count and self.order.shares is not None:
             self.order.shares.rest()
 
-    def _close_if_empty(self, lane: Lane, shape_key: object) -> None:
+    def _close_if_empty(self, shape_queue: ShapeQueue, shape_key: object) -> None:
         # A model with one shape keeps its lane; hostile or rare shapes must not pile lanes up.
-        if lane.count == 0 and len(self._lanes) > 1:
-            del self._lanes[shape_key]
+        if shape_queue.count == 0 and len(self._shape_queues) > 1:
+            del self._shape_queues[shape_key]

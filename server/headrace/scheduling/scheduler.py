@@ -24,9 +24,9 @@ from typing import NamedTuple, Protocol
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.completion import settle_all
 from headrace.core.errors import HeadraceError, Overloaded, QueueTimeout, Unavailable, WouldMiss
-from headrace.scheduling.batching import IDLE, CloseReason, Idle, Planner, Skip, Take, WaitUntil, decide
+from headrace.scheduling.batching import IDLE, CloseReason, CostModel, Idle, Skip, Take, WaitUntil, decide
 from headrace.scheduling.policy import BatchPolicy, QueueLimits
-from headrace.scheduling.queue import FAR_NS, Entry, Lane, Order, Queue
+from headrace.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder, ShapeQueue
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Batch:
     taken_ns: int
 
 
-class Selection:
+class BatchSelector:
     """The queue of one model version, and who is next.
 
     Args:
@@ -55,18 +55,18 @@ class Selection:
         retry_s: when it makes sense to come back, in seconds, if the queue is full.
 
     Attributes:
-        planner: knows what batches take; None: nobody does, and it does not matter when anything is due.
+        cost_model: knows what batches take; None: nobody does, and it does not matter when anything is due.
         dropped: entries that were given up and why, for the caller to settle once the lock is released.
     """
 
     def __init__(
-        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: Order, retry_s: Callable[[], float]
+        self, policy: BatchPolicy, limits: QueueLimits, levels: int, order: QueueOrder, retry_s: Callable[[], float]
     ) -> None:
         self.policy = policy
         self.limits = limits
         self.queue = Queue(levels, order)
         self._retry_s = retry_s
-        self.planner: Planner | None = None
+        self.cost_model: CostModel | None = None
         self.dropped: list[tuple[Entry, HeadraceError]] = []
 
     def push(self, entries: list[Entry]) -> None:
@@ -103,61 +103,67 @@ class Selection:
             closed: nothing more will come: there is nothing to wait for.
         """
         at_ns = begins_ns if begins_ns > now_ns else now_ns
-        lanes = self.queue.lanes
+        shape_queues = self.queue.shape_queues
         while self.queue.count:
-            if len(lanes) == 1:  # as for most models: there is nothing to compare
-                lane = next(iter(lanes))
-                answer = self._decide(lane, at_ns, closed)
+            if len(shape_queues) == 1:  # as for most models: there is nothing to compare
+                shape_queue = next(iter(shape_queues))
+                answer = self._decide(shape_queue, at_ns, closed)
             else:
-                lane, answer = self._first(at_ns, closed)
+                shape_queue, answer = self._first(at_ns, closed)
             if type(answer) is Take:
-                batch = Batch(self.queue.take(lane, answer.count), answer.reason, now_ns)
-                if lane.dated and lane.last_rows:
-                    self._refuse_overdue(lane, now_ns)
+                batch = Batch(self.queue.take(shape_queue, answer.count), answer.reason, now_ns)
+                if shape_queue.due_count and shape_queue.last_rows:
+                    self._refuse_overdue(shape_queue, now_ns)
                 return batch
             if type(answer) is Skip:
-                self._skip(lane, answer.places)
+                self._skip(shape_queue, answer.places)
             elif type(answer) is WaitUntil:
                 return answer
         return IDLE
 
     def ready(self, now_ns: int) -> bool:
         """True if `poll` would find something to run."""
-        return any(isinstance(self._decide(lane, now_ns, False), Take | Skip) for lane in self.queue.lanes)
+        return any(
+            isinstance(self._decide(shape_queue, now_ns, False), Take | Skip) for shape_queue in self.queue.shape_queues
+        )
 
-    def _decide(self, lane: Lane, at_ns: int, closed: bool) -> Take | Skip | WaitUntil | Idle:
-        planner, order = self.planner, self.queue.order
-        if lane.dated and planner is not None:
+    def _decide(self, shape_queue: ShapeQueue, at_ns: int, closed: bool) -> Take | Skip | WaitUntil | Idle:
+        cost_model, order = self.cost_model, self.queue.order
+        if shape_queue.due_count and cost_model is not None:
             if not order.plain:
-                planner.crowded = order.crowded
-            answer = decide(lane, at_ns, self.policy, planner.current)
+                cost_model.crowded = order.crowded
+            answer = decide(shape_queue, at_ns, self.policy, cost_model.current)
         else:
-            answer = decide(lane, at_ns, self.policy)
+            answer = decide(shape_queue, at_ns, self.policy)
         if closed and type(answer) is WaitUntil:
-            return Take(lane.count, CloseReason.DRAIN)
+            return Take(shape_queue.count, CloseReason.DRAIN)
         return answer
 
-    def _first(self, at_ns: int, closed: bool) -> tuple[Lane, Take | Skip | WaitUntil | Idle]:
+    def _first(self, at_ns: int, closed: bool) -> tuple[ShapeQueue, Take | Skip | WaitUntil | Idle]:
         """The lane that goes first of those that are ready, and what to do with it; else that whose time comes first."""
-        answers = [(lane, self._decide(lane, at_ns, closed)) for lane in self.queue.lanes if lane.count]
+        answers = [
+            (shape_queue, self._decide(shape_queue, at_ns, closed))
+            for shape_queue in self.queue.shape_queues
+            if shape_queue.count
+        ]
         ready = [each for each in answers if type(each[1]) is not WaitUntil]
         if ready:
             return min(ready, key=lambda each: each[0].rank)
         return min(answers, key=lambda each: each[1].time_ns if type(each[1]) is WaitUntil else 0)
 
-    def _skip(self, lane: Lane, places: Sequence[int]) -> None:
+    def _skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> None:
         """Put entries of a lane last, or refuse them if nobody would wait for the answer."""
-        for entry in self.queue.skip(lane, places):
+        for entry in self.queue.skip(shape_queue, places):
             if entry.deadline_ns > entry.due_ns:
                 entry.last = True
                 self.queue.push(entry)
             else:
                 self._drop(entry, WouldMiss("the request can no longer be answered before its deadline"))
 
-    def _refuse_overdue(self, lane: Lane, now_ns: int) -> None:
+    def _refuse_overdue(self, shape_queue: ShapeQueue, now_ns: int) -> None:
         """There is more to do than can be done in time: those who come twice as late as promised need not wait any longer."""
         before_ns = now_ns - self.policy.objective_ns
-        while (entry := lane.overdue(before_ns)) is not None:
+        while (entry := shape_queue.overdue(before_ns)) is not None:
             self.queue.discard(entry)
             self._drop(entry, WouldMiss("the request can no longer be answered in the time that the model promises"))
 
@@ -168,14 +174,16 @@ class Selection:
             return False
         entry = entries[0]
         key = queue.order.key(entry.level, entry.due_ns, entry.enqueued_ns, entry.client)
-        rears = [rear for lane in queue.lanes if (rear := lane.rear) is not None]
-        rear = max(rears, key=lambda each: (each.last, each.key), default=None)
-        if rear is None or (not rear.last and rear.key <= key):
+        last_entries = [
+            last_entry for shape_queue in queue.shape_queues if (last_entry := shape_queue.last_entry) is not None
+        ]
+        last_entry = max(last_entries, key=lambda each: (each.last, each.key), default=None)
+        if last_entry is None or (not last_entry.last and last_entry.key <= key):
             return False
-        if queue.size_bytes - rear.size_bytes + size_bytes > limits.max_size_bytes:
+        if queue.size_bytes - last_entry.size_bytes + size_bytes > limits.max_size_bytes:
             return False
-        queue.discard(rear)
-        self._drop(rear, Overloaded("the queue is full, and other clients have less in it", self._retry_s()))
+        queue.discard(last_entry)
+        self._drop(last_entry, Overloaded("the queue is full, and other clients have less in it", self._retry_s()))
         return True
 
     def _check_level(self, entries: list[Entry]) -> None:
@@ -192,29 +200,33 @@ class Selection:
         self.dropped.append((entry, error))
 
 
-class Shortcut(Protocol):
-    """What an instance lets whoever queues a request do in its place while its own thread sleeps: a wake-up less, or two."""
+class InlineDispatch(Protocol):
+    """Runs a batch for an instance whose thread sleeps, on the thread that queued the request: one or two wake-ups fewer."""
 
-    def takes(self, entry: Entry, stays: bool) -> bool:
-        """Under the scheduler's lock: True if `take`, or `run` if the caller `stays`, may be called now with this entry."""
+    def accepts(self, entry: Entry, caller_waits: bool) -> bool:
+        """Under the scheduler's lock: True if `dispatch` (or `run`, if `caller_waits`) may be called now with this entry."""
 
-    def take(self, batch: Batch) -> None:
-        """Begin to run the batch; must not wait, nor raise."""
+    def dispatch(self, batch: Batch) -> None:
+        """Launch the batch; must not block or raise."""
 
-    def run(self, batch: Batch, go_on: Callable[[], None]) -> None:
-        """Run the batch to its end, on a thread that may wait; calls `go_on` once it is under way and others may run behind it,
-        whatever happens."""
+    def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
+        """Run the batch to its end, on a thread that may block.
 
-    def calls(self) -> bool:
-        """Under the scheduler's lock, after `take` or at `go_on`: True if the thread must wake up now. If it sleeps on, whatever
-        wakes it later has `next_batch` answer None, since the instance is not what it was."""
+        Calls `on_launched` in every case, once other batches may run behind this one.
+        """
+
+    def needs_wake_up(self) -> bool:
+        """Under the scheduler's lock, after `dispatch` or in `on_launched`: True if the instance's thread must wake up now.
+
+        If it sleeps on, its next wake-up makes `next_batch` return None, since the state of the instance has changed.
+        """
 
 
-class Claim(NamedTuple):
-    """A sleeper in whose place a batch is run, the batch, and how."""
+class InlineClaim(NamedTuple):
+    """A sleeping instance, the batch that runs in its place, and the dispatcher that runs it."""
 
     sleeper: threading.Lock
-    shortcut: Shortcut
+    inline_dispatch: InlineDispatch
     batch: Batch
 
 
@@ -245,20 +257,20 @@ class Scheduler:
         levels: int = 1,
         clock: Clock = monotonic_ns,
         defer: Callable[[Callable[[], None]], object] = lambda callback: callback(),
-        order: Order | None = None,
+        order: QueueOrder | None = None,
     ) -> None:
         self.on_dropped: Callable[[list[Entry]], object] = lambda _entries: None
         self.retry_after_s: Callable[[int], float] = lambda _now_ns: 1.0
         self._clock = clock
         self._lock = threading.Lock()
-        self._selection = Selection(policy, limits or QueueLimits(), levels, order or Order(), self._retry_s)
-        self._queue = self._selection.queue
+        self._selector = BatchSelector(policy, limits or QueueLimits(), levels, order or QueueOrder(), self._retry_s)
+        self._queue = self._selector.queue
         self._defer = defer
         self._waking = False  # `_wake` is about to be called
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
-        self._shortcuts: dict[threading.Lock, Shortcut] = {}  # of sleepers without an alarm
-        self._changed: set[threading.Lock] = set()  # sleepers whose shortcut was taken
+        self._inline_dispatches: dict[threading.Lock, InlineDispatch] = {}  # of sleepers without an alarm
+        self._dispatched: set[threading.Lock] = set()  # sleepers whose shortcut was taken
         self._recent: threading.Lock | None = None  # the last of them
         self._closed = False
         self._paused = False
@@ -276,79 +288,79 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise self._failure or Unavailable("the model is being unloaded")
-            self._selection.push(entries)
+            self._selector.push(entries)
             waking, self._waking = self._waking, True
-        if self._selection.dropped:
+        if self._selector.dropped:
             self._settle_dropped()
         if not waking:
             self._defer(self._wake)
 
-    def run(self, entries: list[Entry], stays: bool) -> None:
+    def run(self, entries: list[Entry], caller_waits: bool) -> None:
         """As `enqueue`, from any thread, and without waiting for others that may come.
 
         Args:
             entries: of one request.
-            stays: the calling thread has nothing else to do. If there is just one entry, and an instance's shortcut takes it,
-                this thread runs it, and it has been settled on return (or handed to whoever keeps answers in order).
+            caller_waits: the calling thread has nothing else to do. If there is only one entry, and an instance's dispatcher
+                accepts it, this thread runs it. On return it is settled, or handed to the sequencer.
         """
         with self._lock:
             if self._closed:
                 raise self._failure or Unavailable("the model is being unloaded")
-            self._selection.push(entries)
-            claim = self._claim(stays=True) if stays else None
-        if self._selection.dropped:
+            self._selector.push(entries)
+            claim = self._claim(caller_waits=True) if caller_waits else None
+        if self._selector.dropped:
             self._settle_dropped()
         if claim is None:
             self._wake()
         else:
-            claim.shortcut.run(claim.batch, partial(self._go_on, claim))
+            claim.inline_dispatch.run(claim.batch, partial(self._return_sleeper, claim))
 
     def _wake(self) -> None:
         """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
         with self._lock:
             self._waking = False
-            if not self._sleepers or not self._worth_waking():
+            if not self._sleepers or not self._should_wake():
                 return
-            claim = self._claim(stays=False)
+            claim = self._claim(caller_waits=False)
             sleeper = None if claim else self._sleepers.pop()
-        if self._selection.dropped:
+        if self._selector.dropped:
             self._settle_dropped()
         if claim is not None:
-            claim.shortcut.take(claim.batch)
-            self._go_on(claim)
+            claim.inline_dispatch.dispatch(claim.batch)
+            self._return_sleeper(claim)
         elif sleeper is not None:
             sleeper.release()
 
-    def _claim(self, stays: bool) -> Claim | None:
+    def _claim(self, caller_waits: bool) -> InlineClaim | None:
         """The only request that waits, taken out, if it may be run at once by a shortcut."""
         entry = None if self._paused else self._queue.only
         if entry is None:
             return None
-        for sleeper in self._lenders():
-            shortcut = self._shortcuts.get(sleeper)
-            if shortcut is None or not shortcut.takes(entry, stays):
+        for sleeper in self._dispatch_candidates():
+            inline_dispatch = self._inline_dispatches.get(sleeper)
+            if inline_dispatch is None or not inline_dispatch.accepts(entry, caller_waits):
                 continue
-            answer = self._selection.poll(self._clock(), 0, self._closed)
+            answer = self._selector.poll(self._clock(), 0, self._closed)
             if not isinstance(answer, Batch):
                 return None
             self._sleepers.remove(sleeper)
-            self._changed.add(sleeper)
+            self._dispatched.add(sleeper)
             self._recent = sleeper
-            return Claim(sleeper, shortcut, answer)
+            return InlineClaim(sleeper, inline_dispatch, answer)
         return None
 
-    def _lenders(self) -> Iterable[threading.Lock]:
+    def _dispatch_candidates(self) -> Iterable[threading.Lock]:
         """Those who sleep, first the one whose shortcut was taken last: a single caller finds its threads and memory warm."""
         recent, sleepers = self._recent, self._sleepers
         if recent is None or recent not in sleepers:
             return reversed(sleepers)
         return (recent, *reversed(sleepers)) if len(sleepers) > 1 else sleepers
 
-    def _go_on(self, claim: Claim) -> None:
+    def _return_sleeper(self, claim: InlineClaim) -> None:
         """Let the thread sleep on, or wake it up."""
         with self._lock:
             # Whoever had to wake it meanwhile did not find it asleep.
-            if not (self._closed or self._paused or self._queue.count or claim.shortcut.calls()):
+            if not (self._closed or self._paused or self._queue.count or claim.inline_dispatch.needs_wake_up()):
                 self._sleepers.insert(0, claim.sleeper)  # busy: those that are not are woken first
                 return
         claim.sleeper.release()
@@ -415,8 +427,8 @@ class Scheduler:
             begins_ns: when a batch would begin to be computed, if that is later.
         """
         with self._lock:
-            answer = self._selection.poll(now_ns, begins_ns, self._closed)
-        if self._selection.dropped:
+            answer = self._selector.poll(now_ns, begins_ns, self._closed)
+        if self._selector.dropped:
             self._settle_dropped()
         return answer
 
@@ -425,7 +437,7 @@ class Scheduler:
         sleeper: threading.Lock,
         interrupted: Callable[[], bool] = lambda: False,
         busy: bool = False,
-        shortcut: Shortcut | None = None,
+        inline_dispatch: InlineDispatch | None = None,
         begins_ns: int = 0,
     ) -> Batch | None:
         """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
@@ -435,22 +447,23 @@ class Scheduler:
             sleeper: a lock that the calling thread owns and holds, on which it sleeps.
             interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
             busy: the instance has batches under way: those that have none are woken first.
-            shortcut: called in its place, by whoever calls `enqueue` (or where `defer` calls back), while the thread sleeps.
+            inline_dispatch: runs a batch in place of the sleeping thread, on the thread that calls `enqueue` or that `defer`
+                uses.
             begins_ns: when a batch would begin to be computed, if it would not at once.
         """
         while True:
-            if self._selection.dropped:
+            if self._selector.dropped:
                 self._settle_dropped()
             with self._lock:
-                self._shortcuts.pop(sleeper, None)
-                changed = sleeper in self._changed
-                self._changed.discard(sleeper)
+                self._inline_dispatches.pop(sleeper, None)
+                dispatched = sleeper in self._dispatched
+                self._dispatched.discard(sleeper)
                 if self._paused:
                     return None
-                answer = IDLE if changed else self._selection.poll(self._clock(), begins_ns, self._closed)
-                if type(answer) is Batch or changed or interrupted():
+                answer = IDLE if dispatched else self._selector.poll(self._clock(), begins_ns, self._closed)
+                if type(answer) is Batch or dispatched or interrupted():
                     # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
-                    if self._queue.count and self._sleepers and self._worth_waking():
+                    if self._queue.count and self._sleepers and self._should_wake():
                         self._sleepers.pop().release()
                     return answer if type(answer) is Batch else None
                 if self._closed:
@@ -459,8 +472,8 @@ class Scheduler:
                 if type(answer) is WaitUntil:
                     timeout_s = max(answer.time_ns - self._clock(), 0) / NS_PER_S
                     self._timed_sleepers += 1
-                elif shortcut is not None:
-                    self._shortcuts[sleeper] = shortcut
+                elif inline_dispatch is not None:
+                    self._inline_dispatches[sleeper] = inline_dispatch
                 self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # woken from the end
             woken = sleeper.acquire(timeout=timeout_s)
             if timeout_s is not _FOREVER:
@@ -481,19 +494,19 @@ class Scheduler:
             self._sleepers.remove(sleeper)
         sleeper.release()
 
-    def plan_by(self, planner: Planner) -> None:
+    def set_cost_model(self, cost_model: CostModel) -> None:
         """Keep to what requests are due, by what is known of the times of batches."""
-        self._selection.planner = planner
+        self._selector.cost_model = cost_model
 
     def stop_merging(self) -> None:
         """Run every request alone from here on; batches that were taken already are not affected."""
         with self._lock:
-            self._selection.policy = replace(self._selection.policy, merge=False)
+            self._selector.policy = replace(self._selector.policy, merge=False)
 
     def set_instances(self, count: int) -> None:
         """How many instances pull."""
-        if self._selection.planner is not None:
-            self._selection.planner.instances = max(count, 1)
+        if self._selector.cost_model is not None:
+            self._selector.cost_model.instances = max(count, 1)
 
     # What the owner calls
 
@@ -544,16 +557,16 @@ class Scheduler:
         sleepers, self._sleepers = self._sleepers, []
         return sleepers
 
-    def _worth_waking(self) -> bool:
+    def _should_wake(self) -> bool:
         """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""
         if not self._timed_sleepers:
             return bool(self._queue.count)
-        return self._selection.ready(self._clock())
+        return self._selector.ready(self._clock())
 
     def _settle_dropped(self) -> None:
         """Without the lock: tell those whose requests were given up."""
         with self._lock:
-            dropped, self._selection.dropped = self._selection.dropped, []
+            dropped, self._selector.dropped = self._selector.dropped, []
         settle_all([(entry.completion, error) for entry, error in dropped])
         self.on_dropped([entry for entry, _ in dropped if entry.due_ns != FAR_NS])
 

@@ -21,7 +21,7 @@ _LINE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:\+\s*(\d+(?:\.\d+)?)\s*\*?\s*n\s*)?
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class StepLatency:
     """What a step takes for a batch, by its rows.
 
     Between two sizes that are known the time is interpolated, or that of the next larger one where batches are padded; beyond the
@@ -38,7 +38,7 @@ class Latency:
     padded: bool = False
 
     @classmethod
-    def line(cls, batch_us: float, row_us: float = 0.0) -> Latency:
+    def line(cls, batch_us: float, row_us: float = 0.0) -> StepLatency:
         """So many microseconds a batch, and so many for each of its rows."""
         return cls(((1, (batch_us + row_us) * NS_PER_US),), row_us * NS_PER_US)
 
@@ -48,22 +48,22 @@ class Latency:
 
 
 @lru_cache(256)  # thousands of models share a few profiles
-def _table(latency: Latency, max_rows: int) -> tuple[int, ...]:
+def _table(latency: StepLatency, max_rows: int) -> tuple[int, ...]:
     rows, times = np.array([n for n, _ in latency.points]), np.array([ns for _, ns in latency.points])
-    wanted = np.arange(max_rows + 1)
-    found = np.interp(wanted, rows, times)
+    sizes = np.arange(max_rows + 1)
+    match = np.interp(sizes, rows, times)
     if latency.padded:
-        found = times[np.minimum(np.searchsorted(rows, wanted), len(rows) - 1)]
+        match = times[np.minimum(np.searchsorted(rows, sizes), len(rows) - 1)]
     spread = rows[-1] - rows[0]
     row_ns = latency.row_ns
     if row_ns is None:
         row_ns = (times[-1] - times[0]) / spread if spread else 0.0
-    found = found + np.maximum(wanted - rows[-1], 0) * row_ns
-    return tuple(round(ns) for ns in found.tolist())
+    match = match + np.maximum(sizes - rows[-1], 0) * row_ns
+    return tuple(round(ns) for ns in match.tolist())
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class LatencyProfile:
     """What a batch takes on its way, and how much that varies.
 
     Attributes:
@@ -73,14 +73,14 @@ class Profile:
         variation: standard deviation of the compute time over its mean (gamma distributed): 0 is always the same, 1 exponential.
     """
 
-    compute: Latency
-    fill: Latency = field(default_factory=Latency)
-    copy_in: Latency = field(default_factory=Latency)
-    copy_out: Latency = field(default_factory=Latency)
+    compute: StepLatency
+    fill: StepLatency = field(default_factory=StepLatency)
+    copy_in: StepLatency = field(default_factory=StepLatency)
+    copy_out: StepLatency = field(default_factory=StepLatency)
     variation: float = 0.0
 
 
-def parse_profile(text: str) -> Profile:
+def parse_profile(text: str) -> LatencyProfile:
     """`450+20n` (microseconds: 450 a batch and 20 a row), or the name of a JSON file, see `profile_of`.
 
     Raises:
@@ -88,7 +88,7 @@ def parse_profile(text: str) -> Profile:
         OSError: the file cannot be read.
     """
     if _LINE.fullmatch(text):
-        return Profile(_latency(text, text))
+        return LatencyProfile(_latency(text, text))
     path = Path(text)
     if path.suffix != ".json":
         raise ValueError(f"'{text}' is no profile: write microseconds such as 450+20n, or the name of a .json file")
@@ -98,7 +98,7 @@ def parse_profile(text: str) -> Profile:
         raise ValueError(f"{text}: {error}") from None
 
 
-def profile_of(document: object) -> Profile:
+def profile_of(document: object) -> LatencyProfile:
     """A profile as JSON has it.
 
     Args:
@@ -112,9 +112,9 @@ def profile_of(document: object) -> Profile:
     if not isinstance(document, Mapping):
         raise ValueError('a profile is an object: {"1": 500, "8": 900}, microseconds by rows')
     if isinstance(measured := document.get("profile"), list):
-        return Profile(_latency(_medians(measured), "the profile"))
+        return LatencyProfile(_latency(_medians(measured), "the profile"))
     if "compute" not in document:
-        return Profile(_latency(document, "the profile"))
+        return LatencyProfile(_latency(document, "the profile"))
     known = {"compute", "fill", "copy_in", "copy_out", "padded", "variation"}
     if unknown := sorted(set(document) - known):
         raise ValueError(f"a profile has no '{unknown[0]}', only {', '.join(sorted(known))}")
@@ -128,7 +128,7 @@ def profile_of(document: object) -> Profile:
         for name in ("compute", "fill", "copy_in", "copy_out")
         if name in document
     }
-    return Profile(**steps, variation=float(variation))
+    return LatencyProfile(**steps, variation=float(variation))
 
 
 def _medians(measured: Sequence[object]) -> dict[str, object]:
@@ -139,12 +139,12 @@ def _medians(measured: Sequence[object]) -> dict[str, object]:
     return {str(line["rows"]): line["median_us"] for line in measured if isinstance(line, Mapping)}
 
 
-def _latency(value: object, where: str, padded: bool = False) -> Latency:
+def _latency(value: object, where: str, padded: bool = False) -> StepLatency:
     if isinstance(value, str):
-        found = _LINE.fullmatch(value)
-        if found is None:
+        match = _LINE.fullmatch(value)
+        if match is None:
             raise ValueError(f"{where}: '{value}' is no time: write microseconds such as 450+20n")
-        return Latency.line(float(found[1]), float(found[2] or 0))
+        return StepLatency.line(float(match[1]), float(match[2] or 0))
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f'{where}: write microseconds by rows, {{"1": 500, "8": 900}}, or "450+20n"')
     points: list[tuple[int, float]] = []
@@ -154,7 +154,7 @@ def _latency(value: object, where: str, padded: bool = False) -> Latency:
         if not _is_time(time_us):
             raise ValueError(f"{where}: {time_us!r} for {rows} rows is no time in microseconds")
         points.append((int(rows), float(time_us) * NS_PER_US))
-    return Latency(tuple(sorted(points)), padded=padded)
+    return StepLatency(tuple(sorted(points)), padded=padded)
 
 
 def _is_time(value: Any) -> bool:
@@ -172,12 +172,12 @@ class Variation:
     def __init__(self, coefficient: float, generator: np.random.Generator) -> None:
         self._shape = 1 / coefficient**2 if coefficient else 0.0
         self._generator = generator
-        self._drawn: list[float] = []
+        self._factors: list[float] = []
 
     def apply(self, time_ns: int) -> int:
         """The time that one batch takes, whose mean is `time_ns`."""
         if not self._shape:
             return time_ns
-        if not self._drawn:
-            self._drawn = self._generator.gamma(self._shape, 1 / self._shape, _BLOCK).tolist()
-        return int(time_ns * self._drawn.pop())
+        if not self._factors:
+            self._factors = self._generator.gamma(self._shape, 1 / self._shape, _BLOCK).tolist()
+        return int(time_ns * self._factors.pop())

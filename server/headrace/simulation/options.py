@@ -148,11 +148,11 @@ def _by_name(read: Callable[[str], Value]) -> Callable[[str], dict[str, Value]]:
     """Reads `5` or `NAME=5,...`: values by name, "" being all that are not named."""
 
     def table(text: str) -> dict[str, Value]:
-        found = {}
+        values = {}
         for part in text.split(","):
-            name, _, told = part.rpartition("=")
-            found[name] = read(told)
-        return found
+            name, _, value = part.rpartition("=")
+            values[name] = read(value)
+        return values
 
     return table
 
@@ -163,16 +163,16 @@ def _quota(text: str) -> tuple[float, int]:
 
 
 def _weights(text: str) -> tuple[tuple[str, float], ...]:
-    found = []
+    values = []
     for part in text.split(","):
         name, _, weight = part.partition(":")
-        found.append((name, _positive(weight or "1")))
-    return tuple(found)
+        values.append((name, _positive(weight or "1")))
+    return tuple(values)
 
 
 def _rows(text: str) -> tuple[tuple[int, float], ...]:
-    found = []
+    values = []
     for part in text.split(","):
         rows, _, weight = part.partition(":")
-        found.append((_count(rows), _positive(weight or "1")))
-    return tuple(found)
+        values.append((_count(rows), _positive(weight or "1")))
+    return tuple(values)

@@ -29,15 +29,15 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import BatchTimes
 from headrace.core.tensor import Array, ModelSpec
 from headrace.observability.counters import Recorder
-from headrace.scheduling.admission import UnderWay
+from headrace.scheduling.admission import InFlightWork
 from headrace.scheduling.batching import WaitUntil
-from headrace.scheduling.executor import Answers
+from headrace.scheduling.executor import BatchResults
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.pipeline import Pace
+from headrace.scheduling.pipeline import LaunchPacing
 from headrace.scheduling.policy import HandlePolicy
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
-from headrace.simulation.batch_times import Profile, Variation
+from headrace.simulation.batch_times import LatencyProfile, Variation
 from headrace.simulation.traces import Trace
 
 
@@ -130,7 +130,7 @@ _NO_OUTPUTS: dict[str, Array] = {}
 
 
 @dataclass(slots=True)
-class Device:
+class VirtualDevice:
     """Copies in, computes and copies out: one batch at a time each, in the order of launch.
 
     Attributes:
@@ -152,7 +152,7 @@ class Device:
         return self.copied_out_ns
 
 
-class Times:
+class StepTimes:
     """A profile as tables of whole nanoseconds by rows, with what varies.
 
     Args:
@@ -161,12 +161,12 @@ class Times:
         variation: of the compute time.
     """
 
-    def __init__(self, profile: Profile, max_rows: int, variation: Variation) -> None:
+    def __init__(self, profile: LatencyProfile, max_rows: int, variation: Variation) -> None:
         self.fill = profile.fill.table(max_rows)
         self.copy_in = profile.copy_in.table(max_rows)
         self.compute = profile.compute.table(max_rows)
         self.copy_out = profile.copy_out.table(max_rows)
-        self.varied = variation.apply
+        self.vary = variation.apply
 
     def on_device_ns(self, rows: int) -> int:
         """What a batch that is alone keeps a device busy, on average."""
@@ -174,7 +174,7 @@ class Times:
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _PendingBatch:
     """A batch on its way."""
 
     entries: list[Entry]
@@ -185,116 +185,117 @@ class _Run:
 
 @dataclass(slots=True, eq=False)
 class VirtualInstance:
-    """An instance that takes time and no processor.
+    """A simulated instance: it takes virtual time and no processor.
 
-    As in a `Pipeline`: the thread pulls while fewer than `depth` flights are open, held back by `pace`; it fills and launches one
-    after the other; flights land in the order of launch. With a depth of 1 it is a `SerialRunner`.
+    It follows `Pipeline`: the thread pulls while fewer than `depth` batches are in flight, delayed by `pacing`. It fills and
+    launches one batch after the other, and batches finish in the order of launch. With a depth of 1 it behaves as a
+    `SerialRunner`.
 
     Attributes:
         loop: virtual time.
         device: where it computes; instances may share one.
         times: what batches take.
-        answers: settles what has landed.
+        batch_results: settles what has landed.
         pull: has the instances look at the queue.
         waiting_rows: rows in the queue.
         depth: flights that may be open.
-        pace: when to pull while flights are open; None: at once.
-        asks: the thread is in `Scheduler.next_batch`: a batch would be taken.
+        pacing: when to pull while flights are open; None: at once.
+        is_pulling: the thread is in `Scheduler.next_batch`: a batch would be taken.
         open: flights that are launched, or about to be.
     """
 
     loop: VirtualLoop
-    device: Device
-    times: Times
-    answers: Answers
+    device: VirtualDevice
+    times: StepTimes
+    batch_results: BatchResults
     pull: Callable[[], None]
     waiting_rows: Callable[[], int]
     depth: int = 1
-    pace: Pace | None = None
-    asks: bool = True
+    pacing: LaunchPacing | None = None
+    is_pulling: bool = True
     open: int = 0
-    _filling: _Run | None = None
-    _flying: deque[_Run] = field(default_factory=deque)
-    _holds: int = 0  # counts waits of the thread, so that an alarm knows whether its own is over
+    _filling: _PendingBatch | None = None
+    _in_flight: deque[_PendingBatch] = field(default_factory=deque)
+    _waits: int = 0  # counts waits of the thread, so that an alarm knows whether its own is over
     _last_ns: int = 0
 
     @property
     def begins_ns(self) -> int:
         """When a batch that is taken now would begin to be computed, 0 if at once."""
-        return self.pace.free_ns if self.pace is not None and self.open else 0
+        return self.pacing.free_ns if self.pacing is not None and self.open else 0
 
-    def fly(self, batch: Batch) -> None:
+    def start(self, batch: Batch) -> None:
         """The thread has pulled a batch: fill, and launch."""
         rows = 0
         for entry in batch.entries:
             rows += entry.rows
-        run = _Run(batch.entries, batch, rows)
-        self.answers.begin(self)
+        run = _PendingBatch(batch.entries, batch, rows)
+        self.batch_results.begin(self)
         self.open += 1
         fill_ns = self.times.fill[rows]
         if fill_ns:
-            self.asks, self._filling = False, run
+            self.is_pulling, self._filling = False, run
             self.loop.at(self.loop.now_ns + fill_ns, self._filled)
         else:
             self._launch(run)
 
-    def under_way(self) -> UnderWay:
+    def in_flight_work(self) -> InFlightWork:
         """What it has pulled and not answered."""
-        runs = [*self._flying, self._filling] if self._filling else self._flying
-        return UnderWay(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
+        runs = [*self._in_flight, self._filling] if self._filling else self._in_flight
+        return InFlightWork(self._last_ns, [(run.batch.taken_ns, run.rows) for run in runs])
 
     def _filled(self) -> None:
         run, self._filling = self._filling, None
         assert run is not None, "it is filled once"
         self._launch(run)
-        if self.asks:
+        if self.is_pulling:
             self.pull()
 
-    def _launch(self, run: _Run) -> None:
+    def _launch(self, run: _PendingBatch) -> None:
         times, rows = self.times, run.rows
         run.assembled_ns = now_ns = self.loop.now_ns
-        compute_ns = times.varied(times.compute[rows])
+        compute_ns = times.vary(times.compute[rows])
         done_ns = self.device.run(now_ns, times.copy_in[rows], compute_ns, times.copy_out[rows])
-        if self.pace is not None:
-            self.pace.launched(rows, run.batch.taken_ns, now_ns)
-        self._flying.append(run)
-        self.loop.at(done_ns, self._land)
-        self._look()
+        if self.pacing is not None:
+            self.pacing.launched(rows, run.batch.taken_ns, now_ns)
+        self._in_flight.append(run)
+        self.loop.at(done_ns, self._finish)
+        self._decide_pull()
 
-    def _land(self) -> None:
-        run = self._flying.popleft()
+    def _finish(self) -> None:
+        run = self._in_flight.popleft()
         now_ns, batch = self.loop.now_ns, run.batch
         times = BatchTimes(batch.taken_ns, run.assembled_ns, now_ns, now_ns)
         busy_ns = now_ns - max(batch.taken_ns, self._last_ns)
         self._last_ns = now_ns
-        self.answers.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
+        self.batch_results.settle(run.entries, batch.reason, times, [_NO_OUTPUTS] * len(run.entries), busy_ns)
         self.open -= 1
         if not self.open:
-            self.answers.at_work.discard(self)
-        if self.pace is not None:
-            self.pace.landed(now_ns)
-        if not self.asks and self._filling is None:
-            self._look()
-            if self.asks:
+            self.batch_results.busy_runners.discard(self)
+        if self.pacing is not None:
+            self.pacing.completed(now_ns)
+        if not self.is_pulling and self._filling is None:
+            self._decide_pull()
+            if self.is_pulling:
                 self.pull()
 
-    def _look(self) -> None:
+    def _decide_pull(self) -> None:
         """The thread decides whether to ask for the next batch: now, later, or once a flight has landed."""
-        self._holds += 1
-        self.asks = False
+        self._waits += 1
+        self.is_pulling = False
         if self.open >= self.depth:
             return
-        if self.pace is not None and self.open:
-            pull_ns = self.pace.pull_ns(self.waiting_rows())
+        if self.pacing is not None and self.open:
+            pull_ns = self.pacing.pull_ns(self.waiting_rows())
             if pull_ns > self.loop.now_ns:
-                holds = self._holds
-                self.loop.at(pull_ns, lambda: self._held_long_enough(holds))
+                waits = self._waits
+                self.loop.at(pull_ns, lambda: self._end_wait(waits))
                 return
-        self.asks = True
+        self.is_pulling = True
 
-    def _held_long_enough(self, holds: int) -> None:
-        if holds == self._holds:
-            self.asks = True
+    def _end_wait(self, waits: int) -> None:
+        if waits == self._waits:
+            self.is_pulling = True
             self.pull()
 
 
@@ -313,13 +314,13 @@ class SimulatedModel:
     """
 
     policy: HandlePolicy
-    profile: Profile
+    profile: LatencyProfile
     depth: int = 1
     devices: tuple[int, ...] = ()
 
 
 @dataclass
-class Batches:
+class BatchHistory:
     """Those of one model, in the order in which they were done.
 
     Attributes:
@@ -348,15 +349,15 @@ class Replay:
     trace: Trace
     latency_ns: list[int]
     outcomes: list[str]
-    batches: list[Batches]
+    batches: list[BatchHistory]
     busy_ns: list[int] = field(default_factory=list)
     end_ns: int = 0
 
 
-class Tally(Recorder):
+class BatchRecorder(Recorder):
     """Counts batches for a simulation's report instead of Prometheus."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: BatchHistory) -> None:
         super().__init__(histograms=False)
         self._batches = batches
 
@@ -372,9 +373,9 @@ class Tally(Recorder):
         shape: object = None,
     ) -> None:
         """A batch was run and answered; see `Recorder`."""
-        self.took(batch_rows, reason, times)
+        self.record(batch_rows, reason, times)
 
-    def took(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
+    def record(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
         """The part of it that counts here."""
         batches = self._batches
         batches.taken_ns.append(times.taken_ns)
@@ -396,13 +397,13 @@ class _Handle(ModelHandle):
     """A handle that is never started: its instances are virtual."""
 
     def instances(
-        self, model: SimulatedModel, loop: VirtualLoop, devices: Sequence[Device], variation: Variation
+        self, model: SimulatedModel, loop: VirtualLoop, devices: Sequence[VirtualDevice], variation: Variation
     ) -> _Instances:
         """Virtual ones, on these devices, and the profile as a server has it once it is loaded."""
         policy = self.policy
         batch = policy.batch
         self._scheduler.set_instances(policy.instances)
-        times = Times(model.profile, batch.max_rows, variation)
+        times = StepTimes(model.profile, batch.max_rows, variation)
         most = batch.max_rows
         sizes = {most, *batch.preferred_rows, *(1 << power for power in range(most.bit_length()))}
         self.profile.seed(
@@ -416,14 +417,14 @@ class _Handle(ModelHandle):
                     loop,
                     device,
                     times,
-                    self._answers,
+                    self._batch_results,
                     instances.pull,
                     lambda: self._scheduler.waiting_rows,
                     model.depth,
-                    Pace(min(batch.preferred_rows, default=batch.max_rows)) if paced else None,
+                    LaunchPacing(min(batch.preferred_rows, default=batch.max_rows)) if paced else None,
                 )
             )
-        self._outlook.under_way = lambda: [instance.under_way() for instance in instances.members]
+        self._admission.in_flight_work = lambda: [instance.in_flight_work() for instance in instances.members]
         return instances
 
 
@@ -442,22 +443,22 @@ class _Instances:
         if not scheduler.depth:
             return
         for instance in members if len(members) == 1 else sorted(members, key=lambda each: each.open):
-            while instance.asks and scheduler.depth:
+            while instance.is_pulling and scheduler.depth:
                 answer = scheduler.poll(now_ns, instance.begins_ns)
                 if type(answer) is Batch:
-                    instance.fly(answer)
+                    instance.start(answer)
                 elif isinstance(answer, WaitUntil):
-                    self._look_at(answer.time_ns)
+                    self._set_alarm(answer.time_ns)
                     return
                 else:
                     return
 
-    def _look_at(self, time_ns: int) -> None:
+    def _set_alarm(self, time_ns: int) -> None:
         if not self._alarm_ns or time_ns < self._alarm_ns:
             self._alarm_ns = time_ns
-            self._loop.at(time_ns, partial(self._ring, time_ns))
+            self._loop.at(time_ns, partial(self._on_alarm, time_ns))
 
-    def _ring(self, time_ns: int) -> None:
+    def _on_alarm(self, time_ns: int) -> None:
         if time_ns == self._alarm_ns:
             self._alarm_ns = 0
             self.pull()
@@ -477,20 +478,20 @@ def replay(trace: Trace, models: Sequence[SimulatedModel], seed: int = 0) -> Rep
 class _Simulation:
     def __init__(self, trace: Trace, models: Sequence[SimulatedModel], seed: int) -> None:
         self._loop = loop = VirtualLoop()
-        shared: dict[int, Device] = {}
-        self._devices: list[Device] = []
+        shared: dict[int, VirtualDevice] = {}
+        self._devices: list[VirtualDevice] = []
         self._result = Replay(trace, [0] * len(trace), [""] * len(trace), [])
         self._handles: list[_Handle] = []
         self._instances: list[_Instances] = []
         mailbox = Mailbox(cast("asyncio.AbstractEventLoop", loop))
         generators = np.random.default_rng(seed).spawn(len(models))
         for name, model, generator in zip(trace.names, models, generators, strict=True):
-            batches = Batches()
+            batches = BatchHistory()
             spec = ModelSpec(name, "1", "simulated", {}, {}, model.policy.batch.max_rows)
-            handle = _Handle(spec, model.policy, _NoModel(), mailbox, Tally(batches), clock=loop.clock)
-            devices = [shared.setdefault(number, Device()) for number in model.devices]
+            handle = _Handle(spec, model.policy, _NoModel(), mailbox, BatchRecorder(batches), clock=loop.clock)
+            devices = [shared.setdefault(number, VirtualDevice()) for number in model.devices]
             if not devices:
-                devices = [Device() for _ in range(model.policy.instances)]
+                devices = [VirtualDevice() for _ in range(model.policy.instances)]
                 self._devices += devices
             variation = Variation(model.profile.variation, generator)
             self._instances.append(handle.instances(model, loop, devices, variation))

@@ -122,14 +122,14 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
     good = in_time & (latency_ns <= slo_ns)
 
     def figures(name: str, among: npt.NDArray[np.int64], slo_ms: float | None, models: Sequence[int]) -> Figures:
-        mine = among[counted[among]]
-        served = latency_ns[mine[answered[mine]]] / NS_PER_US
-        failed = [replay.outcomes[number] for number in mine[~answered[mine]].tolist()]
+        counted_requests = among[counted[among]]
+        served = latency_ns[counted_requests[answered[counted_requests]]] / NS_PER_US
+        failed = [replay.outcomes[number] for number in counted_requests[~answered[counted_requests]].tolist()]
         rows, reasons = _batches(replay, models, warm_up_ns)
-        promised = any(slos_ms[model] is not None for model in models or everybody)
+        promised = any(slos_ms[model] is not None for model in models or all_models)
         return Figures(
             name=name,
-            requests=len(mine),
+            requests=len(counted_requests),
             answered=len(served),
             errors=dict(sorted(Counter(failed).items())),
             mean_us=float(served.mean()) if len(served) else float("nan"),
@@ -142,7 +142,7 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
             reasons=reasons,
         )
 
-    everybody = range(len(trace.names))
+    all_models = range(len(trace.names))
     order = np.argsort(trace.models, kind="stable")
     bounds = np.searchsorted(trace.models[order], np.arange(len(trace.names) + 1))
     each = tuple(
@@ -150,7 +150,7 @@ def report(replay: Replay, slos_ms: Sequence[float | None], warm_up_ns: int = 0,
         for model, name in enumerate(trace.names)
     )
     common = slos_ms[0] if len(set(slos_ms)) == 1 else None
-    total = figures("all", np.arange(len(trace)), common, everybody) if len(each) > 1 else each[0]
+    total = figures("all", np.arange(len(trace)), common, all_models) if len(each) > 1 else each[0]
     clients = tuple(
         figures(name, np.flatnonzero(trace.clients == client), common, ())
         for client, name in enumerate(trace.client_names)
@@ -191,24 +191,24 @@ def print_reports(reports: Sequence[tuple[str, Report]], console: Console) -> No
         console: where to print.
     """
     if len(reports) == 1:
-        told = reports[0][1]
-        listed = sorted(told.models, key=lambda each: -each.requests)[:_MOST_MODELS] if len(told.models) > 1 else []
+        report = reports[0][1]
+        listed = sorted(report.models, key=lambda each: -each.requests)[:_MOST_MODELS] if len(report.models) > 1 else []
         lines: list[_Line] = [(figures.name, figures, None) for figures in listed]
-        lines += [*_clients(told), (told.total.name, told.total, told.busy)]
-        if len(told.models) > len(listed) > 0:
-            console.print(f"the {len(listed)} models of {len(told.models)} that were asked most, and all")
+        lines += [*_clients(report), (report.total.name, report.total, report.busy)]
+        if len(report.models) > len(listed) > 0:
+            console.print(f"the {len(listed)} models of {len(report.models)} that were asked most, and all")
     else:
         lines = []
-        for label, told in reports:
-            lines += [(label, told.total, told.busy), *_clients(told)]
+        for label, report in reports:
+            lines += [(label, report.total, report.busy), *_clients(report)]
     first = "setting" if len(reports) > 1 else "model"
     console.print(_latency_table(first, lines))
     console.print(_batch_table(first, lines))
 
 
-def _clients(told: Report) -> list[_Line]:
-    asked_most = sorted(told.clients, key=lambda each: -each.requests)[:_MOST_MODELS]
-    return [(f"  client {figures.name}", figures, None) for figures in asked_most]
+def _clients(report: Report) -> list[_Line]:
+    busiest = sorted(report.clients, key=lambda each: -each.requests)[:_MOST_MODELS]
+    return [(f"  client {figures.name}", figures, None) for figures in busiest]
 
 
 def _latency_table(first: str, lines: Sequence[_Line]) -> Table:

@@ -54,17 +54,17 @@ class Trace:
     def __len__(self) -> int:
         return len(self.times_ns)
 
-    def of(self, chosen: npt.NDArray[np.bool_]) -> Trace:
+    def of(self, selected: npt.NDArray[np.bool_]) -> Trace:
         """The requests chosen, at the times at which they come here."""
         return replace(
             self,
-            times_ns=self.times_ns[chosen],
-            models=self.models[chosen],
-            rows=self.rows[chosen],
-            priorities=self.priorities[chosen],
-            timeouts_ns=self.timeouts_ns[chosen],
-            shapes=None if self.shapes is None else self.shapes[chosen],
-            clients=None if self.clients is None else self.clients[chosen],
+            times_ns=self.times_ns[selected],
+            models=self.models[selected],
+            rows=self.rows[selected],
+            priorities=self.priorities[selected],
+            timeouts_ns=self.timeouts_ns[selected],
+            shapes=None if self.shapes is None else self.shapes[selected],
+            clients=None if self.clients is None else self.clients[selected],
         )
 
     def requests(self) -> Iterator[tuple[int, int, InferRequest]]:
@@ -75,8 +75,8 @@ class Trace:
         if self.clients is not None:
             clients = (self.client_names[client] for client in self.clients.tolist())
         columns = (self.times_ns, self.models, self.rows, self.priorities, self.timeouts_ns)
-        told = (column.tolist() for column in columns)
-        for time_ns, model, rows, priority, timeout_ns, shape, client in zip(*told, shapes, clients, strict=True):
+        values = (column.tolist() for column in columns)
+        for time_ns, model, rows, priority, timeout_ns, shape, client in zip(*values, shapes, clients, strict=True):
             yield (
                 time_ns,
                 model,
@@ -93,7 +93,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ArrivalPattern:
     """How the rate of arrivals changes.
 
     Attributes:
@@ -114,7 +114,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """What is asked.
 
     Attributes:
@@ -129,14 +129,14 @@ class Load:
 
     rate_hz: float
     seconds: float
-    shape: Shape = Shape()
+    shape: ArrivalPattern = ArrivalPattern()
     rows: tuple[tuple[int, float], ...] = ((1, 1.0),)
     skew: float = 0.0
     timeout_ns: int = 0
     clients: tuple[tuple[str, float], ...] = ()
 
 
-def make_trace(load: Load, names: Sequence[str], generator: np.random.Generator) -> Trace:
+def make_trace(load: Workload, names: Sequence[str], generator: np.random.Generator) -> Trace:
     """Arrivals drawn at random.
 
     Args:
@@ -151,8 +151,8 @@ def make_trace(load: Load, names: Sequence[str], generator: np.random.Generator)
     else:
         seconds, expected = _diurnal(load) if load.shape.kind == "diurnal" else _even(load)
         times = _draw(seconds, expected, generator)
-        chosen = generator.choice(len(names), len(times), p=weights / weights.sum()) if len(names) > 1 else None
-        per_model = [times if chosen is None else times[chosen == number] for number in range(len(names))]
+        selected = generator.choice(len(names), len(times), p=weights / weights.sum()) if len(names) > 1 else None
+        per_model = [times if selected is None else times[selected == number] for number in range(len(names))]
     times = np.concatenate(per_model)
     models = np.repeat(np.arange(len(names)), [len(each) for each in per_model])
     order = np.argsort(times, kind="stable")
@@ -187,18 +187,18 @@ def _draw(seconds: Floats, expected: Floats, generator: np.random.Generator) -> 
     return times
 
 
-def _even(load: Load) -> tuple[Floats, Floats]:
+def _even(load: Workload) -> tuple[Floats, Floats]:
     return np.array([0.0, load.seconds]), np.array([0.0, load.seconds * load.rate_hz])
 
 
-def _diurnal(load: Load) -> tuple[Floats, Floats]:
+def _diurnal(load: Workload) -> tuple[Floats, Floats]:
     seconds = np.linspace(0.0, load.seconds, _CURVE_POINTS)
     turn = 2 * math.pi / (load.shape.period_s or load.seconds)
     # From the lowest rate on: the integral of 1 - swing * cos(turn * t).
     return seconds, load.rate_hz * (seconds - load.shape.swing * np.sin(turn * seconds) / turn)
 
 
-def _bursts(rate_hz: float, load: Load, generator: np.random.Generator) -> tuple[Floats, Floats]:
+def _bursts(rate_hz: float, load: Workload, generator: np.random.Generator) -> tuple[Floats, Floats]:
     shape = load.shape
     share = shape.burst_s / (shape.burst_s + shape.calm_s)
     calm_hz = rate_hz / (1 + share * (shape.burst_factor - 1))
@@ -235,22 +235,22 @@ def read_trace(path: Path, names: Sequence[str], timeout_ns: int = 0) -> Trace:
         columns = reader.fieldnames or []
         if "seconds" not in columns or not set(columns) <= set(_COLUMNS):
             raise ValueError(f"{path}: the first line names the columns: seconds, and any of {', '.join(_COLUMNS[1:])}")
-        asked = []
+        lines = []
         for line in reader:
             try:
                 if len(line) > len(columns):
                     raise ValueError("there are more values than columns")
-                asked.append(_read_line(line, numbers, timeout_ns))
+                lines.append(_read_line(line, numbers, timeout_ns))
             except ValueError as error:
                 raise ValueError(f"{path}:{reader.line_num}: {error}") from None
-    if not asked:
+    if not lines:
         raise ValueError(f"{path}: no request is in it")
-    asked.sort(key=lambda each: each[0])
-    seconds = np.array([each[0] for each in asked])
+    lines.sort(key=lambda each: each[0])
+    seconds = np.array([each[0] for each in lines])
     times_ns = np.round((seconds - seconds[0]) * NS_PER_S).astype(np.int64)
-    models, rows, priorities, timeouts_ns = np.array([each[1:5] for each in asked], dtype=np.int64).T
-    shapes, _ = _numbered([each[5] for each in asked]) if "shape" in columns else (None, ())
-    clients, client_names = _numbered([each[6] for each in asked]) if "client" in columns else (None, ())
+    models, rows, priorities, timeouts_ns = np.array([each[1:5] for each in lines], dtype=np.int64).T
+    shapes, _ = _numbered([each[5] for each in lines]) if "shape" in columns else (None, ())
+    clients, client_names = _numbered([each[6] for each in lines]) if "client" in columns else (None, ())
     return Trace(
         times_ns,
         models,

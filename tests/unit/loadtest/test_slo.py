@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.simulation.replay import ANSWERED, Batches, Replay
+from headrace.simulation.replay import ANSWERED, BatchHistory, Replay
 from headrace.simulation.traces import Trace
 
 from loadtest.slo import deep_queue, faithful, objectives, overload, tenants
@@ -34,7 +34,7 @@ def test_what_is_answered_between_warm_up_and_end_counts() -> None:
     trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 2000 * MS, ("m",))
     outcomes = [ANSWERED, ANSWERED, ANSWERED, ANSWERED, "would_miss", ANSWERED]
     latency_ms = [1, 200, 10, 60, 0, 10]
-    done = Replay(trace, [ms * MS for ms in latency_ms], outcomes, [Batches()], end_ns=2008 * MS)
+    done = Replay(trace, [ms * MS for ms in latency_ms], outcomes, [BatchHistory()], end_ns=2008 * MS)
     told = judged(Done(done, fixed()), slo_ms=50)
     assert told.throughput_hz == 3, "the first is answered in the warm-up, the last too late"
     assert told.goodput_hz == 1

@@ -115,7 +115,7 @@ def page(totals_ns: list[int]) -> MetricsPage:
     sources = [
         SimpleNamespace(
             recorder=recorder, load=lambda: Load(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
-            alive=1, restarts=0, parked=False, process_status=None,
+            alive=1, restarts=0, evicted=False, process_status=None,
             policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)), profile=SimpleNamespace(summary=list),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),
         )

@@ -112,7 +112,7 @@ class _Profile:
 
 
 class _Source:
-    alive, restarts, parked = 2, 3, False
+    alive, restarts, evicted = 2, 3, False
     policy = SimpleNamespace(instances=4, batch=SimpleNamespace(objective_ns=50_000_000))
     spec = ModelSpec("m", "1", "test", {}, {}, 8, ENGINE)
     process_status = ProcessStatus(False, "", 6)

@@ -226,7 +226,7 @@ def test_deadlines_hold_for_who_waits_and_the_end_of_the_server_answers_them(rep
 
     async def check(_: Reconciler, registry: Registry) -> None:
         handle = registry.lease("a", "")
-        assert handle.park(5)
+        assert handle.evict(5)
         now = time.monotonic_ns()
         for deadline_ns in (now + NS_PER_S // 20, 0):
             request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now, deadline_ns=deadline_ns)

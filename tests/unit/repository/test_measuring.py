@@ -17,7 +17,7 @@ from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
 from headrace.repository.latency_measurement import LatencyMeasurement, StoredLatencies, backend_buckets, sizes
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.latency_table import LatencyTable
 
 from tests.support.models import add_model, identity, sum_difference, unbatched
 
@@ -58,8 +58,8 @@ def config(tmp_path: Path) -> ModelConfig:
     return read(tmp_path, sum_difference())
 
 
-def measured(config: ModelConfig, model: Model, limit_ns: int = NS_PER_S, instances: int = 1) -> Profile:
-    profile = Profile()
+def measured(config: ModelConfig, model: Model, limit_ns: int = NS_PER_S, instances: int = 1) -> LatencyTable:
+    profile = LatencyTable()
     measuring = LatencyMeasurement(config, model, instances, profile, limit_ns, model.clock)
     for _ in range(instances):
         measuring(model)
@@ -145,7 +145,7 @@ class Shared:
     """Instances that write down who was at work as each batch began."""
 
     def __init__(self, broken: int | None = None) -> None:
-        self.at_work = 0
+        self.busy_runners = 0
         self.lock = threading.Lock()
         self.broken = broken
         self.runs: list[tuple[int, int, int]] = []  # instance, rows, at work as it began
@@ -164,13 +164,13 @@ class SharedExecution:
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         model, rows = self.model, len(next(iter(inputs.values())))
         with model.lock:
-            model.at_work += 1
-            model.runs.append((self.index, rows, model.at_work))
+            model.busy_runners += 1
+            model.runs.append((self.index, rows, model.busy_runners))
         if self.index == model.broken:
             raise ExecutionLost("gone")
         threading.Event().wait(0.002)  # so that those who begin at the same time see each other
         with model.lock:
-            model.at_work -= 1
+            model.busy_runners -= 1
         return {}
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def all_at_once(measuring: LatencyMeasurement, model: Shared, count: int) -> lis
 
 
 def test_several_instances_are_measured_alone_and_together(config: ModelConfig) -> None:
-    model, profile = Shared(), Profile()
+    model, profile = Shared(), LatencyTable()
     measuring = LatencyMeasurement(config, model, 3, profile, NS_PER_S)
     assert all_at_once(measuring, model, 3) == [None] * 3
     last = model.runs[0][0]
@@ -207,7 +207,7 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
     assert len({index for index, _, _ in pairs}) == 2, "the last and one other"
     everybody = model.runs[40:]
     assert [rows for _, rows, _ in everybody] == [rows for rows in [1, 2, 4, 8] * 3 for _ in range(3)]
-    assert max(at_work for _, _, at_work in everybody) == 3
+    assert max(busy_runners for _, _, busy_runners in everybody) == 3
     assert [(known.instances, known.rows) for known in profile.known()] == [
         (instances, rows) for instances in (1, 2, 4) for rows in (1, 2, 4, 8)
     ]
@@ -218,26 +218,28 @@ def test_several_instances_are_measured_alone_and_together(config: ModelConfig) 
 
 
 def test_an_instance_that_does_not_open_keeps_nobody_waiting(config: ModelConfig) -> None:
-    model, profile = Shared(), Profile()
+    model, profile = Shared(), LatencyTable()
     measuring = LatencyMeasurement(config, model, 2, profile, NS_PER_S // 50)
     measuring(model.execution(0))
     assert model.runs == []
     measuring(model.execution(1))  # it has opened after all: alone, since the other has gone on
-    assert {at_work for _, _, at_work in model.runs} == {1}
+    assert {busy_runners for _, _, busy_runners in model.runs} == {1}
     assert {known.instances for known in profile.known()} == {1}
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_an_instance_that_dies_meanwhile_stops_the_others(config: ModelConfig, broken: int) -> None:
-    model, profile = Shared(broken), Profile()
+    model, profile = Shared(broken), LatencyTable()
     ends = all_at_once(LatencyMeasurement(config, model, 3, profile, NS_PER_S), model, 3)
     for index, error in enumerate(ends):
         assert isinstance(error, ExecutionLost) == (index == broken), "and it was soon: see all_at_once"
 
 
-def kept_by(model: Model, config: ModelConfig, kept: StoredLatencies, limit_ns: int = NS_PER_S) -> tuple[Profile, int]:
+def kept_by(
+    model: Model, config: ModelConfig, kept: StoredLatencies, limit_ns: int = NS_PER_S
+) -> tuple[LatencyTable, int]:
     """The profile, and how long the smallest batch took."""
-    profile = Profile()
+    profile = LatencyTable()
     measuring = LatencyMeasurement(config, model, 1, profile, limit_ns, model.clock, kept)
     measuring(model)
     return profile, measuring.idle_ns

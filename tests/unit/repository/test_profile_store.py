@@ -14,7 +14,7 @@ from headrace.config.model_folder import read_model_folder
 from headrace.core.model_config import ModelConfig
 from headrace.repository import latency_measurement
 from headrace.repository.latency_measurement import NO_LATENCIES, LatencyFile, LatencyStore, StoredLatencies
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.latency_table import LatencyTable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +31,8 @@ def parameter(name: str, value: str) -> str:
     return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
 
 
-def profile(*tables: tuple[int, dict[int, list[int]]]) -> Profile:
-    made = Profile()
+def profile(*tables: tuple[int, dict[int, list[int]]]) -> LatencyTable:
+    made = LatencyTable()
     for instances, times_ns in tables:
         made.seed(times_ns, instances)
     return made
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(kept: LatencyFile) -> None:
     kept.write(seen, 0)
     assert kept.read() == StoredLatencies(seen.times(32), 0)
     assert len(kept.read().times_ns[1][1]) == 32
-    kept.write(Profile(), 0)
+    kept.write(LatencyTable(), 0)
     assert kept.read().times_ns, "nothing known is not worth a file"
 
 
@@ -92,7 +92,7 @@ def test_a_broken_file_counts_as_none(tmp_path_factory: pytest.TempPathFactory, 
     path.write_bytes(broken)
     found = store.read("key")  # raises nothing, and what it gives can be seeded
     for instances, times_ns in found.times_ns.items():
-        Profile().seed(times_ns, instances)
+        LatencyTable().seed(times_ns, instances)
 
 
 @pytest.mark.parametrize(

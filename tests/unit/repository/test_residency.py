@@ -26,7 +26,7 @@ class FakeVersion:
         self.needs = needs
         self.load_ns = load_ns
         self.alive = 1
-        self.parked = self.closing = False
+        self.evicted = self.closing = False
         self.in_flight = self.depth = self.used_ns = 0
         self.stuck = False
         self.refused: list[str] = []
@@ -50,17 +50,17 @@ class FakeVersion:
             raise self.failure
         self.account = self.open()
         self.world.now_ns += self.load_ns
-        self.parked, self.alive = False, 1
+        self.evicted, self.alive = False, 1
         return self.account
 
-    def park(self, timeout_s: float) -> bool:
-        assert not self.parked
+    def evict(self, timeout_s: float) -> bool:
+        assert not self.evicted
         if self.stuck:
             self.world.now_ns += int(timeout_s * NS_PER_S)
             return False
         self.world.log.append(f"park {self.spec.name}")
         self.account.close()
-        self.parked, self.alive = True, 0
+        self.evicted, self.alive = True, 0
         if self.depth:
             self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
         return True
@@ -75,7 +75,7 @@ class FakeVersion:
         """A request comes and waits."""
         self.depth += 1
         self.used_ns = self.world.now_ns
-        if self.parked:
+        if self.evicted:
             self.world.gpu_model_cache.wanted(self)  # type: ignore[arg-type]
 
 
@@ -157,7 +157,7 @@ def test_a_request_brings_a_version_back_at_once_if_nobody_else_is_in_use() -> N
     assert world.told == 1
     assert world.serve() is None
     assert world.log == ["park a", "park b", "load a"]
-    assert (a.parked, b.parked) == (False, True)
+    assert (a.evicted, b.evicted) == (False, True)
     assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
@@ -218,12 +218,12 @@ def test_two_that_do_not_fit_together_take_turns_and_a_large_one_is_not_overtake
     while world.now_ns < end_ns:
         due_ns = world.serve()
         for version in (*small, large):
-            if not version.parked:
+            if not version.evicted:
                 shares[version.spec.name] += 1
                 version.used_ns = world.now_ns
         world.now_ns = max(world.now_ns + 50 * MS, min(due_ns or 0, world.now_ns + 50 * MS))
         for version in (*small, large):
-            if not version.parked and version.depth == 0:
+            if not version.evicted and version.depth == 0:
                 version.depth = 1
     assert min(shares.values()) > 100, shares
     assert not any(version.refused for version in (*small, large))
@@ -261,7 +261,7 @@ def test_what_cannot_be_loaded_is_told_and_tried_less_and_less_often() -> None:
     world.now_ns += 30 * NS_PER_S
     a.ask()
     assert world.serve() is None
-    assert not a.parked
+    assert not a.evicted
     assert world.gpu_model_cache.problem(a) == ""  # type: ignore[arg-type]
 
 
@@ -273,7 +273,7 @@ def test_what_fits_in_no_way_is_refused_and_the_others_stay() -> None:
     a.ask()
     assert world.serve() is None
     assert "needs 20 B more of GPU 0" in a.refused[0]
-    assert not b.parked
+    assert not b.evicted
 
 
 def test_one_that_does_not_end_is_passed_over_for_a_while() -> None:
@@ -346,18 +346,18 @@ def test_whoever_asks_is_served_and_no_limit_is_broken(
         version.ask()
         world.serve()
         for other in versions:
-            if done and not other.parked:
+            if done and not other.evicted:
                 other.depth = 0
     for _ in range(200):
         for version in versions:
-            if not version.parked:
+            if not version.evicted:
                 version.depth = 0  # what has waited is answered once it is loaded
         due_ns = world.serve()
         if due_ns is None:
             break
         world.now_ns = max(due_ns, world.now_ns)
-    assert not any(version.depth for version in versions if version.parked)
+    assert not any(version.depth for version in versions if version.evicted)
     assert not any(version.refused for version in versions)
     for gpu in (0, 1):
-        held = sum(version.needs.get(gpu, 0) for version in versions if not version.parked)
+        held = sum(version.needs.get(gpu, 0) for version in versions if not version.evicted)
         assert held == world.gpu_model_cache.ledger.held(gpu) <= 20

@@ -6,8 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from headrace.scheduling.batching import CloseReason, Idle, Plan, Planner, Skip, Take, WaitUntil, decide, draw
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.batching import (
+    BatchCosts,
+    CloseReason,
+    CostModel,
+    Idle,
+    Skip,
+    Take,
+    WaitUntil,
+    decide,
+    draw_costs,
+)
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import FAR_NS
 from hypothesis import given
@@ -91,7 +101,7 @@ def test_never_overfills_and_never_waits_too_long(
 
 # Where something is due. A batch of n rows takes 10 + n, and 15 + n at most, and there are 4 rows in the best.
 
-PLAN = Plan([15 + rows for rows in range(9)], [10 + rows for rows in range(9)], [0, 1, 2, 3, 4, 4, 4, 4, 4])
+PLAN = BatchCosts([15 + rows for rows in range(9)], [10 + rows for rows in range(9)], [0, 1, 2, 3, 4, 4, 4, 4, 4])
 POLICY = BatchPolicy(8)
 IN_TIME = [
     ("all in time, and few", [1, 1], [50, 60], POLICY, Take(2, CloseReason.IDLE)),
@@ -145,9 +155,9 @@ def test_batches_by_due_times_are_as_promised(
         members.sort(key=lambda member: member[1])
     rows, dues = [member[0] for member in members], [member[1] for member in members]
     policy = BatchPolicy(8, objective_ns=objective)
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({size: [fixed + row * size] * 9 + [fixed + row * size + jitter] for size in range(1, 9)})
-    plan = draw(profile, policy)
+    plan = draw_costs(profile, policy)
     answer = decide(View(rows, 0, tuple(dues)), 0, policy, plan)
     if isinstance(answer, Skip):
         assert answer.places
@@ -163,36 +173,36 @@ def test_batches_by_due_times_are_as_promised(
 
 
 def test_a_larger_batch_is_not_planned_where_it_is_slower_by_the_row() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({rows: [100 if rows <= 4 else 250] for rows in range(1, 9)})
-    assert draw(profile, BatchPolicy(8)).best == [0, 1, 2, 3, 4, 4, 4, 4, 4]
-    profile = Profile()
+    assert draw_costs(profile, BatchPolicy(8)).best == [0, 1, 2, 3, 4, 4, 4, 4, 4]
+    profile = LatencyTable()
     profile.seed({rows: [100 + rows + (rows == 6)] for rows in range(1, 9)})
-    assert draw(profile, BatchPolicy(8)).best == list(range(9)), "a measurement is not that exact"
+    assert draw_costs(profile, BatchPolicy(8)).best == list(range(9)), "a measurement is not that exact"
 
 
 def test_a_batch_leaves_time_for_who_comes_next() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({rows: [40 + 15 * rows] for rows in range(1, 9)})
-    sizes = [draw(profile, BatchPolicy(8, objective_ns=260), instances).best[8] for instances in (1, 2)]
+    sizes = [draw_costs(profile, BatchPolicy(8, objective_ns=260), instances).best[8] for instances in (1, 2)]
     assert sizes == [5, 7], "9/10 of 1/2, of 2/3: 117 and 156; 98 % of the throughput of 7 rows needs 7"
-    assert draw(profile, BatchPolicy(8)).best[8] == 8
+    assert draw_costs(profile, BatchPolicy(8)).best[8] == 8
 
 
 def test_but_not_at_the_cost_of_most_of_the_throughput() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({rows: [100 + rows] for rows in range(1, 9)})
-    assert draw(profile, BatchPolicy(8, objective_ns=204)).best[8] == 7, "as long as one row, nearly"
-    assert draw(profile, BatchPolicy(8, objective_ns=50)).best[8] == 7, "nothing is in time: as much as can be"
+    assert draw_costs(profile, BatchPolicy(8, objective_ns=204)).best[8] == 7, "as long as one row, nearly"
+    assert draw_costs(profile, BatchPolicy(8, objective_ns=50)).best[8] == 7, "nothing is in time: as much as can be"
 
 
 def test_what_gains_nearly_nothing_by_its_size_is_run_in_small_batches() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({rows: [10 + 1000 * rows] for rows in range(1, 9)})
-    assert draw(profile, BatchPolicy(8)).best == [0, 1, 1, 1, 1, 1, 1, 1, 1]
-    profile = Profile()
+    assert draw_costs(profile, BatchPolicy(8)).best == [0, 1, 1, 1, 1, 1, 1, 1, 1]
+    profile = LatencyTable()
     profile.seed({rows: [1000 + 250 * rows] for rows in range(1, 33)})
-    planner = Planner(profile, BatchPolicy(32))
+    planner = CostModel(profile, BatchPolicy(32))
     alone = planner.current
     planner.crowded = True
     crowded = planner.current

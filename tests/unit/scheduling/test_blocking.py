@@ -84,7 +84,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def asleep(handle: ModelHandle, instances: int = 1) -> None:
     """Return once so many instances' threads sleep for as long as nobody asks."""
-    while len(handle._scheduler._shortcuts) < instances:
+    while len(handle._scheduler._inline_dispatches) < instances:
         threading.Event().wait(0.001)
 
 
@@ -175,7 +175,7 @@ def test_answers_keep_their_order_across_instances(handles: Make, threads: Threa
     slow, quick = Watched(manual=True), Watched()
     handle = handles(Several(quick, slow), instances=2, preserve_ordering=True)
     asleep(handle, 2)
-    while handle._scheduler._shortcuts[handle._scheduler._sleepers[-1]]._execution is not slow:  # type: ignore[attr-defined]
+    while handle._scheduler._inline_dispatches[handle._scheduler._sleepers[-1]]._execution is not slow:  # type: ignore[attr-defined]
         handle._scheduler._sleepers.reverse()
     held = later(threads, handle, 1)
     slow.wait_for("finishing 0")
@@ -259,14 +259,14 @@ def test_the_end_waits_for_it(handles: Make, threads: ThreadPoolExecutor, end: s
 
 def test_of_a_parked_model_it_waits_for_the_return(handles: Make, threads: ThreadPoolExecutor) -> None:
     handle = handles(Watched())
-    assert handle.park(10)
+    assert handle.evict(10)
     wanted: list[ModelHandle] = []
     handle._on_wanted = wanted.append
     own = later(threads, handle, 1)
     waiting(handle, 1)
     while not wanted:
         threading.Event().wait(0.001)
-    assert handle.unpark(Watched())
+    assert handle.restore(Watched())
     assert own.result(10) == 2
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from headrace.core.clock import NS_PER_MS, NS_PER_S
 from headrace.scheduling.policy import Sharing
-from headrace.scheduling.queue import FAR_NS, HORIZON_NS, Entry, Order, Queue, Shares
+from headrace.scheduling.queue import FAR_NS, HORIZON_NS, Entry, FairShares, Queue, QueueOrder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ def entry(enqueued_ns: int = 0, due_ns: int = FAR_NS, level: int = 0, client: st
 
 
 def served(queue: Queue, count: int = 1 << 30) -> list[Entry]:
-    lane = next(iter(queue.lanes))
+    lane = next(iter(queue.shape_queues))
     return queue.take(lane, min(count, lane.count))
 
 
@@ -38,7 +38,7 @@ def test_what_is_due_first_goes_first_and_what_is_never_due_within_the_horizon()
 
 
 def test_a_far_due_does_not_undo_a_priority() -> None:
-    queue = Queue(2, Order(AGING_NS))
+    queue = Queue(2, QueueOrder(AGING_NS))
     low, high = entry(0, due_ns=NS_PER_MS, level=1), entry(1, due_ns=3600 * NS_PER_S, level=0)
     queue.push(low)
     queue.push(high)
@@ -55,7 +55,7 @@ def test_levels_that_do_not_age_are_strict() -> None:
 
 @given(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3 * AGING_NS))
 def test_a_level_is_overtaken_by_what_has_waited_so_much_longer(level: int, below: int, late_ns: int) -> None:
-    queue = Queue(10, Order(AGING_NS))
+    queue = Queue(10, QueueOrder(AGING_NS))
     old, young = entry(0, level=level + below), entry(late_ns, level=level)
     queue.push(old)
     queue.push(young)
@@ -66,7 +66,7 @@ def test_a_level_is_overtaken_by_what_has_waited_so_much_longer(level: int, belo
 @settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 3), st.lists(st.integers(0, 4), min_size=1, max_size=20))
 def test_nobody_starves_behind_a_flood_of_higher_priority(level: int, sizes: list[int]) -> None:
-    queue, clock = Queue(4, Order(AGING_NS)), 0
+    queue, clock = Queue(4, QueueOrder(AGING_NS)), 0
     patient = entry(level=level)
     queue.push(patient)
     while patient.queued:
@@ -83,7 +83,7 @@ def test_nobody_starves_behind_a_flood_of_higher_priority(level: int, sizes: lis
 def test_clients_that_always_ask_share_by_their_weights(clients: list[tuple[float, int]]) -> None:
     weights = {f"c{number}": weight for number, (weight, _) in enumerate(clients)}
     rows = {f"c{number}": rows for number, (_, rows) in enumerate(clients)}
-    queue = Queue(1, Order(0, Sharing(weights)))
+    queue = Queue(1, QueueOrder(0, Sharing(weights)))
     got: Counter[str] = Counter()
     waiting: Counter[str] = Counter()
     for _ in range(600):
@@ -103,7 +103,7 @@ def test_clients_that_always_ask_share_by_their_weights(clients: list[tuple[floa
 
 
 def test_a_client_with_little_to_ask_is_served_at_once_beside_one_that_floods() -> None:
-    queue = Queue(1, Order(0, Sharing()))
+    queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(1000):
         queue.push(entry(number, client="flood"))
     served(queue, 100)
@@ -116,7 +116,7 @@ def test_a_client_with_little_to_ask_is_served_at_once_beside_one_that_floods() 
 
 @pytest.mark.parametrize("small", [1, 2, 4])
 def test_what_is_ahead_reckons_with_those_who_will_go_on_asking(small: int) -> None:
-    queue = Queue(1, Order(0, Sharing(), credit_rows=8))
+    queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))
     for number in range(1000):
         queue.push(entry(number, client="flood"))
     for number in range(100):  # of each batch so many rows are the other client's
@@ -131,7 +131,7 @@ def test_what_is_ahead_reckons_with_those_who_will_go_on_asking(small: int) -> N
 
 
 def test_a_client_below_its_share_has_a_whole_burst_served_at_once() -> None:
-    queue = Queue(1, Order(0, Sharing(), credit_rows=8))
+    queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))
     for number in range(1000):
         queue.push(entry(number, client="flood"))
     served(queue, 100)
@@ -142,7 +142,7 @@ def test_a_client_below_its_share_has_a_whole_burst_served_at_once() -> None:
 
 
 def test_who_was_idle_has_not_saved_anything() -> None:
-    queue = Queue(1, Order(0, Sharing()))
+    queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(200):
         queue.push(entry(number, client="busy"))
     served(queue, 100)
@@ -154,7 +154,7 @@ def test_who_was_idle_has_not_saved_anything() -> None:
 
 @pytest.mark.parametrize("first", ["flood", "calm"])
 def test_who_comes_first_to_an_empty_queue_has_gained_nothing(first: str) -> None:
-    queue = Queue(1, Order(0, Sharing(), credit_rows=8))
+    queue = Queue(1, QueueOrder(0, Sharing(), credit_rows=8))
     for _ in range(10):  # each batch is all that waits
         for number in range(16):
             queue.push(entry(number, client="calm" if number % 8 == 0 else "flood"))
@@ -167,7 +167,7 @@ def test_who_comes_first_to_an_empty_queue_has_gained_nothing(first: str) -> Non
 
 
 def test_it_is_known_whether_more_than_one_asks() -> None:
-    order = Order(0, Sharing())
+    order = QueueOrder(0, Sharing())
     queue = Queue(1, order)
     queue.push(entry(client=""))
     queue.push(entry(client=""))
@@ -181,7 +181,7 @@ def test_it_is_known_whether_more_than_one_asks() -> None:
 
 
 def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
-    queue = Queue(1, Order(0, Sharing()))
+    queue = Queue(1, QueueOrder(0, Sharing()))
     mine = [entry(number, client="mine") for number in range(50)]
     for each in mine:
         queue.push(each)
@@ -195,7 +195,7 @@ def test_what_leaves_unserved_is_not_counted_against_its_client() -> None:
 
 
 def test_what_is_cleared_is_not_counted_against_its_client() -> None:
-    queue = Queue(1, Order(0, Sharing()))
+    queue = Queue(1, QueueOrder(0, Sharing()))
     for number in range(100):
         queue.push(entry(number, client="mine"))
     queue.clear()
@@ -205,7 +205,7 @@ def test_what_is_cleared_is_not_counted_against_its_client() -> None:
 
 
 def test_names_without_end_are_not_remembered() -> None:
-    shares = Shares(Sharing())
+    shares = FairShares(Sharing())
     for number in range(100_000):
         shares.queued(f"name {number}", 1)
         shares.served(shares.start("nobody"), 1)

@@ -10,16 +10,16 @@ from headrace.core.clock import NS_PER_S
 from headrace.core.completion import ThreadCompletion
 from headrace.core.errors import WouldMiss
 from headrace.core.request import InferRequest
-from headrace.scheduling.admission import Outlook, UnderWay, _nth_start
-from headrace.scheduling.batching import Planner
-from headrace.scheduling.latency_table import Profile
+from headrace.scheduling.admission import AdmissionController, InFlightWork, _nth_start
+from headrace.scheduling.batching import CostModel
+from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 from hypothesis import given
 from hypothesis import strategies as st
 
 NOW = 1000 * MS
-IDLE = UnderWay(NOW - 1, ())
+IDLE = InFlightWork(NOW - 1, ())
 
 
 class Line:
@@ -51,23 +51,23 @@ class Case:
         self.line = Line()
         self.works = [IDLE] * instances
         self.objective_ns = objective_ms * MS
-        self.profile = Profile()
+        self.profile = LatencyTable()
         if known:
             self.profile.seed({rows: [10 * MS] for rows in (1, 2, 4, 8)})
         policy = BatchPolicy(8, merge=merge, objective_ns=self.objective_ns)
-        self.planner = Planner(self.profile, policy)
-        self.outlook = Outlook(self.planner, policy, self.line, lambda: self.works, shared)
+        self.planner = CostModel(self.profile, policy)
+        self.outlook = AdmissionController(self.planner, policy, self.line, lambda: self.works, shared)
         self.outlook.admit([self.entry(deadline_ms=1000)], NOW)  # the queue has been empty until now
 
     def busy(self, *batches: tuple[int, int], instance: int = 0) -> None:
         """An instance has these under way: when each was taken, in ms from now, and its rows."""
-        self.works[instance] = UnderWay(0, [(NOW + ms * MS, rows) for ms, rows in batches])
+        self.works[instance] = InFlightWork(0, [(NOW + ms * MS, rows) for ms, rows in batches])
         self.outlook.changed = True
 
     def ran(self, rows: int, busy_ms: int, times: int = 1) -> None:
         """Batches were run."""
         for _ in range(times):
-            self.outlook.ran(rows, 10 * MS, busy_ms * MS)
+            self.outlook.record_batch(rows, 10 * MS, busy_ms * MS)
             self.planner.batch()
 
     def entry(self, rows: int = 1, deadline_ms: int = 0) -> Entry:
@@ -79,7 +79,7 @@ class Case:
         """When a request would be answered, in ms from now."""
         entries = [self.entry(each, deadline_ms) for each in rows or (1,)]
         self.outlook.admit(entries, NOW)
-        return (entries[-1].promised_ns - NOW) / MS
+        return (entries[-1].predicted_ns - NOW) / MS
 
 
 def test_what_runs_and_what_waits_comes_before() -> None:
@@ -177,11 +177,11 @@ def test_nobody_is_refused_while_nothing_is_known() -> None:
     unknown.line.waiting_rows = 10_000
     assert unknown.ask() == -NOW / MS, "and nothing is promised"
     assert (unknown.outlook.wait_ns(0, NOW), unknown.outlook.drain_ns(NOW), unknown.outlook.rows_hz) == (0, 0, 0)
-    parked = Case(instances=0)
-    parked.line.waiting_rows = 10_000
-    assert parked.ask() == -NOW / MS
-    assert (parked.outlook.wait_ns(0, NOW), parked.outlook.drain_ns(NOW)) == (0, 0)
-    assert [case.outlook.retry_after_s(NOW) for case in (unknown, parked)] == [1, 1], "for a queue may be full"
+    evicted = Case(instances=0)
+    evicted.line.waiting_rows = 10_000
+    assert evicted.ask() == -NOW / MS
+    assert (evicted.outlook.wait_ns(0, NOW), evicted.outlook.drain_ns(NOW)) == (0, 0)
+    assert [case.outlook.retry_after_s(NOW) for case in (unknown, evicted)] == [1, 1], "for a queue may be full"
 
 
 def test_who_finds_an_idle_instance_is_always_taken_since_the_profile_may_be_wrong() -> None:
@@ -209,7 +209,7 @@ def test_hard_deadlines_that_cannot_be_met_are_tried_once_a_second() -> None:
     case.outlook.changed = True
     late = case.entry(deadline_ms=3)
     case.outlook.admit([late], NOW + NS_PER_S)
-    assert late.promised_ns == NOW + NS_PER_S + 10 * MS
+    assert late.predicted_ns == NOW + NS_PER_S + 10 * MS
 
 
 def test_an_objective_that_nobody_can_meet_refuses_nobody() -> None:
@@ -237,7 +237,7 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
     def answered(error_ms: int, times: int) -> None:
         for _ in range(times):
             entry = case.entry()
-            entry.promised_ns, entry.kind = NOW + 40 * MS, 10
+            entry.predicted_ns, entry.kind = NOW + 40 * MS, 10
             case.outlook.learn([entry], NOW + (40 + error_ms) * MS)
 
     answered(14, 12)
@@ -247,15 +247,15 @@ def test_the_reserve_follows_the_share_of_those_that_came_late() -> None:
     answered(0, 3000)
     assert case.ask() == 40
     early = case.entry()
-    early.promised_ns, early.kind = NOW + 11 * MS, 10
+    early.predicted_ns, early.kind = NOW + 11 * MS, 10
     for _ in range(100):  # those with plenty of time do not matter
         case.outlook.learn([early], NOW + 30 * MS)
     assert case.ask() == 40
-    case.outlook.missed([early] * 8)
-    case.outlook.missed([case.entry()] * 8)
+    case.outlook.learn_dropped([early] * 8)
+    case.outlook.learn_dropped([case.entry()] * 8)
     assert case.ask() == 40
     for _ in range(9):
-        case.outlook.missed([early])
+        case.outlook.learn_dropped([early])
     with pytest.raises(WouldMiss):
         case.ask()
 
@@ -293,7 +293,7 @@ def test_reserves_are_kept_apart_and_do_not_last_where_they_refuse_everybody() -
     assert case.ask() == 20
     late = case.entry()
     case.outlook.admit([late], NOW)
-    late.promised_ns = NOW + 45 * MS
+    late.predicted_ns = NOW + 45 * MS
     for _ in range(20):
         case.outlook.learn([late], NOW + 90 * MS)
     case.line.urgent = True
@@ -325,7 +325,7 @@ def test_who_is_overtaken_waits_longer() -> None:
     later = case.entry()
     later.due_ns += 2 * NS_PER_S
     case.outlook.admit([later], NOW + 2 * NS_PER_S)
-    assert later.promised_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
+    assert later.predicted_ns == NOW + 2 * NS_PER_S + 20 * MS, "none has come of late"
 
 
 def test_where_clients_share_only_those_below_their_share_go_first() -> None:

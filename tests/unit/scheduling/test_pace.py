@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.clock import NS_PER_US
-from headrace.scheduling.pipeline import Pace
+from headrace.scheduling.pipeline import LaunchPacing
 from headrace.scheduling.policy import BatchPolicy
 
 from tests.support.fake_pipeline import DIES, RAISES, FakePipeline
@@ -14,19 +14,19 @@ US = NS_PER_US
 LEAD_NS = 150 * US
 
 
-def learned(*flights: tuple[int, int]) -> Pace:
+def learned(*flights: tuple[int, int]) -> LaunchPacing:
     """A pace that has seen flights of (rows, nanoseconds) one after the other, each launched when the one before was done."""
-    pace, now_ns = Pace(full_rows=8), 1
+    pace, now_ns = LaunchPacing(full_rows=8), 1
     for rows, service_ns in flights:
         pace.launched(rows, now_ns, now_ns)
         now_ns += service_ns
-        pace.landed(now_ns)
+        pace.completed(now_ns)
     return pace
 
 
 def test_nothing_is_held_while_nothing_flies_or_nothing_is_known() -> None:
     assert learned((4, 1000 * US)).pull_ns(0) == 0
-    pace = Pace(full_rows=8)
+    pace = LaunchPacing(full_rows=8)
     pace.launched(4, 5_000 * US, 5_000 * US)
     assert pace.pull_ns(0) == 5_000 * US - LEAD_NS
 
@@ -45,11 +45,11 @@ def test_flights_queue_up_on_the_device() -> None:
 
 
 def test_a_flight_s_time_is_counted_from_the_end_of_the_one_before() -> None:
-    pace = Pace(full_rows=8)
+    pace = LaunchPacing(full_rows=8)
     pace.launched(4, 1_000 * US, 1_000 * US)
     pace.launched(4, 1_100 * US, 1_100 * US)
-    pace.landed(2_000 * US)
-    pace.landed(3_000 * US)
+    pace.completed(2_000 * US)
+    pace.completed(3_000 * US)
     pace.launched(4, 9_000 * US, 9_000 * US)
     assert pace.pull_ns(0) == 10_000 * US - LEAD_NS
 
@@ -78,12 +78,12 @@ def test_unknown_sizes_are_taken_for_the_next_smaller(rows: int, expected_us: in
 def test_new_measurements_move_the_estimate_and_failures_do_not() -> None:
     pace = learned((4, 1000 * US), (4, 2000 * US))
     pace.launched(4, 8_000 * US, 8_000 * US)
-    pace.landed(0)
+    pace.completed(0)
     pace.launched(4, 9_000 * US, 9_000 * US)
     assert pace.pull_ns(0) == (9_000 + 1250) * US - LEAD_NS
 
 
-class Patient(Pace):
+class Patient(LaunchPacing):
     """Would wait for an hour."""
 
     def pull_ns(self, waiting_rows: int) -> int:

@@ -46,18 +46,18 @@ class Served:
         )
         self.handle.start()
 
-    async def park(self, timeout_s: float = 10) -> bool:
-        return await asyncio.to_thread(self.handle.park, timeout_s)
+    async def evict(self, timeout_s: float = 10) -> bool:
+        return await asyncio.to_thread(self.handle.evict, timeout_s)
 
     async def until_parked(self) -> None:
         for _ in range(5000):
-            if self.handle.parked:
+            if self.handle.evicted:
                 return
             await asyncio.sleep(0.001)
         raise AssertionError("it was not parked")
 
-    async def unpark(self, model: Any) -> bool:
-        return await asyncio.to_thread(self.handle.unpark, model)
+    async def restore(self, model: Any) -> bool:
+        return await asyncio.to_thread(self.handle.restore, model)
 
     async def close(self) -> None:
         assert await asyncio.to_thread(self.handle.close, 10)
@@ -96,23 +96,23 @@ def test_requests_wait_for_a_parked_model_and_call_it_once(make: Callable[[], An
         first, second = make(), make()
         served = Served(mailbox, first, instances=instances)
         assert await answer(served.handle.infer(ask(1))) == 2
-        assert await served.park()
+        assert await served.evict()
         assert first.closed
         assert threads() == []
-        assert (served.handle.ready, served.handle.parked, served.handle.alive) == (True, True, 0)
+        assert (served.handle.ready, served.handle.evicted, served.handle.alive) == (True, True, 0)
         assert served.wants == [], "nobody has asked yet"
         waiting = [served.handle.infer(ask(value)) for value in (3, 4, 5)]
         served.handle.admit()
         assert served.handle.depth == 3
         assert served.wants == [served.handle]
-        assert await served.unpark(second)
+        assert await served.restore(second)
         assert [await answer(completion) for completion in waiting] == [6, 8, 10]
-        assert (served.handle.parked, served.handle.alive) == (False, instances)
+        assert (served.handle.evicted, served.handle.alive) == (False, instances)
         # And once more: it is told of anew.
-        assert await served.park()
+        assert await served.evict()
         again = served.handle.infer(ask(6))
         assert len(served.wants) == 2
-        assert await served.unpark(make())
+        assert await served.restore(make())
         assert await answer(again) == 12
         assert served.deaths == []
         await served.close()
@@ -130,7 +130,7 @@ def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_bac
         running = served.handle.infer(ask(1))
         await begun(model)
         waiting = served.handle.infer(ask(2))
-        parking = asyncio.create_task(served.park())
+        parking = asyncio.create_task(served.evict())
         await served.until_parked()
         late = served.handle.infer(ask(3))
         model.gate.set()
@@ -138,7 +138,7 @@ def test_what_runs_is_answered_before_the_model_goes_and_what_waits_calls_it_bac
         assert await answer(running) == 2
         assert model.batches == [[1]]
         assert served.wants == [served.handle]
-        assert await served.unpark(FakeModel())
+        assert await served.restore(FakeModel())
         assert [await answer(waiting), await answer(late)] == [4, 6]
         await served.close()
 
@@ -153,14 +153,14 @@ def test_what_was_queued_before_the_parking_calls_the_model_back() -> None:
         running = served.handle.infer(ask(1))
         await begun(model)
         waiting = served.handle.infer(ask(2))
-        parking = asyncio.create_task(served.park())
+        parking = asyncio.create_task(served.evict())
         await served.until_parked()
         assert served.wants == []
         model.gate.set()
         assert await parking
         assert served.wants == [served.handle]
         assert await answer(running) == 2
-        assert await served.unpark(FakeModel())
+        assert await served.restore(FakeModel())
         assert await answer(waiting) == 4
         await served.close()
 
@@ -174,8 +174,8 @@ def test_a_model_that_does_not_come_to_an_end_serves_on_with_all_its_instances()
         model.gate.clear()
         stuck = served.handle.infer(ask(1))
         await begun(model)
-        assert not await served.park(0.05)
-        assert (served.handle.parked, served.handle.alive, len(threads())) == (False, 2, 2)
+        assert not await served.evict(0.05)
+        assert (served.handle.evicted, served.handle.alive, len(threads())) == (False, 2, 2)
         other = served.handle.infer(ask(2))
         await begun(model)  # the one that had ended for the parking is there again
         model.gate.set()
@@ -199,22 +199,22 @@ class Unopenable(FakeModel):
 def test_a_model_that_cannot_come_back_stays_parked_and_can_be_tried_again() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel(), instances=2)
-        assert await served.park()
+        assert await served.evict()
         served_meanwhile = served.handle.infer(ask(1))
         broken = Unopenable()
         with pytest.raises(ConfigError, match="could not be started: no room"):
-            await served.unpark(broken)
+            await served.restore(broken)
         assert broken.closed
         assert threads() == []
         assert await answer(served_meanwhile) == 2
-        assert (served.handle.parked, served.handle.ready) == (True, True)
+        assert (served.handle.evicted, served.handle.ready) == (True, True)
         waiting = served.handle.infer(ask(2))
         assert served.wants == [served.handle] * 2
         served.handle.refuse(Unavailable("cannot be loaded"))
         assert str(await error_of(waiting)) == "cannot be loaded"
         later = served.handle.infer(ask(3))
         assert served.wants == [served.handle] * 3
-        assert await served.unpark(FakeModel())
+        assert await served.restore(FakeModel())
         assert await answer(later) == 6
         assert served.deaths == []
         await served.close()
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_come_back_stays_parked_and_can_be_tried_again() -> 
 def test_deadlines_and_limits_hold_while_it_is_parked() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
-        assert await served.park()
+        assert await served.evict()
         now = time.monotonic_ns()
         waiting = served.handle.infer(ask(1, received_ns=now, deadline_ns=now + NS_PER_S // 50))
         assert isinstance(await error_of(waiting), DeadlineExceeded)
@@ -241,14 +241,14 @@ def test_deadlines_and_limits_hold_while_it_is_parked() -> None:
 def test_a_parked_model_is_closed() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
-        assert await served.park()
+        assert await served.evict()
         waiting = served.handle.infer(ask(1))
         await served.close()
         assert isinstance(await error_of(waiting), Unavailable)
         late = FakeModel()
-        assert not await served.unpark(late)
+        assert not await served.restore(late)
         assert late.closed
-        assert not await served.park()
+        assert not await served.evict()
         with pytest.raises(Unavailable):
             served.handle.infer(ask(2))
 
@@ -258,7 +258,7 @@ def test_a_parked_model_is_closed() -> None:
 def test_a_close_waits_for_what_a_parked_model_still_owes() -> None:
     async def scenario(mailbox: Mailbox) -> None:
         served = Served(mailbox, FakeModel())
-        assert await served.park()
+        assert await served.evict()
         assert served.handle.lease()
         waiting = served.handle.infer(ask(1))
         closing = asyncio.create_task(served.close())
@@ -266,7 +266,7 @@ def test_a_close_waits_for_what_a_parked_model_still_owes() -> None:
             served.handle.release()
             await asyncio.sleep(0.001)
         again = FakeModel()
-        assert await served.unpark(again)
+        assert await served.restore(again)
         assert await answer(waiting) == 2
         served.handle.release()
         await closing
@@ -280,7 +280,7 @@ def test_the_dead_are_not_parked() -> None:
         served = Served(mailbox, FakeModel())
         assert isinstance(await error_of(served.handle.infer(ask(DEATH))), ModelFailed)
         assert served.deaths == [0]
-        assert not await served.park()
+        assert not await served.evict()
         assert not served.handle.ready
         with pytest.raises(Unavailable, match="have died"):
             served.handle.admit()

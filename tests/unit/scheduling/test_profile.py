@@ -7,7 +7,7 @@ import statistics
 import threading
 
 import pytest
-from headrace.scheduling.latency_table import RUN, WINDOW, Profile
+from headrace.scheduling.latency_table import RUN, WINDOW, LatencyTable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ TIMES = st.integers(1, 10**10)
 OBSERVATIONS = st.lists(st.tuples(SIZES, TIMES), max_size=300)
 
 
-def told(profile: Profile, rows: int, times_ns: list[int]) -> None:
+def told(profile: LatencyTable, rows: int, times_ns: list[int]) -> None:
     for time_ns in times_ns:
         profile.observe(rows, time_ns)
 
@@ -34,13 +34,13 @@ def in_turn(seed: int, count: int) -> list[int]:
 
 
 def test_nothing_is_known_of_a_new_model() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     assert (profile.estimate_ns(1), profile.promise_ns(8), profile.known(), profile.table()) == (0, 0, [], [])
     assert profile.summary() == []
 
 
 def test_median_and_percentile_of_what_was_seen() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     times = list(range(1000, 1000 + WINDOW))
     random.Random(3).shuffle(times)
     told(profile, 4, times)
@@ -53,7 +53,7 @@ def test_median_and_percentile_of_what_was_seen() -> None:
 
 @given(OBSERVATIONS)
 def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tuple[int, int]]) -> None:
-    profile = Profile()
+    profile = LatencyTable()
     for rows, time_ns in seen:
         profile.observe(rows, time_ns)
     estimates = [profile.estimate_ns(rows) for rows in range(1, 300)]
@@ -72,7 +72,7 @@ def test_estimates_rise_with_the_rows_and_promises_are_no_shorter(seen: list[tup
 @given(OBSERVATIONS)
 def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
     """Asked after each batch or only at the end: what is kept of the times is the same."""
-    asked, silent = Profile(), Profile()
+    asked, silent = LatencyTable(), LatencyTable()
     for rows, time_ns in seen:
         asked.observe(rows, time_ns)
         silent.observe(rows, time_ns)
@@ -83,7 +83,7 @@ def test_the_curve_follows_what_is_known(seen: list[tuple[int, int]]) -> None:
 
 @given(st.integers(0, 2**32), st.integers(10, 1000))
 def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, factor: int) -> None:
-    profile, rng = Profile(), random.Random(seed)
+    profile, rng = LatencyTable(), random.Random(seed)
     times = in_turn(seed, WINDOW)  # no run, unless the outliers make one, and three cannot
     told(profile, 8, times)
     for place in rng.sample(range(WINDOW), 3):
@@ -98,7 +98,7 @@ def test_outliers_do_not_move_the_median_and_few_not_the_promise(seed: int, fact
 
 @given(st.integers(0, 2**32), st.sampled_from([0.25, 0.5, 2.0, 10.0]), st.integers(1, 3 * WINDOW))
 def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: float, before: int) -> None:
-    profile = Profile()
+    profile = LatencyTable()
     told(profile, 16, in_turn(seed, before))
     told(profile, 16, around(seed + 1, int(1_000_000 * factor), RUN))
     low, high = 0.9 * factor * 1_000_000 - 1, 1.1 * factor * 1_000_000 + 1
@@ -110,7 +110,7 @@ def test_a_lasting_change_is_followed_within_eight_batches(seed: int, factor: fl
 def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: float) -> None:
     """How near 32 times bring it is chance: of 250 seeds the farthest was off by a third, one in many thousands by a half."""
     for seed in range(40):
-        profile, rng = Profile(), random.Random(seed)
+        profile, rng = LatencyTable(), random.Random(seed)
         for rows in range(1, 65):
             told(profile, rows, around(seed + rows, 100_000 * rows, 20))
         for _ in range(4 * RUN):  # sizes of every second number of rows, many of them once or not at all
@@ -121,7 +121,7 @@ def test_a_change_of_the_machine_is_followed_at_sizes_that_are_not_seen(factor: 
 
 
 def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({4: [1000], 8: [1800], 32: [4200]})
     assert [profile.estimate_ns(rows) for rows in (1, 4, 5, 6, 8, 20, 32, 64)] == [
         1000, 1000, 1200, 1400, 1800, 3000, 4200, 8400,
@@ -129,7 +129,7 @@ def test_between_sizes_it_is_linear_and_beyond_rather_too_long() -> None:
 
 
 def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     told(profile, 4, [1000] * 3)
     profile.seed({8: [600]})
     assert profile.estimate_ns(4) == profile.estimate_ns(8) == 900
@@ -137,7 +137,7 @@ def test_a_larger_batch_that_seems_faster_is_taken_for_equal_by_what_is_known() 
 
 
 def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [100, 101, 102], 2: [], 4: [200]})
     assert [(row["rows"], row["source"]) for row in profile.table()] == [(1, "load"), (4, "load")]
     told(profile, 1, [300] * 4)
@@ -151,7 +151,7 @@ def test_seeds_give_way_to_batches_and_never_take_their_place() -> None:
 
 
 def test_the_summary_is_bounded() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     for rows in range(1, 401):
         profile.observe(rows, rows * 1000)
     assert [rows for rows, _, _ in profile.summary()] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 400]
@@ -159,7 +159,7 @@ def test_the_summary_is_bounded() -> None:
 
 
 def test_many_threads_may_tell_and_ask() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     failures: list[BaseException] = []
 
     def tell(seed: int) -> None:
@@ -182,7 +182,7 @@ def test_many_threads_may_tell_and_ask() -> None:
 
 
 def test_times_are_kept_apart_by_the_instances_at_work() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [100_000], 8: [400_000]})
     profile.seed({1: [150_000], 8: [800_000]}, 2)
     assert [profile.estimate_ns(8, instances) for instances in (1, 2, 3, 4, 100)] == [400_000] + [800_000] * 4
@@ -197,7 +197,7 @@ def test_times_are_kept_apart_by_the_instances_at_work() -> None:
 
 
 def test_without_a_number_it_is_that_of_late() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({4: [100_000]})
     profile.seed({4: [300_000]}, 2)
     assert (profile.estimate_ns(4), profile.promise_ns(4)) == (100_000, 100_000)
@@ -210,7 +210,7 @@ def test_without_a_number_it_is_that_of_late() -> None:
 
 
 def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({1: [100_000], 8: [400_000], 16: [700_000]})
     profile.seed({1: [200_000], 8: [800_000]}, 2)
     assert profile.estimate_ns(16, 2) == 1_400_000
@@ -218,7 +218,7 @@ def test_what_is_measured_of_a_few_sizes_scales_the_others() -> None:
 
 
 def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.seed({rows: [100_000 * rows] * 4 for rows in (1, 2, 4, 8, 16)})
     for place in range(RUN):
         rows = (2, 4, 8)[place % 3]
@@ -230,14 +230,14 @@ def test_a_number_of_instances_first_heard_of_follows_within_eight_batches() -> 
 
 
 def test_what_is_first_heard_goes_for_any_number() -> None:
-    profile = Profile()
+    profile = LatencyTable()
     profile.observe(4, 100_000, 3)
     assert [profile.estimate_ns(4, instances) for instances in (0, 1, 2, 3, 9)] == [100_000] * 5
 
 
 @given(st.lists(st.tuples(SIZES, TIMES, st.integers(1, 200)), max_size=200))
 def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tuple[int, int, int]]) -> None:
-    profile = Profile()
+    profile = LatencyTable()
     for rows, time_ns, instances in seen:
         profile.observe(rows, time_ns, instances)
     for instances in (0, 1, 2, 5, 64, 1000):
@@ -246,7 +246,7 @@ def test_whatever_the_instances_estimates_rise_and_nothing_is_lost(seen: list[tu
         assert estimates == sorted(estimates)
         assert all(estimate <= promise for estimate, promise in zip(estimates, promises, strict=True))
     assert sum(known.observations for known in profile.known()) == len(seen)
-    again = Profile()
+    again = LatencyTable()
     for instances, times_ns in profile.times().items():
         again.seed(times_ns, instances, "stored")
     assert again.times() == profile.times()
@@ -262,7 +262,7 @@ def test_sizes_that_are_not_run_do_not_drift_with_the_noise_of_those_that_are(se
 
     Lognormal noise has no bound: of 300 seeds the farthest was 8 times too long, and there are seeds beyond 10.
     """
-    profile, rng = Profile(), random.Random(seed)
+    profile, rng = LatencyTable(), random.Random(seed)
     profile.seed({rows: [20_000 + 2500 * rows] * 3 for rows in (1, 2, 4, 8, 16, 32, 64)})
     disturbed = 1.0
     for _ in range(4000):

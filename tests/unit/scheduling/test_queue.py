@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from headrace.scheduling.queue import FAR_NS, Entry, Order, Queue
+from headrace.scheduling.queue import FAR_NS, Entry, Queue, QueueOrder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +52,7 @@ def test_lanes_of_rare_shapes_are_forgotten() -> None:
     queue = Queue()
     for key in range(1000):
         queue.take(queue.push(entry(shape_key=key)), 1)
-    assert len(queue.lanes) == 1
+    assert len(queue.shape_queues) == 1
 
 
 def test_demoted_entries_come_last() -> None:
@@ -76,7 +76,7 @@ def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
             queue.push(new)
             model.append(new)
         elif step == "take":
-            lanes = [lane for lane in queue.lanes if lane.count]
+            lanes = [lane for lane in queue.shape_queues if lane.count]
             if lanes:
                 lane = lanes[number % len(lanes)]
                 for taken in queue.take(lane, min(number + 1, lane.count)):
@@ -90,7 +90,7 @@ def test_counts_stay_exact(steps: list[tuple[str, int]]) -> None:
                 assert queue.put_last(chosen)
         assert queue.count == len(model)
         assert queue.total_rows == sum(waiting.rows for waiting in model)
-        for lane in queue.lanes:
+        for lane in queue.shape_queues:
             if lane.count:
                 assert list(lane.row_counts())
                 assert lane.oldest_ns <= max(waiting.enqueued_ns for waiting in model)
@@ -103,11 +103,11 @@ ACTIONS = st.sampled_from(["push", "push", "push", "take", "skip", "discard", "p
 
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 30)), max_size=120))
 def test_a_lane_is_served_in_the_order_of_its_keys_and_loses_nothing(steps: list[tuple[str, int]]) -> None:
-    queue = Queue(levels=3, order=Order(aging_ns=10))
+    queue = Queue(levels=3, order=QueueOrder(aging_ns=10))
     line: list[Entry] = []  # in the order of serving
     last: list[Entry] = []
     for now_ns, (step, number) in enumerate(steps):
-        lane = next(iter(queue.lanes), None)
+        lane = next(iter(queue.shape_queues), None)
         if step == "push":
             new = entry(rows=number % 4 + 1, level=number % 3, enqueued_ns=now_ns)
             new.due_ns = now_ns + number if number % 2 else FAR_NS
@@ -141,11 +141,11 @@ def test_a_lane_is_served_in_the_order_of_its_keys_and_loses_nothing(steps: list
                 assert lane.due_from_ns(count) <= min([each.due_ns for each in line[:count]], default=FAR_NS)
             assert (lane.count, lane.total_rows) == (len(line + last), sum(each.rows for each in line + last))
             assert lane.last_rows == sum(each.rows for each in last)
-            assert lane.dated == sum(each.due_ns != FAR_NS for each in line)
+            assert lane.due_count == sum(each.due_ns != FAR_NS for each in line)
         if lane is not None and lane.count:
             assert lane.oldest_ns == min(each.enqueued_ns for each in line + last)
             assert lane.front is (line + last)[0]
-            assert lane.rear is (line + last)[-1]
+            assert lane.last_entry is (line + last)[-1]
         for level in range(3):
             mine = [each for each in line + last if each.level == level]
             assert queue.level(level) == (len(mine), sum(each.rows for each in mine))

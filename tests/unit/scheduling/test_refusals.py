@@ -128,14 +128,14 @@ def test_a_request_with_a_deadline_of_its_own_is_refused_where_there_is_no_objec
 def test_while_it_is_parked_nobody_is_refused_for_being_late() -> None:
     async def scenario(mailbox: Mailbox, model: FakeModel) -> None:
         served = slow(mailbox, model)
-        assert await asyncio.to_thread(served.park, 5)
+        assert await asyncio.to_thread(served.evict, 5)
         waiting = [served.infer(now(value)) for value in range(20)]
         impatient = served.infer(now(99, deadline_ns=monotonic_ns() + 20 * MS))
         assert served.load().wait_ns == 0, "nobody knows"
         with pytest.raises(DeadlineExceeded):
             await impatient
         again = FakeModel()
-        assert await asyncio.to_thread(served.unpark, again)
+        assert await asyncio.to_thread(served.restore, again)
         for completion in waiting:
             await completion  # late, but answered
         assert served.close(5)

@@ -16,7 +16,7 @@ from headrace.core.errors import ModelFailed, Unavailable
 from headrace.observability.counters import Recorder
 from headrace.scheduling import instance as restarts
 from headrace.scheduling.handle import ModelHandle
-from headrace.scheduling.instance import LONGEST_PAUSE_S, Restarts
+from headrace.scheduling.instance import LONGEST_PAUSE_S, RestartTimers
 from headrace.scheduling.policy import BatchPolicy, HandlePolicy
 
 from tests.support.fake_pipeline import DIES, FakePipeline
@@ -233,10 +233,10 @@ def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPa
             await served.kill()
             assert await asyncio.to_thread(heard.acquire, timeout=10)
         (timer,) = waiting_timers()
-        assert await asyncio.to_thread(served.handle.park, 10)
+        assert await asyncio.to_thread(served.handle.evict, 10)
         await asyncio.to_thread(timer.function, *timer.args)  # its time is up
         assert served.model.opened == 2
-        assert await asyncio.to_thread(served.handle.unpark, served.model)
+        assert await asyncio.to_thread(served.handle.restore, served.model)
         assert served.handle.alive == 2
         assert await served.answers()
         assert served.handle.restarts == 0
@@ -246,10 +246,10 @@ def test_a_parked_version_comes_back_whole_and_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_long_life() -> None:
-    timers = Restarts(lambda _index: None)
-    pauses_s = [timers.later("m#0", 0, 0.0) for _ in range(8)]
+    timers = RestartTimers(lambda _index: None)
+    pauses_s = [timers.schedule("m#0", 0, 0.0) for _ in range(8)]
     assert pauses_s == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
-    assert timers.later("m#1", 1, 0.0) == 1, "each has its own"
-    assert timers.later("m#0", 0, LONGEST_PAUSE_S + 1) == 1
+    assert timers.schedule("m#1", 1, 0.0) == 1, "each has its own"
+    assert timers.schedule("m#0", 0, LONGEST_PAUSE_S + 1) == 1
     timers.stop()
-    assert timers.later("m#0", 0, 0.0) is None
+    assert timers.schedule("m#0", 0, 0.0) is None

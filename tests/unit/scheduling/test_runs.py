@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from headrace.scheduling import queue as runs
-from headrace.scheduling.queue import Entry, Runs
+from headrace.scheduling.queue import Entry, SortedEntries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ STEPS = st.lists(
 def short() -> Iterator[None]:
     """Runs of three, so that there are many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "LONGEST", 3)
+        patch.setattr(runs, "MAX_RUN", 3)
         yield
 
 
@@ -43,7 +43,7 @@ def keyed(key: int) -> Entry:
 @settings(max_examples=examples(300))
 @given(STEPS)
 def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
-    found, line = Runs(), []
+    found, line = SortedEntries(), []
     for step, number in steps:
         if step == "add":
             new = keyed(number)
@@ -68,10 +68,10 @@ def test_it_is_a_sorted_list(steps: list[tuple[str, int]]) -> None:
 
 @given(st.lists(KEYS, max_size=40), KEYS)
 def test_how_many_come_before(keys: list[int], key: int) -> None:
-    found = Runs()
+    found = SortedEntries()
     for each in keys:
         found.add(keyed(each))
     count = sum(each <= key for each in keys)
-    assert found.would_end(key) == (count == len(keys))
+    assert found.is_at_end(key) == (count == len(keys))
     if count < len(keys):
         assert found.before(key) == count

@@ -11,7 +11,7 @@ import pytest
 from headrace.backends.base import ExecutionLost
 from headrace.core.errors import Cancelled, ModelFailed, Unavailable
 from headrace.core.request import InferRequest, InferResponse
-from headrace.scheduling.pipeline import _SHORT_BYTES, Pace
+from headrace.scheduling.pipeline import _SHORT_BYTES, LaunchPacing
 from headrace.scheduling.policy import BatchPolicy
 from headrace.scheduling.queue import Entry
 
@@ -39,7 +39,7 @@ Make = Callable[..., Bench]
 def benches() -> Iterator[Make]:
     made: list[Bench] = []
 
-    def make(model: FakePipeline, batch: BatchPolicy | None = None, pace: Pace | None = None) -> Bench:
+    def make(model: FakePipeline, batch: BatchPolicy | None = None, pace: LaunchPacing | None = None) -> Bench:
         bench = Bench(model, batch, pace=pace)
         made.append(bench)
         asleep(bench)
@@ -52,7 +52,7 @@ def benches() -> Iterator[Make]:
 
 def asleep(bench: Bench) -> None:
     """Return once the instance's thread sleeps for as long as nobody asks."""
-    while not bench.scheduler._shortcuts:
+    while not bench.scheduler._inline_dispatches:
         threading.Event().wait(0.001)
 
 
@@ -73,7 +73,7 @@ def test_callers_that_come_one_by_one_never_wake_the_thread(benches: Make) -> No
     sleeper = bench.scheduler._sleepers[0]
     for value in range(20):
         assert rows_of(one(bench, value)) == [[2 * value] * 2]
-        while bench.instance._runner._landed.empty():  # type: ignore[union-attr]
+        while bench.instance._runner._finished.empty():  # type: ignore[union-attr]
             threading.Event().wait(0.001)
         assert bench.scheduler._sleepers == [sleeper]
         assert bench.instance._runner._open == 1, "the thread has not looked"  # type: ignore[union-attr]
@@ -97,7 +97,7 @@ def test_who_comes_while_a_flight_is_open_goes_by_the_thread(benches: Make) -> N
 
 def test_the_thread_keeps_its_pace_behind_such_a_flight(benches: Make) -> None:
     model = Prompt(manual=True)
-    pace = Pace(8)
+    pace = LaunchPacing(8)
     bench = benches(model, BatchPolicy(8), pace)
     pace.pull_ns = lambda _rows: 1 << 62  # type: ignore[method-assign]  # never, before a flight has landed
     first = one(bench, 1)
@@ -191,7 +191,7 @@ def test_whoever_wakes_all_in_that_moment_is_heeded(benches: Make, end: str) -> 
     def meanwhile() -> None:
         model.during_fill = lambda: None
         if end == "interrupt":  # as the finisher does when members are to be run again
-            bench.instance._runner._fell = RuntimeError("woken to die")  # type: ignore[union-attr]
+            bench.instance._runner._inline_error = RuntimeError("woken to die")  # type: ignore[union-attr]
             bench.scheduler.interrupt(bench.instance._runner._sleeper)  # type: ignore[union-attr]
         else:
             getattr(bench.scheduler, end)()

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from headrace.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
-from headrace.simulation.replay import ANSWERED, Batches, Replay
+from headrace.simulation.replay import ANSWERED, BatchHistory, Replay
 from headrace.simulation.report import panels
 from headrace.simulation.traces import Trace
 from hypothesis import given
@@ -20,7 +20,7 @@ def replayed(latencies_ms: list[int], outcomes: list[str]) -> Replay:
     nothing = np.zeros(len(outcomes), np.int64)
     times_ns = np.arange(len(outcomes), dtype=np.int64) * 100 * MS
     trace = Trace(times_ns, nothing, nothing + 1, nothing, nothing, 1000 * MS, ("m",))
-    return Replay(trace, [ms * MS for ms in latencies_ms], outcomes, [Batches()])
+    return Replay(trace, [ms * MS for ms in latencies_ms], outcomes, [BatchHistory()])
 
 
 def test_curves_count_what_was_answered_and_when() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from headrace.scheduling import latency_table as dataplane
-from headrace.simulation.batch_times import Latency, Variation, parse_profile, profile_of
+from headrace.simulation.batch_times import StepLatency, Variation, parse_profile, profile_of
 
 
 def test_a_line_costs_so_much_a_batch_and_so_much_a_row() -> None:
@@ -34,7 +34,7 @@ def test_a_file_has_steps(tmp_path: Path) -> None:
 
 
 def test_a_servers_own_profile_is_taken() -> None:
-    known = dataplane.Profile()
+    known = dataplane.LatencyTable()
     known.seed({1: [100_000, 120_000, 110_000], 8: [400_000]})
     profile = profile_of({"name": "m", "version": "1", "profile": known.table()})
     assert profile.compute.table(8)[1::7] == (110_000, 400_000)
@@ -82,4 +82,4 @@ def test_times_vary_as_asked(coefficient: float) -> None:
 
 
 def test_beyond_one_known_size_nothing_is_added() -> None:
-    assert Latency(((4, 100.0),)).table(8) == (100,) * 9
+    assert StepLatency(((4, 100.0),)).table(8) == (100,) * 9

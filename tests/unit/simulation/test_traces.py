@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from headrace.simulation.traces import Load, Shape, Trace, make_trace, read_trace
+from headrace.simulation.traces import ArrivalPattern, Trace, Workload, make_trace, read_trace
 
 
-def made(load: Load, models: int = 1, seed: int = 1) -> Trace:
+def made(load: Workload, models: int = 1, seed: int = 1) -> Trace:
     return make_trace(load, [f"m{number}" for number in range(models)], np.random.default_rng(seed))
 
 
@@ -18,21 +18,21 @@ def counts(trace: Trace, slices: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["poisson", "bursty", "diurnal"])
 def test_the_mean_rate_is_the_one_asked_for(kind: str) -> None:
-    trace = made(Load(500, 400, Shape(kind, burst_s=0.2, calm_s=0.8)))
+    trace = made(Workload(500, 400, ArrivalPattern(kind, burst_s=0.2, calm_s=0.8)))
     assert len(trace) / 400 == pytest.approx(500, rel=0.05)
     assert np.all(np.diff(trace.times_ns) >= 0)
     assert 0 <= trace.times_ns[0] <= trace.times_ns[-1] < trace.duration_ns
 
 
 def test_only_bursts_are_burstier_than_poisson() -> None:
-    even, bursty = (counts(made(Load(1000, 200, Shape(kind))), 2000) for kind in ("poisson", "bursty"))
+    even, bursty = (counts(made(Workload(1000, 200, ArrivalPattern(kind))), 2000) for kind in ("poisson", "bursty"))
     assert even.var() / even.mean() == pytest.approx(1, abs=0.15), "index of dispersion"
     assert bursty.var() / bursty.mean() > 20
 
 
 def test_calm_and_bursts_have_their_rates_and_lengths() -> None:
-    shape = Shape("bursty", burst_factor=8, burst_s=1, calm_s=3)
-    found = counts(made(Load(1000, 800, shape)), 8000)
+    shape = ArrivalPattern("bursty", burst_factor=8, burst_s=1, calm_s=3)
+    found = counts(made(Workload(1000, 800, shape)), 8000)
     calm_hz = 1000 / (1 + 0.25 * 7)
     assert np.median(found) == pytest.approx(calm_hz / 10, rel=0.1)
     assert (found > 2 * calm_hz / 10).mean() == pytest.approx(0.25, abs=0.05)
@@ -40,14 +40,14 @@ def test_calm_and_bursts_have_their_rates_and_lengths() -> None:
 
 
 def test_a_day_swings_about_its_mean() -> None:
-    found = counts(made(Load(1000, 100, Shape("diurnal", period_s=50, swing=0.5))), 20)
+    found = counts(made(Workload(1000, 100, ArrivalPattern("diurnal", period_s=50, swing=0.5))), 20)
     assert found[:10].argmin() in (0, 9)
     assert found[:10].argmax() in (4, 5)
     assert found.max() / found.min() == pytest.approx(1.5 / 0.5, rel=0.15)
 
 
 def test_skew_and_rows_follow_their_weights() -> None:
-    trace = made(Load(1000, 50, rows=((1, 3.0), (8, 1.0)), skew=1.0), models=4)
+    trace = made(Workload(1000, 50, rows=((1, 3.0), (8, 1.0)), skew=1.0), models=4)
     asked = np.bincount(trace.models)
     assert asked[0] / asked[3] == pytest.approx(4, rel=0.1)
     assert (trace.rows == 8).mean() == pytest.approx(0.25, abs=0.02)
@@ -87,7 +87,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str, me
 
 
 def test_clients_follow_their_weights_and_change_nothing_else() -> None:
-    alone, shared = (made(Load(1000, 20, clients=clients)) for clients in ((), (("calm", 1.0), ("loud", 9.0))))
+    alone, shared = (made(Workload(1000, 20, clients=clients)) for clients in ((), (("calm", 1.0), ("loud", 9.0))))
     assert alone.times_ns.tolist() == shared.times_ns.tolist()
     assert alone.clients is None
     assert shared.clients is not None
@@ -105,7 +105,7 @@ def test_recorded_shapes_and_clients_become_those_of_requests(tmp_path: Path) ->
 
 
 def test_a_part_of_a_trace_keeps_its_times() -> None:
-    trace = made(Load(100, 5, clients=(("a", 1.0), ("b", 1.0))))
+    trace = made(Workload(100, 5, clients=(("a", 1.0), ("b", 1.0))))
     assert trace.clients is not None
     part = trace.of(trace.clients == 1)
     assert part.times_ns.tolist() == trace.times_ns[trace.clients == 1].tolist()
