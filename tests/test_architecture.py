@@ -329,6 +329,8 @@ REFUSED = (
     "underway whoever"
 )
 PLAIN_WORDS: tuple[str, ...] = (
+    "server/headrace/scheduling",
+    "server/headrace/simulation",
     "server/headrace/grpc/control.py",
     "server/headrace/grpc/status.py",
     "server/headrace/http2",

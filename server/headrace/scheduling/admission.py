@@ -1,25 +1,21 @@
-"""When a request that came now would be answered, and so whether it is worth taking: admission by prediction.
+"""Admission control: predicts a request's completion time and rejects requests that would miss their deadline.
 
-What instances run, what waits ahead in the order of serving, and the request's own batch are priced by the profile, as Clockwork
-does it (A. Gujarati and others, OSDI 2020). A request that would be late is refused at once: under overload everybody else is
-answered in time and the client can go elsewhere, instead of all being answered too late. How far predictions are wrong is learned
-from what became of those that mattered, so that the promise is kept at its percentile whatever the profile does not know of.
+The prediction adds what instances run, what is queued ahead and the request's own batch, priced by the latency table, as
+Clockwork does (A. Gujarati and others, OSDI 2020). A request that would be late is rejected at once. Under overload the
+admitted requests are then answered in time, and a rejected client can try elsewhere. Prediction errors are learned from
+requests that were close to their limit, so that the promised percentile holds whatever the latency table does not cover.
 
-A burst may fill the queue as far as there is time. A queue that stands, because more comes than can be served, is kept shorter:
-it serves nobody, and the time it takes is missing when something goes slower than it should (the idea of CoDel: K. Nichols,
-V. Jacobson, Controlling Queue Delay, ACM Queue 2012).
+A burst may fill the queue as far as there is time. A standing queue, where more arrives than can be served, is kept shorter: it
+serves no request, and its time is missing when something slows down (the idea of CoDel: K. Nichols, V. Jacobson, Controlling
+Queue Delay, ACM Queue 2012).
 
-Nothing here is called for requests that are never due.
+Requests that are never due do not pass through here.
 
-What predictions learn from: how wrong they have been, and who comes and goes before those who wait already.
+`SafetyMargins` and `RecentArrivals` are kept apart by urgency class, where lower numbers are more urgent. Requests of a low
+priority or of a flooding client are overtaken by others, and what is learned from them does not hold for urgent requests.
 
-Both are kept apart by kinds of requests, of which urgent ones have the lower numbers: a low priority's or a flooding client's
-requests are overtaken by others, and what is learned of them is not true of those.
-
-What each client may ask for: token buckets, of which only a bounded number is kept whatever names clients make up.
-
-A bucket is one number, the time at which it will be full again: the generic cell rate algorithm (ITU-T I.371, 1996), which does
-with a comparison and an addition what counting tokens does with a timer.
+`Quotas` are token buckets of a bounded number of clients, whatever names clients invent. A bucket is one number, the time at
+which it is full again: the generic cell rate algorithm (ITU-T I.371, 1996), a comparison and an addition instead of a timer.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ _BATCH_SMOOTHING = 64  # a new measurement counts for one in so many
 
 
 class InFlightWork(NamedTuple):
-    """What one instance runs.
+    """Batches that one instance runs.
 
     Attributes:
         since_ns: monotonic, when it was done with what it ran before.
@@ -77,7 +73,7 @@ class QueueView(Protocol):
 
 
 class AdmissionController:
-    """Predicts, refuses, and learns from what became of it; any thread may call.
+    """Predicts completion times, rejects late requests and learns from the outcomes; any thread may call.
 
     Ownership: `_lock` guards `_margins` and `late`, which are read without it; the rest is replaced whole, by whoever comes.
 
@@ -172,7 +168,7 @@ class AdmissionController:
         # Else nobody's request could be in time, and it is no use refusing them all.
 
     def record_batch(self, rows: int, compute_ns: int, busy_ns: int) -> None:
-        """A batch was run; only while `has_due_times`, as `learn`.
+        """Record a batch that was run; only while `has_due_times`, as `learn`.
 
         Args:
             rows: of all its members.
@@ -351,7 +347,7 @@ LATELY_NS = NS_PER_S
 
 
 class SafetyMargins:
-    """What predictions of each kind are wrong by, beyond a small share of them; the caller's lock guards `learn`."""
+    """Margins added to predictions, by urgency class; a small share of errors exceeds them. The caller's lock guards `learn`."""
 
     def __init__(self) -> None:
         self._ns: defaultdict[int, int] = defaultdict(int)
@@ -408,10 +404,10 @@ MAX_CLIENTS = 4096
 
 
 class Quotas:
-    """Admits or refuses by client; any thread may call.
+    """Admits or rejects requests by client; any thread may call.
 
     A client that has been quiet until its bucket was full is forgotten without loss. If there is no such client, and no room, all
-    that come anew share one bucket: whoever makes up names by the thousand gets no more for it than one client does.
+    that come anew share one bucket: a client that invents thousands of names gets no more than one client does.
 
     Ownership: `_lock` guards the buckets.
 

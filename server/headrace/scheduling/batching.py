@@ -1,23 +1,25 @@
-"""The decision when a batch closes, as a plain function of a view, the time and a policy.
+"""Decides when a batch closes: a pure function of the shape queue, the time and a policy.
 
-No clock, no lock, no queue in here: the scheduler asks, the simulator asks, tests ask in virtual time.
+There is no clock, lock or queue in this module: the scheduler, the simulator and tests call `decide`, the last two in virtual
+time.
 
 Where nothing is due, the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an
-idle instance that asks what to run: the largest preferred size that the waiting requests reach; else a full batch; else whatever
-waits, when the oldest has waited for the allowed delay.
+idle instance: the largest preferred size that the queued requests reach; else a full batch; else all queued requests, once the
+oldest has waited for the allowed delay.
 
-Where something is due and the times of batches are known, the dues rule (`_in_time`). Preferred sizes do not matter then, and the
-allowed delay ends at the latest start. No instance waits beyond what is allowed: simulated with batches of 450 + 60 n us, 32 rows
-at the most and 20 ms promised, Poisson arrivals at 0.3 and 0.8 of capacity, all in time with each rule:
+Where requests are due and latencies are known, due times decide (`_in_time`). Preferred sizes do not matter then, and the
+allowed delay ends at the latest start. No instance waits longer than allowed: simulated with batches of 450 + 60 n us, at most
+32 rows and an objective of 20 ms, Poisson arrivals at 0.3 and 0.8 of capacity, all in time with each rule:
 
     rule                       p50 at 0.3   p99 at 0.3   p50 at 0.8   p99 at 0.8   device busy at 0.8
     run what waits                0.94 ms      1.49 ms      2.00 ms      3.59 ms         100 %
     wait for the latest start     5.80 ms     11.36 ms      3.70 ms      5.81 ms          80 %
     wait a quarter of 20 ms       4.11 ms      6.78 ms      3.70 ms      5.81 ms          81 %
 
-The time that is saved is worth something to other models on the device alone.
+The device time that waiting saves helps only other models on the same device.
 
-What batches of each size take, as tables to decide by: drawn from the profile now and then, since reading that costs more.
+`BatchCosts` holds the cost of each batch size as tables. `CostModel` rebuilds them from the latency table now and then, because
+reading that table costs more than a decision.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What limits a version now, in words: from what was counted over the last seconds, its policy and its profile.
+"""Explains what limits a model version, from the counters of the last seconds, its policy and its latency table.
 
-Each rule looks for one limit and tells its cure, with what the profile lets expect of it. The rules stand in the order in which
-limits hide each other: who is refused does not wait, and while the instances are busy nothing else matters much.
+Each rule looks for one bottleneck and names its remedy, with the gain that the latency table predicts. The rules are ordered by
+how bottlenecks hide each other: a rejected request does not wait, and while the instances are busy little else matters.
 
-How a version fares, as figures: what was counted over the last seconds, held against its policy and its profile.
+`LoadSnapshot` holds the figures that the rules read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERLOAD = ("overloaded", "would_miss", "queue_timeout", "deadline")
 
 @dataclass(frozen=True, slots=True)
 class LoadSnapshot:
-    """What is known of a version now.
+    """Figures of a version over the last seconds.
 
     Attributes:
         recent: what was counted over the last seconds.
@@ -136,7 +136,7 @@ class LoadSnapshot:
 
 
 def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
-    """The figures that the rules go by, for people and scripts."""
+    """Figures that the rules read, for display and scripts."""
     totals = load.recent.totals
     total = totals.phases["total"]
     shown: dict[str, object] = {
@@ -194,7 +194,7 @@ class Bottleneck:
 
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
-    """All that limits a version, what matters most first; never empty."""
+    """Bottlenecks of a version, the most important first; never empty."""
     found = [limit for rule in _RULES if (limit := rule(load)) is not None]
     return found or [_headroom(load)]
 

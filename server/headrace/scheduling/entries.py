@@ -1,8 +1,7 @@
-"""What a request becomes in the queue: an entry, or one for each part of a request that is larger than a batch.
+"""Queue entries of requests: one for each request, or one for each part of a request larger than a batch.
 
-An oversized request: several parts in the queue, one answer.
-
-Answers in the order in which the requests came (`preserve_ordering`), however the instances overtake each other.
+`PartJoiner` combines the outputs of the parts into one response. `Sequencer` returns responses in the order of arrival
+(`preserve_ordering`), in whatever order instances finish.
 """
 
 from __future__ import annotations

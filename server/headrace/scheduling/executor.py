@@ -1,12 +1,9 @@
-"""What becomes of a batch: every member's answer or error, and the count of it.
+"""Executes batches one at a time, checks and splits their outputs, and settles each member's completion.
 
-Compares the shapes of a model's outputs with their declaration, once a batch and before any caller gets rows of it.
-
-Rows together, rows apart: the inputs of a batch in one array each, and every caller's rows of the outputs.
-
-One batch at a time: pull, stack, run, split, settle.
-
-Between the shape callers see and the shape the model has (`reshape` of the configuration).
+`SerialRunner` pulls, assembles, runs, splits and settles. `Staging` holds the buffers in which inputs are stacked.
+`OutputCheck` compares output shapes with their declaration once a batch, before any caller gets rows. `BatchResults` settles
+members and counts. `ReshapingExecution` converts between the shapes of callers and of the model (`reshape` in the
+configuration).
 """
 
 from __future__ import annotations
@@ -384,7 +381,7 @@ class SerialRunner:
                 finally:
                     batch_results.busy_runners.discard(self)
                 self._running = []
-            del batch  # its arrays may be large, and the next may be long in coming
+            del batch  # its arrays may be large, and the next batch may come late
 
     def give_up(self, error: Exception) -> None:
         """From any thread: answer what is being run with an error."""

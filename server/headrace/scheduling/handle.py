@@ -1,10 +1,10 @@
-"""One loaded version of a model as the rest of the server sees it: `ModelHandle`.
+"""One loaded model version as the rest of the server uses it: `ModelHandle`.
 
-The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to another
-process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop, `infer_blocking` and `release` on any
-other thread of a program that holds a lease; the rest by the control thread.
+The registry hands it out as a lease; a leased version is not closed. It is also the seam at which the engine can move to
+another process. Ownership: `admit`, `infer`, `failed` and `release` are called on the event loop, `infer_blocking` and
+`release` on any other thread of a program that holds a lease; the rest by the control thread.
 
-What ends a request's waiting: its own deadline, and its queue's timeout.
+`RequestTimeouts` ends a request's wait at its deadline or at its queue's timeout.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class ModelHandle:
         """Count a request that was answered with an error."""
         self.recorder.failure(error.reason, max(self._clock() - received_ns, 0))
 
-    # By whoever asks
+    # From any thread
 
     @property
     def ready(self) -> bool:
@@ -416,7 +416,7 @@ _MAX_DELAY_NS = 86_400 * NS_PER_S
 
 
 class RequestTimeouts:
-    """Sets them: timers of the event loop, or on the thread of a caller that waits.
+    """Ends waiting requests: with timers of the event loop, or on the thread of a blocked caller.
 
     Args:
         policy: with the timeouts of the levels.
@@ -434,7 +434,7 @@ class RequestTimeouts:
         self.has_queue_timeouts = any(level.queue_timeout_ns for level in self._levels)
 
     def set(self, request: InferRequest, completion: LoopCompletion, entries: list[Entry], now_ns: int) -> None:
-        """Have timers end it."""
+        """Start the timers of a request."""
         deadline_ns = request.deadline_ns
         if deadline_ns:
             after_ns = deadline_ns - request.received_ns

@@ -1,16 +1,15 @@
-"""One instance of a model: a thread that opens an execution, warms it up and serves with it until there is no more to do.
+"""Instances of a model version: threads that open an execution, warm it up and serve batches.
 
-The instances of one model version and the model that they run: they begin, are parked, come back and end together.
+`ModelInstances` starts, evicts, restores and ends the instances of one version together with their model. An instance that died
+is started again after a pause, except where its device has failed for good (`ExecutionLost`).
 
-One that dies is started anew after a pause, unless its device has failed for good (`ExecutionLost`).
+    start -> serving -> evict -> evicted -> restore -> serving -> close
+                 |                                       ^
+                 +-------------- close ------------------+--> closed
 
-    start -> serving -> park -> parked -> unpark -> serving -> close
-                 |                                     ^
-                 +-------------- close ----------------+--> closed
+While a version is evicted its model is closed and no instance pulls from the queue; queued requests wait for `restore`.
 
-While a version is parked its model is closed and nothing pulls from the queue; what is queued waits for `unpark`.
-
-Instances that died come back: each after a pause of its own, which grows while they keep dying, and by a timer.
+`RestartTimers` doubles the pause of an instance each time that it dies again.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OnDeath = Callable[[BaseException], None]
 
 
 class BatchRunner(Protocol):
-    """How an instance takes batches to its execution: `SerialRunner` or `Pipeline`."""
+    """Runs batches on an execution: `SerialRunner` or `Pipeline`."""
 
     def serve(self) -> None:
         """On the instance's thread: run batches until the scheduler is closed and empty and all are settled."""
@@ -136,12 +135,12 @@ class Instance:
                 runner.serve()
             finally:
                 execution.close()
-        except BaseException as error:  # a dying instance says so, whatever it dies of
+        except BaseException as error:  # every death is reported, whatever its cause
             self._died(error)
         else:
             self._on_exit(None)
         finally:
-            self._runner = None  # it points back here: without the circle the memory is free at once
+            self._runner = None  # breaks a reference cycle, so that the memory is freed at once
 
     def _died(self, cause: BaseException) -> None:
         """Say so once; answer what is held each time, since more may have been pulled meanwhile."""
@@ -182,7 +181,7 @@ class ModelInstances:
     Args:
         name: of the version, for threads and messages, e.g. "resnet50/1".
         size: how many instances there are.
-        model: what runs; owned by the crew, closed with it.
+        model: what runs; owned by this object, closed with it.
         scheduler: what they pull from.
         make_runner: how an instance of this name takes batches to its execution.
         on_dead: called from a dying instance's thread with the number of instances left, while the version serves.
@@ -269,7 +268,7 @@ class ModelInstances:
         """Start the instances anew.
 
         Args:
-            model: what runs from here on; owned by the crew.
+            model: what runs from here on; owned by this object.
             warm_up: as in `start`.
 
         Returns:
@@ -309,7 +308,7 @@ class ModelInstances:
             raise Unavailable(process_status.refusal)
 
     def disable_death_callbacks(self) -> None:
-        """Tell nobody of deaths any more: the version is being closed."""
+        """Disable death callbacks during shutdown."""
         with self._lock:
             self._ending = True
         self._restarts.stop()
@@ -347,7 +346,7 @@ class ModelInstances:
         settle_all([(entry.completion, error) for entry in self._scheduler.fail(error)])
 
     def all_dead_error(self) -> Unavailable:
-        """What callers are told when no instance is left."""
+        """Error for callers when no instance is alive."""
         return Unavailable(
             f"all instances of model '{self._name.rpartition('/')[0]}' have died; the server's log says why"
         )
@@ -378,11 +377,11 @@ class ModelInstances:
             self._schedule_restart(index, cause)
 
     def _close_model(self) -> None:
-        """All instances have ended: give the model back."""
+        """Close the model, once all instances have ended."""
         with self._lock:
             self.alive = 0
             self._live_indices = set()
-        self._instances = []  # they point back here: without the circle the memory is free at once
+        self._instances = []  # breaks a reference cycle, so that the memory is freed at once
         self._warm_up = None
         model, self._model, self.isolated = self._model, None, None
         if model is not None:

@@ -1,29 +1,26 @@
-"""How long batches take, by their rows, as a table that follows what it is told: one for each number of instances at work.
+"""Measured compute times of a model version, by rows of a batch and by the number of busy instances.
 
 For each number of rows a window of the last times is kept; its median is for planning, its 95th percentile for promises. Order
-statistics, because what disturbs a measurement (a collection of garbage, another process, a page fault) makes single times
-many times longer: close to half of a window may be so without moving its median out of the range of the others (P. J. Huber,
-E. M. Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork
-(A. Gujarati and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
+statistics, because a disturbance (garbage collection, another process, a page fault) makes single times many times longer:
+close to half of a window may be disturbed without moving its median out of the range of the others (P. J. Huber, E. M.
+Ronchetti, Robust Statistics, 2nd ed. 2009: the breakdown point). Smoothed means follow every outlier. Clockwork (A. Gujarati
+and others, OSDI 2020) plans by a window of recent times for each model and batch size, too.
 
-A window alone is slow after a lasting change: its median follows once half of it is new. So a run rule, as control charts have
-it (Western Electric, Statistical Quality Control Handbook, 1956), looks for one: eight times in a row beyond the same quartile
-happen by chance once in 4^8 = 65,536. Then what was before is forgotten. If the run is of several numbers of rows, it is the
-machine that has changed. Numbers of rows that are not run are scaled with those that are.
+A window alone is slow after a lasting change: its median follows once half of it is new. A run rule, as in control charts
+(Western Electric, Statistical Quality Control Handbook, 1956), detects the change: eight times in a row beyond the same
+quartile happen by chance once in 4^8 = 65,536. Then the times before the run are dropped. If the run spans several numbers of
+rows, the machine has changed, and numbers of rows that are not run are scaled with those that are.
 
-Between numbers of rows the estimate is linear; above the largest it grows in proportion, below the smallest it is that one's:
-rather too long than too short. Where a larger batch seems to be faster than a smaller one, both are taken for equal, weighted by
-what is known of each (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
+Between numbers of rows the estimate is linear. Above the largest it grows in proportion, below the smallest it is constant:
+rather too long than too short. Where a larger batch seems faster than a smaller one, both are taken for equal, weighted by the
+number of their times (pool adjacent violators: R. E. Barlow and others, Statistical Inference under Order Restrictions, 1972).
 
-A number of rows that is not run keeps what was measured, or follows the others; of one that is thought to take too long there
-might never be a batch.
+A number of rows that is not run keeps its measured times, or follows the others: if it were believed to take too long, it might
+never be run again.
 
-How long a version computes on a batch, by its rows and by how many instances are at work: measured when it is loaded,
-corrected by every batch that it runs.
-
-Instances disturb each other where they share a processor or its memory. So there is a table for 1, for 2, for up to 4, 8, 16 ...
-instances at work as a batch begins, itself included: what whoever plans a batch can see. One that is first heard of begins as a
-copy of the next smaller one, and follows from there.
+Instances disturb each other where they share a processor or its memory. So there is a table for 1, for 2, for up to 4, 8, 16
+... busy instances at the start of a batch, its own included, which is the number known when a batch is planned. A new table
+begins as a copy of the next smaller one. Times are measured at load, and every batch corrects them.
 """
 
 from __future__ import annotations

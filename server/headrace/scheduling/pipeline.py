@@ -1,22 +1,20 @@
-"""Several batches of one instance under way at the same time: while one computes, the next is pulled, filled and launched.
+"""Runs several batches of one instance at a time: while one computes, the next is pulled, filled and launched.
 
-Two threads: the instance's own pulls, begins, fills and launches; its finisher waits for each flight in the order of launch,
-splits and settles. They talk through two queues: `_launched` one way, `_landed` back. A batch that fails as a whole comes back
-that way, and its members take the road again one by one, ahead of what waits, while later flights go on.
+Two threads: the instance's own thread pulls, begins, fills and launches; its finisher waits for each batch in the order of
+launch, splits and settles. Two queues connect them: `_launched` to the finisher, `_finished` back. A batch that fails as a
+whole comes back that way. Its members run again one by one, ahead of the queue, while later batches continue.
 
-A caller that waits anyway may do both threads' work for its own flight while they sleep (`run`): no thread is woken for it.
+A caller that waits anyway may do the work of both threads for its own batch while they sleep (`run`), without waking a thread.
 
-Rows into a flight: copied, by several threads where they are many, or noted for the flight's GPU to fetch by itself.
+`Filler` copies rows into the memory of a batch, with several threads where they are many, or notes rows that the GPU fetches by
+itself. One thread does not use the memory bandwidth of a server (measured: 6 GB/s of pictures into pinned memory on a machine
+of 16 cores, where four threads copy 31 and eight no more), and a GPU takes 50.
 
-One thread does not use the memory that a server has (measured: 6 GB/s of pictures into pinned memory on a machine of 16 cores,
-where four threads copy 31 and eight no more), and a GPU takes 50.
-
-When a pipelined instance should pull its next batch while others are under way: as late as the device allows.
-
-A batch that is pulled the moment a flight is free is small: it takes whoever asked first, and the rest waits for the next. Pulled
-just before the device runs out of work, it has everybody who has asked by then, and nothing is lost. How long flights take is
-learned per number of rows. An estimate that is too long costs no more than the overlap (a landing ends the wait), one that is too
-short no more than a smaller batch. A batch that can get no larger is never held.
+`LaunchPacing` delays the next pull for as long as the device has work. A batch that is pulled as soon as there is a free slot
+is small, and requests that arrive a moment later wait for the next one. Pulled just before the device runs out of work, it
+holds all requests that have arrived by then, at no loss. Service times are learned by number of rows. An estimate that is too
+long costs no more than the overlap (a finished batch ends the wait), one that is too short no more than a smaller batch. A
+batch that cannot grow is never delayed.
 """
 
 from __future__ import annotations
@@ -337,8 +335,8 @@ class Pipeline:
             while (run := self._launched.get()) is not None:
                 self._await_caller()
                 self._complete(run)
-                del run  # its arrays may be large, and the next may be long in coming
-        except BaseException as error:  # a dying thread says so, whatever it dies of
+                del run  # its arrays may be large, and the next batch may come late
+        except BaseException as error:  # every death is reported, whatever its cause
             self._report_death(error)
 
     # There, or in its place on the thread of a caller that waits for its own flight
@@ -351,7 +349,7 @@ class Pipeline:
             self._scheduler.interrupt(self._sleeper)
 
     def _report_death(self, error: BaseException) -> None:
-        """Nothing will be finished any more."""
+        """Report the death of the finisher."""
         try:
             self._on_death(error)
         finally:
@@ -388,7 +386,7 @@ class Pipeline:
             pass
 
     def _remove_pending(self, run: _PendingBatch) -> None:
-        """A batch is done with."""
+        """Remove a batch that is settled or dropped."""
         self._pending.discard(run)
         if not self._pending:  # what is pulled in this moment counts as no work: the next one will
             self._batch_results.busy_runners.discard(self)
@@ -504,9 +502,9 @@ class _Helper:
             failure: BaseException | None = None
             try:
                 _copy_all(copies)
-            except BaseException as error:  # whoever waits for it must hear of it, whatever it is
+            except BaseException as error:  # raised again in the thread that waits
                 failure = error
-            del copies  # the arrays may be large, and the next may be long in coming
+            del copies  # the arrays may be large, and the next batch may come late
             self.done.put(failure)
             del failure
 

@@ -1,33 +1,23 @@
-"""Requests that wait, apart by shape and in the order of their keys within each shape.
+"""Requests that wait, by shape, and in the order of their keys within each shape.
 
 Nothing here locks or reads a clock: the scheduler owns the lock under which every method is called.
 
-In what order requests are served: a key for each, fixed when it is queued; the least goes first.
+A key is fixed when the request is queued, and the smallest is served first. A key is a time: when the request is due. A request
+that is never due counts as due `HORIZON_NS` after it was queued, and none counts as due later than that, so that no request
+waits for ever behind urgent ones. A priority level is a handicap: a request of the next lower level counts as due later by the
+ageing time. So levels are strict among requests of about the same age, whatever their due times, and none starves: a request
+that arrives after another's key is served behind it. Since a key never changes, nothing is moved when requests age.
 
-A key is a time: when the request is due. One that is never due counts as due `HORIZON_NS` after it was queued, and none counts as
-due later than that, so that nobody waits for ever behind those in a hurry. A priority level is a handicap: a request of the next
-lower level counts as due later by the time of ageing. So levels are strict among requests of about the same age, whatever their
-dues, and yet none starves: what comes later than a request's key is served behind it. Since a key never changes, nothing has to
-be moved when requests age.
+Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time
+Fair Queuing, SIGCOMM 1996). Requests of a client follow each other in a virtual time, in which a row takes longer the smaller
+the client's weight. A client with few requests begins at the present of that time, or a batch before it, and is served at once;
+a client that floods waits behind its own requests. An empty queue keeps these shares: where the objective is the time of two
+batches, each batch takes all queued requests, and the first request after it would otherwise be served before all others. A
+handicap is counted in rows there, `ROW_NS` for each, since that time has no seconds.
 
-Where clients share, the key is the start tag of start-time fair queueing instead (P. Goyal, H. M. Vin, H. Cheng, Start-time Fair
-Queuing, SIGCOMM 1996): each client's requests follow each other in a virtual time, in which a row takes the longer the less its
-weight. A client with little to ask begins at the present of that time, or a batch before it, and is served at once; one that
-floods waits behind itself. An empty queue changes nothing of who has had how much: where the time that is promised is that of two
-batches, each batch is all that waits, and whoever came first after it would otherwise go before everybody.
-There a handicap is counted in rows, `ROW_NS` of it for each, since that time has no seconds.
-
-Entries in the order of their keys, of which tens of thousands may wait: neither the ends nor the middle cost much.
-
-They lie in runs of some thousands, each a list. To find a place is a search among the runs and one within a run, and to make room
-there moves no more than the rest of that run; in one list or deque either would cost as much as what waits is long.
-`sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
-
-Nothing here locks: the scheduler owns the lock under which every method is called.
-
-The requests of one shape that wait, in the order of their keys.
-
-Nothing here locks or reads a clock: the scheduler owns the lock under which every method is called.
+`SortedEntries` holds tens of thousands of entries in runs of some thousands, each a list. Finding a position is a search among
+the runs and one within a run, and an insertion moves no more than the rest of that run; in one list or deque both would cost as
+much as the queue is long. `sortedcontainers` was measured and is slower (docs/decisions/0002-sorted-runs-of-our-own.md).
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Where requests wait and idle instances pull: a lock around the queue, the decision, and who sleeps.
+"""The queue of a model version, from which idle instances pull batches: a lock around queue, decision and sleeping threads.
 
-There is no scheduler thread. `next_batch` is the loop an instance runs: ask `poll`, sleep until its answer can change, ask
-again. `poll` never blocks, so tests and the simulator drive it in virtual time.
+There is no scheduler thread. `next_batch` is the loop of an instance: call `poll`, sleep until its result can change, call it
+again. `poll` never blocks, so tests and the simulator call it in virtual time.
 
-Ownership: every attribute is guarded by `_lock`. Lock order: nothing else is taken while it is held, and no completion is
-settled under it.
+Ownership: every attribute of `Scheduler` is guarded by `_lock`. Lock order: no other lock is taken while it is held, and no
+completion is settled under it. `BatchSelector` neither locks nor reads a clock.
 
-What may wait, and what runs next: the queue with its limits, the decision, and what becomes of requests that come too late.
-
-Nothing here locks or reads a clock: the scheduler owns the lock under which every method is called.
-
-How whoever queues a request runs it in the place of an instance that sleeps: fewer threads to wake up for a single caller.
+`InlineDispatch` lets the thread that queues a request run it in place of a sleeping instance: fewer threads to wake up for a
+single caller.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class Batch:
 
 
 class BatchSelector:
-    """The queue of one model version, and who is next.
+    """Selects the next batch from the queue of one model version.
 
     Args:
         policy: how requests may be merged.
@@ -276,7 +273,7 @@ class Scheduler:
         self._paused = False
         self._failure: Exception | None = None
 
-    # What the front of the house calls
+    # Called by front ends
 
     def enqueue(self, entries: list[Entry]) -> None:
         """Queue the entries of one request together, or none of them.
@@ -366,7 +363,7 @@ class Scheduler:
         claim.sleeper.release()
 
     def discard(self, entry: Entry) -> None:
-        """Forget an entry whose caller has gone or whose deadline has passed; a no-op once it is being run."""
+        """Remove an entry whose caller has disconnected or whose deadline has passed; a no-op once it is being run."""
         with self._lock:
             self._queue.discard(entry)
 
@@ -389,7 +386,7 @@ class Scheduler:
         """Requests waiting now."""
         return self._queue.count
 
-    # What instances call
+    # Called by instances
 
     @property
     def waiting_rows(self) -> int:
@@ -508,7 +505,7 @@ class Scheduler:
         if self._selector.cost_model is not None:
             self._selector.cost_model.instances = max(count, 1)
 
-    # What the owner calls
+    # Called by the owner
 
     def pause(self) -> None:
         """Hand out nothing more until `resume`: `next_batch` answers None, whatever waits; requests are queued as before."""

@@ -1,4 +1,4 @@
-"""How long batches take: by rows, for each step of a batch's way."""
+"""Latency profiles for simulation: the time of each step of a batch, by rows."""
 
 from __future__ import annotations
 

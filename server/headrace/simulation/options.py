@@ -1,4 +1,4 @@
-"""The options of `headrace simulate`; what they need is imported once they are used."""
+"""Options of `headrace simulate`; modules that they need are imported when the command runs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""A trace replayed against models: arrivals go into the data plane's own handles, whose instances are virtual.
+"""Replays a trace against models: arrivals enter the server's own handles, whose instances are simulated.
 
-Everything that decides is the server's code: `ModelHandle.infer` (levels, deadlines, limits, splitting), `Scheduler` and its
-queue, `decide`, `Pace`, `Completion`. What is simulated is time, the devices, and when an instance's thread looks at the queue.
+All decisions are the server's code: `ModelHandle.infer` (levels, deadlines, limits, splitting), `Scheduler` and its queue,
+`decide`, `LaunchPacing`, `Completion`. Simulated are time, devices, and when an instance's thread pulls from the queue.
 
-Virtual time, and an event loop that lives in it: what is due is called in order, and nothing is waited for.
-
-What stands for an instance and its device: the steps of `headrace.scheduling.pipeline` as events in virtual time.
+`VirtualLoop` is an event loop in virtual time: it calls what is due in order and never waits. `VirtualInstance` performs the
+steps of `headrace.scheduling.pipeline` as events of that loop.
 """
 
 from __future__ import annotations

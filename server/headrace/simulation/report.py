@@ -1,9 +1,4 @@
-"""A replay in figures: for each model, and for all of them together.
-
-Reports as tables for people.
-
-Replays as panels of curves: the share of requests answered within a time, and good answers over the trace.
-"""
+"""Reports of a replay: figures for each model and for all together, tables for terminals, and plots."""
 
 from __future__ import annotations
 
