@@ -13,11 +13,11 @@ from headrace.core.clock import monotonic_ns
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.core.telemetry import RequestLogMode, trace_context
 from headrace.core.tensor import ModelSpec
-from headrace.inference.request_context import Story
+from headrace.inference.request_context import RequestContext
 from headrace.inference.request_options import NOTHING
-from headrace.observability.access_log import Account, RequestLog, as_json, fields
+from headrace.observability.access_log import AccessRecord, RequestLog, as_json, fields
 from headrace.observability.counters import Recorder
-from headrace.observability.tracing import Accounts, Tracer
+from headrace.observability.tracing import RequestObserver, Tracer
 
 _SPEC = ModelSpec("resnet50", "1", "onnxruntime_onnx", {}, {}, 8)
 _ROUNDS = 5
@@ -29,7 +29,7 @@ class _Nowhere:
 
     failed = False
 
-    def put(self, account: Account, trace_id: str) -> None:
+    def put(self, account: AccessRecord, trace_id: str) -> None:
         pass
 
     def close(self) -> None:
@@ -50,28 +50,28 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
     """What a front end does of it for one request; traced one in `rate` if that is not 0."""
     log = RequestLog(mode, io.BytesIO(), capacity=1)
-    accounts = Accounts(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
+    observer = RequestObserver(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
     response, recorder = InferResponse({}, BatchTimes(2, 3, 4, 5), 8, "full"), Recorder()
 
     def request() -> None:
-        choice, queued_ns = None, 0
-        if accounts.active:
-            choice = accounts.choose("resnet50", None)
+        sampling, queued_ns = None, 0
+        if observer.active:
+            sampling = observer.sample("resnet50", None)
             queued_ns = monotonic_ns()
-        if choice:
-            story = Story("http", "resnet50", "", 1, NOTHING, "id", 1, queued_ns)
+        if sampling:
+            story = RequestContext("http", "resnet50", "", 1, NOTHING, "id", 1, queued_ns)
             account = story.answered(_SPEC, response, 6, monotonic_ns(), "200")
-            accounts.answered(choice, account, recorder)
+            observer.answered(sampling, account, recorder)
 
     found = cpu_us(request, 20_000)
-    accounts.close()
+    observer.close()
     return found
 
 
 def behind_it() -> list[tuple[str, float]]:
     """What the threads do for a request that is logged, or traced."""
     now_ns = monotonic_ns()
-    story = Story("http", "resnet50", "", now_ns, NOTHING, "id", 1, now_ns + 1_000)
+    story = RequestContext("http", "resnet50", "", now_ns, NOTHING, "id", 1, now_ns + 1_000)
     times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))
     account = story.answered(_SPEC, InferResponse({}, times, 8, "full"), now_ns + 6_000, now_ns + 7_000, "200")
     found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from headrace.core.svg_plot import Point, Series, line_plot, side_by_side
+from headrace.core.svg_plot import PlotPoint, Series, line_plot, side_by_side
 
 from loadtest.gpu.findings import PartFindings
 
@@ -26,8 +26,8 @@ def sweep_chart(parts: Iterable[PartFindings], title: str) -> str:
             continue
         tails = _points(part, "p99 ms")
         names.append(precision)
-        answered.append(Series(precision, [Point(x, y) for x, y in sorted(rates.items())]))
-        waited.append(Series(precision, [Point(x, y, tails.get(x)) for x, y in sorted(latencies.items())]))
+        answered.append(Series(precision, [PlotPoint(x, y) for x, y in sorted(rates.items())]))
+        waited.append(Series(precision, [PlotPoint(x, y, tails.get(x)) for x, y in sorted(latencies.items())]))
     if not names:
         return ""
     x_title = "offered, % of capacity"

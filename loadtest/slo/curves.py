@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.core.svg_plot import Curve, Panel, curve_picture
+from headrace.core.svg_plot import Panel, PlotCurve, curve_picture
 
 from loadtest.slo.subject import USUAL, Setting, Told, arrivals, fixed, judged, promising, simulated
 
@@ -19,19 +19,22 @@ def draw() -> str:
     shown = [
         Panel(
             f"answered within {SLO_MS:g} ms",
-            [Curve(name, LOADS, [each.goodput_hz / USUAL.capacity_hz for each in line]) for name, line in told.items()],
+            [
+                PlotCurve(name, LOADS, [each.goodput_hz / USUAL.capacity_hz for each in line])
+                for name, line in told.items()
+            ],
             "load over capacity",
             "of the capacity",
         ),
         Panel(
             "p99 of what is answered",
-            [Curve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line]) for name, line in told.items()],
+            [PlotCurve(name, LOADS, [min(each.p99_ms, 4 * SLO_MS) for each in line]) for name, line in told.items()],
             "load over capacity",
             f"ms (above {4 * SLO_MS:g}: cut off)",
         ),
         Panel(
             "refused",
-            [Curve(name, LOADS, [100 * each.refused for each in line]) for name, line in told.items()],
+            [PlotCurve(name, LOADS, [100 * each.refused for each in line]) for name, line in told.items()],
             "load over capacity",
             "% of the requests",
         ),

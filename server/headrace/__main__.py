@@ -35,7 +35,7 @@ ENGINES_COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
-    settings.tell_nobody()
+    settings.disable_ort_telemetry()
     # What builds belongs to engines, which the server never imports: it gets the line as it is.
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] and given[0] in ENGINES_COMMANDS:

@@ -10,13 +10,13 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.telemetry import Telemetry
 from headrace.observability.access_log import RequestLog, open_stream
 from headrace.observability.logs import is_secret, redact
-from headrace.observability.tracing import Accounts, Spans, Tracer
+from headrace.observability.tracing import RequestObserver, Spans, Tracer
 from headrace.settings import Settings
 
 _EXTRA = "pip install 'headrace[otel]'"
 
 
-def open_accounts(settings: Settings) -> tuple[Tracer, Accounts]:
+def open_observer(settings: Settings) -> tuple[Tracer, RequestObserver]:
     """Who decides what is traced, and who the front ends tell.
 
     Raises:
@@ -24,7 +24,7 @@ def open_accounts(settings: Settings) -> tuple[Tracer, Accounts]:
     """
     telemetry = settings.telemetry
     tracer = Tracer(settings.trace_file, spans=_spans(telemetry), rate=telemetry.trace_rate)
-    return tracer, Accounts(tracer, _request_log(settings), is_secret(settings.client_header))
+    return tracer, RequestObserver(tracer, _request_log(settings), is_secret(settings.client_header))
 
 
 def _request_log(settings: Settings) -> RequestLog:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from headrace.accounting import open_accounts
+from headrace.accounting import open_observer
 from headrace.banner import Addresses
 from headrace.core.errors import ConfigError
-from headrace.core.limits import Bodies, Door
+from headrace.core.limits import BodyMemory, ClientLimits
 from headrace.cuda.devices import Nvml
 from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
@@ -68,16 +68,16 @@ class HeadraceServer:
         self._grpc: GrpcListener | None = None
         self._asked_headers = AskedHeaders(settings.client_header)
         self._lag = LoopLag()
-        bodies = Bodies(settings.limits)
-        self._http_door = Door(settings.limits, "http", bodies)
-        self._grpc_door = Door(settings.limits, "grpc", bodies)
+        bodies = BodyMemory(settings.limits)
+        self._http_limits = ClientLimits(settings.limits, "http", bodies)
+        self._grpc_limits = ClientLimits(settings.limits, "grpc", bodies)
         self._exit_status = 0
 
     def run(self) -> int:
         """Serve until SIGINT or SIGTERM; the exit status."""
         try:
             tls = tls_files(self._settings)
-            self._tracer, self._accounts = open_accounts(self._settings)
+            self._tracer, self._observer = open_observer(self._settings)
         except ConfigError as error:
             logger.error("%s", error)
             return 1
@@ -114,7 +114,7 @@ class HeadraceServer:
         finally:
             self._lag.stop()
             clean = await asyncio.to_thread(reconciler.stop, settings.drain_timeout_s)
-            await asyncio.to_thread(self._accounts.close)
+            await asyncio.to_thread(self._observer.close)
         if not clean:
             # A backend still computes on a thread of ours: an orderly exit would tear its library down under it.
             logging.shutdown()
@@ -131,7 +131,7 @@ class HeadraceServer:
             repository=reconciler,
             regions=SharedMemoryRegions(settings.allow_client_shm, cuda, pin=pin),
             traces=self._tracer,
-            accounts=self._accounts,
+            observer=self._observer,
             logs=LogSettings(logging.getLogger("headrace")),
             overview=ServerOverview(self._registry, settings.model_repository),
             version=version("headrace"),
@@ -144,13 +144,13 @@ class HeadraceServer:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, self._http_door, None if apart else page, self._asked_headers)
+        application = HttpApplication(services, self._http_limits, None if apart else page, self._asked_headers)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
-        self._servers.append(UvicornServer(application, settings, self._http_door, context))
+        self._servers.append(UvicornServer(application, settings, self._http_limits, context))
         if apart and page is not None and settings.metrics_port is not None:
             sockets.append(bind(settings.host, settings.metrics_port))
-            self._servers.append(UvicornServer(metrics_application(page), settings, self._http_door, context))
+            self._servers.append(UvicornServer(metrics_application(page), settings, self._http_limits, context))
         return sockets
 
     def _metrics(self, tls: TlsFiles | None) -> MetricsPage:
@@ -158,7 +158,7 @@ class HeadraceServer:
             states=self._registry,
             version=version("headrace"),
             lag=self._lag,
-            doors=(self._http_door, self._grpc_door),
+            client_limits=(self._http_limits, self._grpc_limits),
             certificate_expiry_s=None if tls is None else certificate_expiry_s(tls.certificate),
         )
         return MetricsPage(
@@ -173,7 +173,7 @@ class HeadraceServer:
         from headrace.grpc.service import grpc_methods
 
         methods = grpc_methods(services, settings.limits.max_body_bytes, self._asked_headers)
-        engine = grpc_engine(settings, methods, self._grpc_door, tls)
+        engine = grpc_engine(settings, methods, self._grpc_limits, tls)
         listener = GrpcListener(engine, settings.drain_timeout_s)
         port = await listener.start(settings.host, settings.grpc_port)
         self._grpc = listener

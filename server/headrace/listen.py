@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import HeadraceHttpProtocol
 from headrace.http.lifetime import Lifetimes
@@ -35,12 +35,14 @@ class UvicornServer(uvicorn.Server):
     Args:
         application: an ASGI callable.
         settings: times.
-        door: the limits on clients.
+        client_limits: the limits on clients.
         tls: for HTTPS, or None.
     """
 
-    def __init__(self, application: object, settings: Settings, door: Door, tls: ssl.SSLContext | None = None) -> None:
-        protocol = partial(HeadraceHttpProtocol, door=door, lifetimes=Lifetimes(door))
+    def __init__(
+        self, application: object, settings: Settings, client_limits: ClientLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
+        protocol = partial(HeadraceHttpProtocol, client_limits=client_limits, lifetimes=Lifetimes(client_limits))
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
             http=protocol,  # type: ignore[arg-type]
@@ -93,15 +95,15 @@ class GrpcListener:
         self._ending.set()
 
 
-def grpc_engine(settings: Settings, methods: Methods, door: Door, tls: TlsFiles | None) -> GrpcEngine:
+def grpc_engine(settings: Settings, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> GrpcEngine:
     """The engine that the settings name; the other one is not imported."""
     if settings.grpc_engine == "fast":
         from headrace.grpc.fast_server import FastGrpcServer
 
-        return FastGrpcServer(methods, door, tls)
+        return FastGrpcServer(methods, client_limits, tls)
     from headrace.grpc.grpcio_server import GrpcioServer
 
-    return GrpcioServer(methods, door, tls)
+    return GrpcioServer(methods, client_limits, tls)
 
 
 def tls_files(settings: Settings) -> TlsFiles | None:

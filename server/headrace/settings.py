@@ -467,6 +467,6 @@ class _Environment:
             raise ValueError(f"{PREFIX}{name}: {error}") from error
 
 
-def tell_nobody() -> None:
+def disable_ort_telemetry() -> None:
     """Keep ONNX Runtime, in this process and its children, from telling its maker what it runs; before it is imported."""
     os.environ["ORT_DISABLE_TELEMETRY"] = "1"

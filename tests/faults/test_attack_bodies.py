@@ -75,7 +75,7 @@ def test_trailers_are_no_headers(fast: Attacked) -> None:
 
 
 def test_a_million_frames_of_one_byte(attacked: Attacked) -> None:
-    """gRPC's chunks are DATA frames; either the peer is shown the door, or the message is too large."""
+    """gRPC's chunks are DATA frames; either the peer is shown the client_limits, or the message is too large."""
     with attacked.flat_memory(), RawPeer(attacked.server.grpc_port) as peer:
         peer.send(request(1, end=False, fields=grpc_head(INFER)), data(1, struct.pack(">BI", 0, MILLION)))
         crumbs = data(1, b"x") * 10_000
@@ -83,7 +83,7 @@ def test_a_million_frames_of_one_byte(attacked: Attacked) -> None:
             for _ in range(MILLION // 10_000):
                 peer.send(crumbs)
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
-            pass  # the door, or no more reading
+            pass  # the client_limits, or no more reading
         if attacked.engine == "fast":
             assert peer.end() in (ErrorCode.ENHANCE_YOUR_CALM, None)
     attacked.still_serves()

@@ -8,7 +8,7 @@ import time
 
 import grpc
 import pytest
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import Methods
 
@@ -24,7 +24,7 @@ def test_a_restart_under_load_fails_no_call() -> None:
 
     async def main() -> None:
         methods = Methods({"/test.Echo/Echo": echo}, {})
-        engine = FastGrpcServer(methods, Door(Limits(max_body_bytes=1 << 20), "grpc"), None)
+        engine = FastGrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
         port = await engine.start(HOST, 0)
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)]
         served, goal, going = 0, 100, True
@@ -48,7 +48,7 @@ def test_a_restart_under_load_fails_no_call() -> None:
             assert not engine._connections
             goal = served + 100
             reached.clear()
-            engine = FastGrpcServer(methods, Door(Limits(max_body_bytes=1 << 20), "grpc"), None)
+            engine = FastGrpcServer(methods, ClientLimits(Limits(max_body_bytes=1 << 20), "grpc"), None)
             await engine.start(HOST, port)
         await asyncio.wait_for(reached.wait(), 20)
         going = False
@@ -103,7 +103,7 @@ def test_an_open_stream_is_told_that_the_server_stops() -> None:
 def test_a_port_that_is_taken_is_an_oserror() -> None:
     async def main(port: int) -> None:
         with pytest.raises(OSError, match=r"in use"):
-            await FastGrpcServer(Methods({}, {}), Door(), None).start(HOST, port)
+            await FastGrpcServer(Methods({}, {}), ClientLimits(), None).start(HOST, port)
 
     with echo_server() as server:
         asyncio.run(main(server.port))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel
-from headrace.core.ledger import Account
+from headrace.core.ledger import MemoryAccount
 
 from tests.support.fake_gpu import install_gpu
 
@@ -22,7 +22,7 @@ class Backend:
         self._inner = TensorRtBackend()
 
     def load(
-        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+        self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
     ) -> TensorRtModel:
         if file.read_bytes() == b"crash":
             os.abort()

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, PipelinedExecution
 from headrace.core.errors import ConfigError, Finding
-from headrace.core.ledger import HOST, Account, Kind
+from headrace.core.ledger import HOST, Kind, MemoryAccount
 from headrace.core.tensor import Array
 
 FACTORY = "tests.support.fragile_backend:FragileBackend"
@@ -33,7 +33,7 @@ class FragileBackend:
     """See `headrace.backends.base.Backend`."""
 
     def load(
-        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+        self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
     ) -> FragileModel:
         if account is not None:
             account.reservation(0, Kind.WEIGHTS, int(parameters["weights"]))

@@ -14,7 +14,7 @@ import uvloop
 from headrace.core import limits as core_limits
 from headrace.core.completion import LoopCompletion, Mailbox
 from headrace.core.errors import BadRequest, Cancelled, Overloaded
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.grpc.fast_server import FastGrpcServer
 from headrace.grpc.methods import GrpcCall, Message, Methods, StreamCall, StreamMethod, UnaryMethod
 from headrace.http2.stream import Http2Limits
@@ -55,7 +55,10 @@ class EchoServer:
             "/test.Echo/Sour": self._sour,
         }
         self.engine = FastGrpcServer(
-            Methods(unary, streams), Door(core_limits.Limits(max_body_bytes=max_message_bytes), "grpc"), tls, limits
+            Methods(unary, streams),
+            ClientLimits(core_limits.Limits(max_body_bytes=max_message_bytes), "grpc"),
+            tls,
+            limits,
         )
         self.loop: asyncio.AbstractEventLoop
         self.written = 0

@@ -1,14 +1,14 @@
-"""Keeps the accounts that a front end gives, for tests of front ends."""
+"""Keeps the observer that a front end gives, for tests of front ends."""
 
 from __future__ import annotations
 
 from headrace.core.telemetry import TraceContext
-from headrace.observability.access_log import Account
-from headrace.observability.tracing import Choice, Exemplars, Pick
+from headrace.observability.access_log import AccessRecord
+from headrace.observability.tracing import Exemplars, SamplingDecision, TraceSelection
 
 
-class KeptAccounts:
-    """A `headrace.inference.models.Accounts`; chooses every request while it is active.
+class KeptRecords:
+    """A `headrace.inference.models.Observer`; chooses every request while it is active.
 
     Attributes:
         active: as the front ends see it.
@@ -19,20 +19,20 @@ class KeptAccounts:
 
     def __init__(self, active: bool = False) -> None:
         self.active = active
-        self.answers: list[Account] = []
-        self.failures: list[Account] = []
+        self.answers: list[AccessRecord] = []
+        self.failures: list[AccessRecord] = []
         self.contexts: list[tuple[str, TraceContext | None]] = []
         self.untraced = 0
 
-    def choose(self, model: str, context: TraceContext | None) -> Choice | None:
+    def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         assert self.active, "they must not ask while nothing is wanted"
         self.contexts.append((model, context))
-        return Choice(Pick("0" * 31 + "1"), True)
+        return SamplingDecision(TraceSelection("0" * 31 + "1"), True)
 
-    def answered(self, choice: Choice, account: Account, exemplars: Exemplars) -> None:
-        assert choice.log
-        self.answers.append(account)
+    def answered(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
+        assert sampling.log
+        self.answers.append(record)
 
-    def failed(self, choice: Choice | None, account: Account) -> None:
-        self.untraced += choice is None
-        self.failures.append(account)
+    def failed(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
+        self.untraced += sampling is None
+        self.failures.append(record)

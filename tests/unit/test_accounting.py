@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from headrace.accounting import open_accounts
+from headrace.accounting import open_observer
 from headrace.core.errors import ConfigError
 from headrace.core.telemetry import Telemetry
 from headrace.settings import Settings
@@ -17,41 +17,41 @@ def settings(telemetry: Telemetry, **more: str) -> Settings:
 
 
 def test_the_default_logs_errors_and_traces_nothing() -> None:
-    tracer, accounts = open_accounts(settings(Telemetry()))
+    tracer, observer = open_observer(settings(Telemetry()))
     assert not tracer.active
-    assert not accounts.active
-    accounts.close()
+    assert not observer.active
+    observer.close()
 
 
 def test_spans_are_on_from_the_start_where_somebody_takes_them() -> None:
-    tracer, accounts = open_accounts(settings(Telemetry(otlp_endpoint="http://127.0.0.1:9", trace_rate=7)))
-    assert accounts.active
+    tracer, observer = open_observer(settings(Telemetry(otlp_endpoint="http://127.0.0.1:9", trace_rate=7)))
+    assert observer.active
     assert tracer.settings("")["trace_rate"] == "7"
-    accounts.close()
+    observer.close()
 
 
 def test_a_package_that_is_not_there_is_told_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.delitem(sys.modules, "headrace.observability.spans", raising=False)
     with pytest.raises(ConfigError, match=r"opentelemetry\.sdk\.resources.*pip install 'headrace\[otel\]'"):
-        open_accounts(settings(Telemetry(otlp_endpoint="http://h:4317")))
+        open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 
 def test_what_the_exporters_own_variables_hold_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli")
     with pytest.raises(ConfigError, match="OTEL_"):
-        open_accounts(settings(Telemetry(otlp_endpoint="http://h:4317")))
+        open_observer(settings(Telemetry(otlp_endpoint="http://h:4317")))
 
 
 def test_a_password_in_the_endpoint_is_not_told() -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint") as caught:
-        open_accounts(settings(Telemetry(otlp_endpoint="ftp://me:hunter2@h")))
+        open_observer(settings(Telemetry(otlp_endpoint="ftp://me:hunter2@h")))
     assert "hunter2" not in str(caught.value)
 
 
 def test_a_file_is_appended_to(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text("before\n")
-    _, accounts = open_accounts(settings(Telemetry(request_log="all", request_log_file=str(file))))
-    accounts.close()
+    _, observer = open_observer(settings(Telemetry(request_log="all", request_log_file=str(file))))
+    observer.close()
     assert file.read_text() == "before\n"

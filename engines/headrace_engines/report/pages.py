@@ -12,7 +12,7 @@ from headrace.core.svg_plot import (
     LEGEND_HEIGHT,
     WIDTH,
     Bar,
-    Point,
+    PlotPoint,
     Series,
     bar_plot,
     bars_height,
@@ -276,9 +276,9 @@ def _remarks(comparison: Comparison) -> list[tuple[ComparisonRow, str]]:
 
 def _panels(comparison: Comparison) -> tuple[str, str, tuple[str, int]]:
     worked = comparison.worked
-    throughput = [Series(r.precision, [Point(t.rows, t.rows_per_s) for t in r.timings]) for r in worked]
+    throughput = [Series(r.precision, [PlotPoint(t.rows, t.rows_per_s) for t in r.timings]) for r in worked]
     latency = [
-        Series(r.precision, [Point(t.rows, t.median_us / 1e3, t.p99_us / 1e3) for t in r.timings]) for r in worked
+        Series(r.precision, [PlotPoint(t.rows, t.median_us / 1e3, t.p99_us / 1e3) for t in r.timings]) for r in worked
     ]
     bars = _accuracy_bars(worked)
     return (

@@ -170,20 +170,20 @@ class LoopCompletion(Completion):
 class ThreadCompletion(Completion):
     """A completion for which one thread waits, itself."""
 
-    __slots__ = ("_told",)
+    __slots__ = ("_notified",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._told = threading.Lock()
-        self._told.acquire()
+        self._notified = threading.Lock()
+        self._notified.acquire()
 
     def notify(self) -> None:
         """Wake the waiter."""
-        self._told.release()
+        self._notified.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
         """Return once it is settled and told, or after `timeout_s` (-1: never); True if it was, which is said once."""
-        return self._told.acquire(timeout=timeout_s)
+        return self._notified.acquire(timeout=timeout_s)
 
 
 def settle_all(pairs: Iterable[tuple[Completion, Outcome]]) -> int:

@@ -1,7 +1,7 @@
 """Who holds how much of each GPU's memory, and what is left: pure bookkeeping, which allocates nothing itself.
 
     Ledger                      one a server; limits, and the sum of all that is held
-      Account                   one a loaded version: it may have a budget of its own
+      MemoryAccount                   one a loaded version: it may have a budget of its own
         Reservation             one a block of memory, owned by whoever owns the block
 
 A block is booked before it is allocated and given back after it is freed. What does not fit is refused with `NoRoom`.
@@ -78,7 +78,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._limits: dict[int, int] = {}
         self._held: dict[int, int] = {}
-        self._accounts: set[Account] = set()
+        self._accounts: set[MemoryAccount] = set()
 
     def set_limit(self, gpu: int, size_bytes: int) -> None:
         """All accounts together may hold so much of a GPU; without a limit they hold what they like."""
@@ -91,7 +91,7 @@ class Ledger:
         with self._lock:
             return dict(self._limits)
 
-    def account(self, model: str, version: str, budget_bytes: int | None = None) -> Account:
+    def account(self, model: str, version: str, budget_bytes: int | None = None) -> MemoryAccount:
         """Open an account.
 
         Args:
@@ -99,7 +99,7 @@ class Ledger:
             version: its number.
             budget_bytes: it may hold so much of each GPU; None: what the ledger has.
         """
-        account = Account(self, model, version, budget_bytes)
+        account = MemoryAccount(self, model, version, budget_bytes)
         with self._lock:
             self._accounts.add(account)
         return account
@@ -116,7 +116,7 @@ class Ledger:
 
     # For accounts and reservations
 
-    def _book(self, account: Account, gpu: int, kind: Kind, was_bytes: int, size_bytes: int) -> None:
+    def _book(self, account: MemoryAccount, gpu: int, kind: Kind, was_bytes: int, size_bytes: int) -> None:
         with self._lock:
             if account not in self._accounts:
                 if size_bytes > was_bytes:
@@ -128,7 +128,7 @@ class Ledger:
             account._held[gpu, kind] = account._held.get((gpu, kind), 0) + more
             self._held[gpu] = self._held.get(gpu, 0) + more
 
-    def _check(self, account: Account, gpu: int, kind: Kind, more: int) -> None:
+    def _check(self, account: MemoryAccount, gpu: int, kind: Kind, more: int) -> None:
         own = account._holds(gpu)
         budget = account.budget_bytes
         if budget is not None and own + more > budget:
@@ -149,7 +149,7 @@ class Ledger:
         cure = "raise --gpu-memory-fraction, unload models, or lower max_batch_size or the number of instances"
         raise NoRoom(account.name, message, cure, gpu, more - free, others=own + more <= limit)
 
-    def _holders(self, account: Account, gpu: int, own: int) -> str:
+    def _holders(self, account: MemoryAccount, gpu: int, own: int) -> str:
         sizes = {other.name: 0 for other in self._accounts if other is not account}
         for other in self._accounts - {account}:
             sizes[other.name] += other._holds(gpu)
@@ -157,7 +157,7 @@ class Ledger:
         usage = [f"it holds {format_bytes(own)}", *(f"{name} {format_bytes(size)}" for size, name in largest)]
         return ", ".join(usage)
 
-    def _close(self, account: Account) -> None:
+    def _close(self, account: MemoryAccount) -> None:
         with self._lock:
             self._accounts.discard(account)
             for (gpu, _), size_bytes in account._held.items():
@@ -165,7 +165,7 @@ class Ledger:
             account._held.clear()
 
 
-class Account:
+class MemoryAccount:
     """What one loaded version holds.
 
     Attributes:
@@ -243,7 +243,7 @@ class Reservation:
         size_bytes: booked now.
     """
 
-    def __init__(self, ledger: Ledger, account: Account, gpu: int, kind: Kind) -> None:
+    def __init__(self, ledger: Ledger, account: MemoryAccount, gpu: int, kind: Kind) -> None:
         self._ledger = ledger
         self._account = account
         self._gpu = gpu

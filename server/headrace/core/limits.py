@@ -60,7 +60,7 @@ LIMIT_HELP = {each.name: str(each.metadata["help"]) for each in fields(Limits) i
 """Help texts of the limits that are options, by name."""
 
 
-class Bodies:
+class BodyMemory:
     """The bytes of all requests' bodies that are in the server at once, whatever protocol they came by.
 
     Ownership: the event loop; whoever asks for metrics reads.
@@ -69,41 +69,41 @@ class Bodies:
         limits: in force. A single body is never too much for all: `max_total_body_bytes` counts as no less than `max_body_bytes`.
 
     Attributes:
-        held_bytes: now.
-        most_bytes: at any time.
+        reserved_bytes: now.
+        max_bytes: at any time.
     """
 
-    __slots__ = ("held_bytes", "most_bytes")
+    __slots__ = ("max_bytes", "reserved_bytes")
 
     def __init__(self, limits: Limits) -> None:
-        self.held_bytes = 0
-        self.most_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
+        self.reserved_bytes = 0
+        self.max_bytes = max(limits.max_total_body_bytes, limits.max_body_bytes)
 
 
-class HeldBody:
-    """What one request, or one stream of requests, has of the server's `Bodies`.
+class BodyReservation:
+    """What one request, or one stream of requests, has of the server's `BodyMemory`.
 
-    Ownership: the event loop. Who has asked a `Door` for one must see to its `end`.
+    Ownership: the event loop. Who has asked a `ClientLimits` for one must see to its `end`.
 
     Args:
-        door: where it is counted that the limit was reached.
+        client_limits: where it is counted that the limit was reached.
     """
 
-    __slots__ = ("_bodies", "_door", "_ended", "_held_bytes")
+    __slots__ = ("_bodies", "_client_limits", "_ended", "_reserved_bytes")
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._bodies = door.bodies
-        self._held_bytes = 0
+    def __init__(self, client_limits: ClientLimits) -> None:
+        self._client_limits = client_limits
+        self._bodies = client_limits.bodies
+        self._reserved_bytes = 0
         self._ended = False
 
     def check(self, size_bytes: int) -> None:
         """Raise Overloaded, counted, if there is no room for so many bytes more."""
         bodies = self._bodies
-        if bodies.held_bytes + size_bytes > bodies.most_bytes:
-            self._door.hit("max_total_body_bytes")
+        if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
+            self._client_limits.hit("max_total_body_bytes")
             raise Overloaded(
-                f"the requests in the server have {bodies.most_bytes} bytes together, and no more are taken"
+                f"the requests in the server have {bodies.max_bytes} bytes together, and no more are taken"
             )
 
     def grow(self, size_bytes: int) -> None:
@@ -115,25 +115,25 @@ class HeldBody:
         bodies = self._bodies
         if self._ended:
             return
-        if bodies.held_bytes + size_bytes > bodies.most_bytes:
+        if bodies.reserved_bytes + size_bytes > bodies.max_bytes:
             self.check(size_bytes)
-        bodies.held_bytes += size_bytes
-        self._held_bytes += size_bytes
+        bodies.reserved_bytes += size_bytes
+        self._reserved_bytes += size_bytes
 
     def shrink(self, size_bytes: int) -> None:
         """So many of the bytes that it holds are done with."""
         if not self._ended:
-            self._bodies.held_bytes -= size_bytes
-            self._held_bytes -= size_bytes
+            self._bodies.reserved_bytes -= size_bytes
+            self._reserved_bytes -= size_bytes
 
     def end(self) -> None:
         """The request is over: everything is given back. May be called again."""
         self._ended = True
-        self._bodies.held_bytes -= self._held_bytes
-        self._held_bytes = 0
+        self._bodies.reserved_bytes -= self._reserved_bytes
+        self._reserved_bytes = 0
 
 
-class Door:
+class ClientLimits:
     """The limits on one protocol's clients, and how often each was reached.
 
     Ownership: the event loop writes, whoever asks for metrics reads.
@@ -151,9 +151,9 @@ class Door:
 
     __slots__ = ("bodies", "connections", "hits", "limits", "protocol")
 
-    def __init__(self, limits: Limits | None = None, protocol: str = "http", bodies: Bodies | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, protocol: str = "http", bodies: BodyMemory | None = None) -> None:
         self.limits = limits or Limits()
-        self.bodies = bodies or Bodies(self.limits)
+        self.bodies = bodies or BodyMemory(self.limits)
         self.protocol = protocol
         self.hits = dict.fromkeys(self.limits.table(), 0)
         self.connections: int | None = None
@@ -172,9 +172,9 @@ class Door:
         self.hit(limit)
         return BadRequest(text)
 
-    def hold(self) -> HeldBody:
+    def reserve(self) -> BodyReservation:
         """Room for the body of a request that begins; nothing so far."""
-        return HeldBody(self)
+        return BodyReservation(self)
 
     def enter(self) -> bool:
         """A connection was made; False, and counted, if it is one too many. Each needs its `leave` either way."""

@@ -110,7 +110,7 @@ class LevelLoad(NamedTuple):
     wait_ns: int
 
 
-class Load(NamedTuple):
+class ModelLoad(NamedTuple):
     """A version at one moment.
 
     Attributes:

@@ -74,7 +74,7 @@ def short(value: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PlotPoint:
     """A measurement.
 
     Attributes:
@@ -93,11 +93,11 @@ class Series:
     """Measurements of one precision, in the order of x."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[PlotPoint]
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class PlotCurve:
     """A line without markers.
 
     Attributes:
@@ -126,7 +126,7 @@ class Panel:
     """
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[PlotCurve]
     x_title: str
     y_title: str
     log_x: bool = False

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.core.ledger import HOST, Account, Kind, Reservation
+from headrace.core.ledger import HOST, Kind, MemoryAccount, Reservation
 from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda import driver
 from headrace.cuda.driver import CudaStream, DeviceError, check, current, loaded, succeeded
@@ -158,7 +158,7 @@ class Allocator:
         gpu: number of the GPU.
     """
 
-    def __init__(self, gpu: int, account: Account | None = None) -> None:
+    def __init__(self, gpu: int, account: MemoryAccount | None = None) -> None:
         self.gpu = gpu
         self._account = account
 

@@ -16,7 +16,7 @@ from weakref import ref
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, DeadlineExceeded, HeadraceError, Unavailable, forget_frames
-from headrace.core.limits import Door, HeldBody
+from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.fast_wire import (
     PREFIX,
     PREFIX_BYTES,
@@ -59,7 +59,7 @@ class FastGrpcServer:
     """
 
     def __init__(
-        self, methods: Methods, client_limits: Door, tls: TlsFiles | None, limits: Http2Limits | None = None
+        self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None, limits: Http2Limits | None = None
     ) -> None:
         self._methods = methods
         self._client_limits = client_limits
@@ -162,7 +162,7 @@ class FastGrpcServer:
             self._disconnected.set()
 
 
-def _http2_limits(client_limits: Door) -> Http2Limits:
+def _http2_limits(client_limits: ClientLimits) -> Http2Limits:
     """Limits of one connection, from the options of the server."""
     limits = client_limits.limits
     return Http2Limits(
@@ -218,13 +218,13 @@ class FastCall(Http2Stream):
         connection: Http2Connection,
         stream_id: int,
         head: RequestHead,
-        client_limits: Door,
+        client_limits: ClientLimits,
         deadline_timer: DeadlineTimer,
     ) -> None:
         super().__init__(connection, stream_id)
         self._head = head
         self._client_limits = client_limits
-        self.held = HeldBody(client_limits)
+        self.held = BodyReservation(client_limits)
         self.asked = head.asked
         self.received_ns = 0
         self._reader: MessageReader | None = None
@@ -417,7 +417,7 @@ class StreamingCall(FastCall):
         connection: Http2Connection,
         stream_id: int,
         head: RequestHead,
-        client_limits: Door,
+        client_limits: ClientLimits,
         deadline_timer: DeadlineTimer,
     ) -> None:
         super().__init__(connection, stream_id, head, client_limits, deadline_timer)

@@ -14,7 +14,7 @@ from struct import Struct
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.errors import BadRequest, HeadraceError
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import CODES, error_status
 from headrace.http2.connection import MalformedHeadersError
@@ -272,7 +272,7 @@ class MessageReader:
         missing_bytes: of the incomplete message; 0 if there is none or its prefix is incomplete.
     """
 
-    def __init__(self, encoding: str, client_limits: Door) -> None:
+    def __init__(self, encoding: str, client_limits: ClientLimits) -> None:
         self._client_limits = client_limits
         self._encoding = encoding
         self._prefix = b""

@@ -17,7 +17,7 @@ import grpc
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Cancelled, Unavailable, forget_frames
-from headrace.core.limits import Door, HeldBody
+from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
 from headrace.inference.request_options import Asked, AskedHeaders
@@ -59,7 +59,7 @@ class GrpcioServer:
         tls: certificate files, None for plain text.
     """
 
-    def __init__(self, methods: Methods, client_limits: Door, tls: TlsFiles | None) -> None:
+    def __init__(self, methods: Methods, client_limits: ClientLimits, tls: TlsFiles | None) -> None:
         self._methods = methods
         self._client_limits = client_limits
         self._limits = client_limits.limits
@@ -135,7 +135,7 @@ class GrpcioServer:
         calls, asked_headers, client_limits = self._calls, self._methods.asked_headers, self._client_limits
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call, held = _UnaryCall(context, asked_headers), HeldBody(client_limits)
+            call, held = _UnaryCall(context, asked_headers), BodyReservation(client_limits)
             calls.add(call)
             try:
                 held.grow(len(message))
@@ -153,7 +153,7 @@ class GrpcioServer:
         streams, asked_headers, client_limits = self._streams, self._methods.asked_headers, self._client_limits
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, asked_headers, HeldBody(client_limits), self._stopping)
+            call = _StreamCall(context, asked_headers, BodyReservation(client_limits), self._stopping)
             streams.add(call)
             try:
                 await method(call)
@@ -204,7 +204,7 @@ class _StreamCall:
         end_reason: error with which `end` has cancelled the task, None if it has not.
     """
 
-    def __init__(self, context: Any, asked_headers: AskedHeaders, held: HeldBody, stopping: bool) -> None:
+    def __init__(self, context: Any, asked_headers: AskedHeaders, held: BodyReservation, stopping: bool) -> None:
         self.deadline_ns = _deadline_ns(context, monotonic_ns())
         self.stopping = stopping
         self.held = held

@@ -18,11 +18,11 @@ from headrace.grpc.codec import Envelope, GrpcCodec, Plan, scan
 from headrace.grpc.methods import GrpcCall, Message
 from headrace.inference.load_report import load_parameters
 from headrace.inference.models import Handle, Services
-from headrace.inference.request_context import Story
+from headrace.inference.request_context import RequestContext
 from headrace.inference.request_options import NOTHING, Asked
 from headrace.inference.status import grpc_code
 from headrace.inference.timing import timing
-from headrace.observability.tracing import Choice
+from headrace.observability.tracing import SamplingDecision
 
 logger = logging.getLogger("headrace.grpc")
 
@@ -36,13 +36,12 @@ class Pending:
         rows: of the request.
         asked: what its metadata ask.
         timing: the answer is to tell where its time has gone.
-        choice: what it was chosen for.
+        sampling: what it was chosen for.
         queued_ns: monotonic.
     """
 
     __slots__ = (
         "asked",
-        "choice",
         "codec",
         "completion",
         "handle",
@@ -51,6 +50,7 @@ class Pending:
         "queued_ns",
         "received_ns",
         "rows",
+        "sampling",
         "timing",
     )
 
@@ -72,13 +72,15 @@ class Pending:
         self.rows = request.rows
         self.received_ns = request.received_ns
         self.timing = plan.timing or asked.timing
-        self.choice: Choice | None = None
+        self.sampling: SamplingDecision | None = None
         self.queued_ns = 0
 
-    def story(self) -> Story:
+    def request_context(self) -> RequestContext:
         """What is known of it."""
         spec = self.handle.spec
-        return Story("grpc", spec.name, spec.version, self.received_ns, self.asked, self.id, self.rows, self.queued_ns)
+        return RequestContext(
+            "grpc", spec.name, spec.version, self.received_ns, self.asked, self.id, self.rows, self.queued_ns
+        )
 
 
 class InferService:
@@ -94,7 +96,7 @@ class InferService:
         self._max_shared_bytes = max_shared_bytes
         self._models = services.models
         self._regions = services.regions
-        self._accounts = services.accounts
+        self._observer = services.observer
         self._clock = clock
         self._codecs: WeakKeyDictionary[Handle, GrpcCodec] = WeakKeyDictionary()
 
@@ -139,7 +141,7 @@ class InferService:
         """
         handle: Handle | None = None
         request: InferRequest | None = None
-        choice: Choice | None = None
+        sampling: SamplingDecision | None = None
         queued_ns = 0
         try:
             handle = self._models.lease(envelope.model_name, envelope.model_version)
@@ -150,18 +152,18 @@ class InferService:
             if asked.timeout_ns:
                 deadline_ns = asked.deadline_ns(received_ns, deadline_ns)
             request, plan = codec.decode(message, envelope, received_ns, deadline_ns, asked.client)
-            if self._accounts.active:
-                choice = self._accounts.choose(handle.spec.name, asked.trace)
+            if self._observer.active:
+                sampling = self._observer.sample(handle.spec.name, asked.trace)
             queued_ns = self._clock()
             pending = Pending(handle, codec, plan, asked, request, handle.infer(request))
-            pending.choice, pending.queued_ns = choice, queued_ns
+            pending.sampling, pending.queued_ns = sampling, queued_ns
             return pending
         except Exception as error:
             rows = 0 if request is None else request.rows
             name, version = envelope.model_name, envelope.model_version
-            story = Story("grpc", name, version, received_ns, asked, envelope.id, rows, queued_ns)
+            request_context = RequestContext("grpc", name, version, received_ns, asked, envelope.id, rows, queued_ns)
             failure = error if isinstance(error, HeadraceError) else fault()
-            self._failed(handle, failure, story, choice)
+            self._failed(handle, failure, request_context, sampling)
             if failure is error:
                 raise
             raise failure from error
@@ -177,7 +179,7 @@ class InferService:
         handle = pending.handle
         if not isinstance(outcome, InferResponse):
             error = outcome if isinstance(outcome, HeadraceError) else Unavailable("the request was not answered")
-            self._failed(handle, error, pending.story(), pending.choice)
+            self._failed(handle, error, pending.request_context(), pending.sampling)
             raise error
         try:
             told = timing(outcome, pending.received_ns, done_ns) if pending.timing else {}
@@ -186,35 +188,41 @@ class InferService:
             message = pending.codec.encode(outcome, pending.plan, pending.id, told)
         except Exception as error:
             failure = error if isinstance(error, HeadraceError) else fault()
-            self._failed(handle, failure, pending.story(), pending.choice)
+            self._failed(handle, failure, pending.request_context(), pending.sampling)
             if failure is error:
                 raise
             raise failure from error
         ended_ns = self._clock()
-        handle.recorder.coded(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
-        if pending.choice is not None:
-            account = pending.story().answered(handle.spec, outcome, done_ns, ended_ns, "OK")
-            self._accounts.answered(pending.choice, account, handle.recorder)
+        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
+        if pending.sampling is not None:
+            account = pending.request_context().answered(handle.spec, outcome, done_ns, ended_ns, "OK")
+            self._observer.answered(pending.sampling, account, handle.recorder)
         handle.release()
         return message
 
     def drop(self, pending: Pending) -> None:
         """Nobody waits any more: leave the queue, count it, give the lease back."""
         pending.completion.abandon()
-        self._failed(pending.handle, Cancelled("the caller has gone"), pending.story(), pending.choice)
+        self._failed(pending.handle, Cancelled("the caller has gone"), pending.request_context(), pending.sampling)
 
     def refused(self, error: HeadraceError, received_ns: int) -> None:
         """Tell of a message that could not be read."""
-        self._failed(None, error, Story("grpc", "", "", received_ns))
+        self._failed(None, error, RequestContext("grpc", "", "", received_ns))
 
-    def _failed(self, handle: Handle | None, error: HeadraceError, story: Story, choice: Choice | None = None) -> None:
+    def _failed(
+        self,
+        handle: Handle | None,
+        error: HeadraceError,
+        request_context: RequestContext,
+        sampling: SamplingDecision | None = None,
+    ) -> None:
         """Count it, tell of it, and give the lease back if there is one."""
         spec = None
         if handle is not None:
             spec = handle.spec
-            handle.failed(error, story.received_ns)
+            handle.failed(error, request_context.received_ns)
             handle.release()
-        self._accounts.failed(choice, story.failed(spec, error, self._clock(), grpc_code(error)))
+        self._observer.failed(sampling, request_context.failed(spec, error, self._clock(), grpc_code(error)))
 
 
 def fault() -> ModelFailed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
-from headrace.core.limits import HeldBody
+from headrace.core.limits import BodyReservation
 from headrace.inference.request_options import Asked, AskedHeaders
 
 # The parts of one serialized message, in order.
@@ -52,7 +52,7 @@ class StreamCall(Protocol):
 
     deadline_ns: int
     stopping: bool
-    held: HeldBody
+    held: BodyReservation
 
     @property
     def asked(self) -> Asked:

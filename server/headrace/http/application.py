@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.core.errors import HeadraceError
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.http.control_api import Metrics, check_path, control_application
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send, send_error, send_method_not_allowed
 from headrace.inference.models import Services
@@ -15,7 +15,7 @@ class HttpApplication:
 
     Args:
         services: of the server.
-        door: the limits on requests.
+        client_limits: the limits on requests.
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
         asked_headers: what is read of inference requests besides.
@@ -24,12 +24,12 @@ class HttpApplication:
     def __init__(
         self,
         services: Services,
-        door: Door,
+        client_limits: ClientLimits,
         metrics: Metrics | None,
         asked_headers: AskedHeaders | None = None,
     ) -> None:
-        self._infer = InferEndpoint(services, door, asked_headers)
-        self._control = control_application(services, door, metrics)
+        self._infer = InferEndpoint(services, client_limits, asked_headers)
+        self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One ASGI connection."""

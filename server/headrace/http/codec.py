@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from headrace.core.errors import BadRequest
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, ModelSpec, TensorSpec, classify
 from headrace.http.json_bounds import check_json, check_unique, parse_non_finite
@@ -61,7 +61,7 @@ class ModelCodec:
         spec: of the version.
         regions: where clients' shared memory is found; None if it is off.
         max_shared_bytes: of one request's inputs in shared memory.
-        door: the limits on JSON.
+        client_limits: the limits on JSON.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class ModelCodec:
         spec: ModelSpec,
         regions: Regions | None = None,
         max_shared_bytes: int = MAX_SHARED_BYTES,
-        door: Door | None = None,
+        client_limits: ClientLimits | None = None,
     ) -> None:
         self.spec = spec
         self._regions = regions
         self._maker = PlanMaker(spec, max_shared_bytes)
         self._plans = PlanCache()
         self._raw_plans = PlanCache()
-        self._door = door or Door()
+        self._client_limits = client_limits or ClientLimits()
 
     def decode(
         self,
@@ -209,7 +209,7 @@ class ModelCodec:
         return plan, 0 if plan.raw else len(body)
 
     def _plan(self, header: bytes) -> Plan:
-        message = _parse(header, check_json(header, self._door))
+        message = _parse(header, check_json(header, self._client_limits))
         parameters = message.parameters
         request_parameters(parameters)
         draft = Draft(self._maker)

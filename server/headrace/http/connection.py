@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.http.lifetime import Lifetimes, Stage
 from headrace.inference.body import MIN_DIRECT_BYTES, READ_BYTES, BodyBytes, SocketReader
 
@@ -41,18 +41,18 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     """One connection; see `headrace.http.infer_endpoint.Connection`.
 
     Args:
-        door: the limits. A Content-Length beyond them is left to the parser, and to the endpoint to refuse.
+        client_limits: the limits. A Content-Length beyond them is left to the parser, and to the endpoint to refuse.
         lifetimes: of the listener's connections.
 
     Attributes:
         stage, since: see `http_lifetime.Mortal`.
     """
 
-    def __init__(self, *args: Any, door: Door, lifetimes: Lifetimes, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, client_limits: ClientLimits, lifetimes: Lifetimes, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.caller: LoopCompletion | None = None
         self.stage, self.since = Stage.HEADERS, lifetimes.epoch
-        self._door = door
+        self._client_limits = client_limits
         self._lifetimes = lifetimes
         self._reader = SocketReader(self, self._direct_data)
         self._large: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
@@ -61,7 +61,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None
         self._refusal = (0, "")
         self._heard = False
-        self._held = door.hold()  # of the message that is being read; its scope has it too
+        self._held = client_limits.reserve()  # of the message that is being read; its scope has it too
         # Of the message that is being read: its headers, less the read that they began in; chunks; and bytes of the body as they
         # came, with all that frames them, and as they are.
         self._header_bytes = self._chunks = self._wire_bytes = self._body_bytes = 0
@@ -71,12 +71,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_protocol(self._reader)
         self._lifetimes.add(self)
-        if not self._door.enter():
-            self._refuse(503, f"the server has {self._door.limits.max_connections} connections and takes no more")
+        if not self._client_limits.enter():
+            self._refuse(
+                503, f"the server has {self._client_limits.limits.max_connections} connections and takes no more"
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone: nobody waits for the answer any more."""
-        self._door.leave()
+        self._client_limits.leave()
         self._lifetimes.discard(self)
         self._client_left()
         super().connection_lost(exc)
@@ -115,15 +117,15 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.stage, self.since, self._header_bytes = Stage.HEADERS, self._lifetimes.epoch, 0
         self.scope["headrace.connection"] = self  # type: ignore[typeddict-unknown-key]
-        self._held = self.scope["headrace.held"] = self._door.hold()  # type: ignore[typeddict-unknown-key]
+        self._held = self.scope["headrace.held"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         """The headers are in."""
-        limit = self._door.limits.max_header_bytes
+        limit = self._client_limits.limits.max_header_bytes
         if self._header_bytes + 2 * READ_BYTES > limit:
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > limit:
-                self._door.hit(_HEADERS)
+                self._client_limits.hit(_HEADERS)
                 self._refuse_from_parser(431, f"the headers are larger than {limit} bytes")
         self.stage, self.since = Stage.BODY, self._lifetimes.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
@@ -133,9 +135,10 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """A chunk begins."""
         self._chunks += 1
-        if self._chunks > self._door.limits.max_chunks:
-            text = f"the body comes in more than {self._door.limits.max_chunks} chunks: send larger ones, or a Content-Length"
-            self._door.hit(_CHUNKS)
+        if self._chunks > self._client_limits.limits.max_chunks:
+            max_chunks = self._client_limits.limits.max_chunks
+            text = f"the body comes in more than {max_chunks} chunks: send larger ones, or a Content-Length"
+            self._client_limits.hit(_CHUNKS)
             self._refuse_from_parser(413, text)
 
     def on_body(self, body: bytes) -> None:
@@ -178,17 +181,17 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     def _count(self, size_bytes: int) -> None:
         """A read that holds nothing but a part of one message's headers, or of its body."""
-        limit = self._door.limits.max_header_bytes
+        limit = self._client_limits.limits.max_header_bytes
         if self.stage is Stage.HEADERS:
             self._header_bytes += size_bytes
             if self._header_bytes > limit:
-                self._door.hit(_HEADERS)
+                self._client_limits.hit(_HEADERS)
                 self._refuse(431, f"the headers are larger than {limit} bytes")
             return
         # Extensions of chunks and trailers are not the body's, and may be as endless as headers.
         self._wire_bytes += size_bytes
         if self._wire_bytes - self._body_bytes > limit + _CHUNK_FRAME_BYTES * self._chunks:
-            self._door.hit(_HEADERS)
+            self._client_limits.hit(_HEADERS)
             self._refuse(431, f"extensions of chunks and trailers are larger than {limit} bytes")
 
     def send_400_response(self, msg: str) -> None:
@@ -268,7 +271,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         if cycle.response_complete or cycle.waiting_for_100_continue or not self.scope["path"].endswith("/infer"):
             return
         size_bytes = _content_length(cycle.scope["headers"])  # type: ignore[arg-type]
-        if not MIN_DIRECT_BYTES <= size_bytes <= self._door.limits.max_body_bytes:
+        if not MIN_DIRECT_BYTES <= size_bytes <= self._client_limits.limits.max_body_bytes:
             return
 
         try:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
-from headrace.core.limits import REGION_PATTERN, Door
+from headrace.core.limits import REGION_PATTERN, ClientLimits
 from headrace.http.infer_endpoint import error_answer
 from headrace.http.json_bounds import check_json, unique
 from headrace.http.openapi import TAGS, add_route, document, infer_routes
@@ -40,12 +40,12 @@ _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 _MAX_SHOWN = 200
 
 
-def control_application(services: Services, door: Door, metrics: Metrics | None) -> FastAPI:
+def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
     """Everything but inference.
 
     Args:
         services: of the server.
-        door: the limits on requests; the whole of a body only for what may carry a model's files.
+        client_limits: the limits on requests; the whole of a body only for what may carry a model's files.
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
     """
@@ -65,9 +65,9 @@ def control_application(services: Services, door: Door, metrics: Metrics | None)
     def openapi() -> bytes:
         return orjson.dumps(document(app, table))
 
-    table = [*infer_routes(), *routes(services, door.limits.max_body_bytes), *_pages(metrics, openapi)]
+    table = [*infer_routes(), *routes(services, client_limits.limits.max_body_bytes), *_pages(metrics, openapi)]
     for route in table:
-        add_route(app, route, _endpoint(route, door))
+        add_route(app, route, _endpoint(route, client_limits))
     return app
 
 
@@ -79,17 +79,17 @@ def check_path(raw_path: bytes) -> None:
         )
 
 
-def _endpoint(route: Route, door: Door) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await _answer(route, request, door)
+        return await _answer(route, request, client_limits)
 
     return endpoint
 
 
-async def _answer(route: Route, request: Request, door: Door) -> Response:
+async def _answer(route: Route, request: Request, client_limits: ClientLimits) -> Response:
     """Run a route; never raises for what the client did."""
     try:
-        result = route.run(**await _arguments(route, request, door))
+        result = route.run(**await _arguments(route, request, client_limits))
         if isinstance(result, Awaitable):
             result = await result
         if result is None:
@@ -106,7 +106,7 @@ async def _answer(route: Route, request: Request, door: Door) -> Response:
         return _error(ModelFailed(f"the server failed on this request; its log has the cause ({reference})"))
 
 
-async def _arguments(route: Route, request: Request, door: Door) -> dict[str, Any]:
+async def _arguments(route: Route, request: Request, client_limits: ClientLimits) -> dict[str, Any]:
     """Keyword arguments of `Route.run`: path parameters, fields of the body, the header Accept."""
     arguments: dict[str, Any] = dict(request.path_params)
     if re.fullmatch(REGION_PATTERN, arguments.get("region", "_")) is None:
@@ -114,7 +114,9 @@ async def _arguments(route: Route, request: Request, door: Door) -> dict[str, An
         raise BadRequest(f"{region!r} cannot be the name of a region: it must match {REGION_PATTERN}")
     if route.body is not None:
         _check_media_type(request)
-        arguments |= msgspec.to_builtins(_decode(await _read(request, route.max_body_bytes, door), route, door))
+        arguments |= msgspec.to_builtins(
+            _decode(await _read(request, route.max_body_bytes, client_limits), route, client_limits)
+        )
     if route.negotiates:
         arguments["accept"] = request.headers.get("accept", "")
     return arguments
@@ -128,7 +130,7 @@ def _check_media_type(request: Request) -> None:
         raise BadRequest("content-encoding is not taken here: send the JSON as it is")
 
 
-async def _read(request: Request, limit: int, door: Door) -> bytes:
+async def _read(request: Request, limit: int, client_limits: ClientLimits) -> bytes:
     """The body; raises TooLarge or Cancelled."""
     declared = request.headers.get("content-length", "")
     parts: list[bytes] = []
@@ -144,15 +146,17 @@ async def _read(request: Request, limit: int, door: Door) -> bytes:
         except ClientDisconnect:
             raise Cancelled("the client left before its request had arrived") from None
     if size > limit:
-        raise door.too_large("max_body_bytes", f"the body is larger than the {limit} bytes that are taken here")
+        raise client_limits.too_large(
+            "max_body_bytes", f"the body is larger than the {limit} bytes that are taken here"
+        )
     return b"".join(parts)
 
 
-def _decode(content: bytes, route: Route, door: Door) -> Any:
+def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
     """The body as the route's type; raises BadRequest."""
     if not content and not route.body_required:
         content = b"{}"
-    check_json(content, door)
+    check_json(content, client_limits)
     try:
         parsed = json.loads(
             content.decode(), object_pairs_hook=unique, parse_float=_number, parse_constant=_no_constant

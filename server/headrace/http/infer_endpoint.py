@@ -18,19 +18,19 @@ import orjson
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable, forget_frames
-from headrace.core.limits import Door, HeldBody
+from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.core.request import InferRequest, InferResponse
 from headrace.http.codec import Body, ModelCodec
 from headrace.inference import compression
 from headrace.inference.body import BodyBytes
 from headrace.inference.load_report import Header, Headers, LoadHeaders, orca_headers
 from headrace.inference.models import Handle, Services
-from headrace.inference.request_context import Story
+from headrace.inference.request_context import RequestContext
 from headrace.inference.request_options import NOTHING, AskedHeaders
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.timing import timing, timing_headers
 from headrace.observability.counters import ERRORS
-from headrace.observability.tracing import Choice
+from headrace.observability.tracing import SamplingDecision
 
 logger = logging.getLogger("headrace.http")
 
@@ -112,8 +112,8 @@ class InferEndpoint:
     """Serves inference requests.
 
     Args:
-        services: where versions are leased, shared memory is found, and accounts go.
-        door: the limits on requests.
+        services: where versions are leased, shared memory is found, and the observer of requests.
+        client_limits: the limits on requests.
         asked_headers: what else is read of a request.
         clock: monotonic nanoseconds.
     """
@@ -121,14 +121,14 @@ class InferEndpoint:
     def __init__(
         self,
         services: Services,
-        door: Door,
+        client_limits: ClientLimits,
         asked_headers: AskedHeaders | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
         self._models = services.models
         self._regions = services.regions
-        self._accounts = services.accounts
-        self._door = door
+        self._observer = services.observer
+        self._client_limits = client_limits
         self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
         self._versions: WeakKeyDictionary[Handle, _Version] = WeakKeyDictionary()
@@ -138,7 +138,7 @@ class InferEndpoint:
         received_ns = self._clock()
         handle: Handle | None = None
         request: InferRequest | None = None
-        choice: Choice | None = None
+        sampling: SamplingDecision | None = None
         asked, queued_ns, answering = NOTHING, 0, False
         try:
             handle = self._models.lease(model, number)
@@ -152,8 +152,8 @@ class InferEndpoint:
             received_ns = self._clock()
             version = self._version(handle)
             request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
-            if self._accounts.active:
-                choice = self._accounts.choose(handle.spec.name, asked.trace)
+            if self._observer.active:
+                sampling = self._observer.sample(handle.spec.name, asked.trace)
             queued_ns = self._clock()
             response = await _wait(handle.infer(request), connection, receive)
             now_ns = self._clock()
@@ -166,19 +166,21 @@ class InferEndpoint:
                     more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
             size, parts = version.codec.encode(response, plan, told)
             ended_ns = self._clock()
-            handle.recorder.coded(queued_ns - received_ns, ended_ns - now_ns)
+            handle.recorder.record_codec_times(queued_ns - received_ns, ended_ns - now_ns)
             answering = True
             await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
-            if choice:
-                story = Story("http", model, number, received_ns, asked, request.id, request.rows, queued_ns)
-                account = story.answered(handle.spec, response, now_ns, ended_ns, "200")
-                self._accounts.answered(choice, account, handle.recorder)
+            if sampling:
+                request_context = RequestContext(
+                    "http", model, number, received_ns, asked, request.id, request.rows, queued_ns
+                )
+                account = request_context.answered(handle.spec, response, now_ns, ended_ns, "200")
+                self._observer.answered(sampling, account, handle.recorder)
         except (Exception, asyncio.CancelledError) as error:
             if answering and isinstance(error, asyncio.CancelledError):
                 raise
             request_id, rows = (request.id, request.rows) if request else ("", 0)
-            story = Story("http", model, number, received_ns, asked, request_id, rows, queued_ns)
-            await self._fail(scope, send, error, handle, story, choice)
+            request_context = RequestContext("http", model, number, received_ns, asked, request_id, rows, queued_ns)
+            await self._fail(scope, send, error, handle, request_context, sampling)
         finally:
             if handle is not None:
                 handle.release()
@@ -189,8 +191,8 @@ class InferEndpoint:
         send: Send,
         error: BaseException,
         handle: Handle | None,
-        story: Story,
-        choice: Choice | None,
+        request_context: RequestContext,
+        sampling: SamplingDecision | None,
     ) -> None:
         """Answer with an error, and count it."""
         if isinstance(error, HeadraceError):
@@ -206,21 +208,23 @@ class InferEndpoint:
         forget_frames(error)
         busy: Sequence[Header] = ()
         if handle is not None:
-            handle.failed(failure, story.received_ns)
+            handle.failed(failure, request_context.received_ns)
             if failure is error:
                 busy = self._version(handle).load.at(self._clock(), handle).pairs
-        if story.asked is NOTHING:  # refused before its headers were read
+        if request_context.asked is NOTHING:  # refused before its headers were read
             with suppress(BadRequest):
-                story.asked = InferHeaders(scope["headers"], self._asked_headers).asked
+                request_context.asked = InferHeaders(scope["headers"], self._asked_headers).asked
         spec = None if handle is None else handle.spec
-        self._accounts.failed(choice, story.failed(spec, failure, self._clock(), str(http_status(failure))))
+        self._observer.failed(sampling, request_context.failed(spec, failure, self._clock(), str(http_status(failure))))
         if not isinstance(failure, Cancelled):
             await send_error(send, failure, busy)
 
     def _version(self, handle: Handle) -> _Version:
         version = self._versions.get(handle)
         if version is None:
-            codec = ModelCodec(handle.spec, self._regions, self._door.limits.max_body_bytes, self._door)
+            codec = ModelCodec(
+                handle.spec, self._regions, self._client_limits.limits.max_body_bytes, self._client_limits
+            )
             version = self._versions[handle] = _Version(codec, LoadHeaders())
         return version
 
@@ -230,26 +234,26 @@ class InferEndpoint:
         receive: Receive,
         connection: Connection | None,
         headers: InferHeaders,
-        held: HeldBody | None,
+        held: BodyReservation | None,
     ) -> bytes | BodyBytes:
-        limit = self._door.limits.max_body_bytes
+        limit = self._client_limits.limits.max_body_bytes
         if headers.content_length > limit:
             text = f"the body has {headers.content_length} bytes, at most {limit} are taken"
-            raise self._door.too_large("max_body_bytes", text)
+            raise self._client_limits.too_large("max_body_bytes", text)
         body = None if connection is None else await connection.whole_body(send)
         if body is None:
-            body = await _receive_all(receive, self._door)
+            body = await _receive_all(receive, self._client_limits)
         elif len(body) > limit:
-            raise self._door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
+            raise self._client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
-            body = compression.decompress(bytes(body), headers.content_encoding, self._door)
+            body = compression.decompress(bytes(body), headers.content_encoding, self._client_limits)
             if held is not None:
                 held.grow(len(body))
         return body
 
 
-async def _receive_all(receive: Receive, door: Door) -> bytes:
-    limit = door.limits.max_body_bytes
+async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
+    limit = client_limits.limits.max_body_bytes
     parts: list[bytes] = []
     size = 0
     while True:
@@ -260,7 +264,7 @@ async def _receive_all(receive: Receive, door: Door) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise door.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
+            raise client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
 

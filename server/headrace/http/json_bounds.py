@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headrace.core.errors import BadRequest
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 
 # An exponent of three digits, or 300 digits in a row: every number beyond FP64 has one of the two.
 _HUGE = re.compile(rb"[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
@@ -31,7 +31,7 @@ _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
 
 
-def check_json(text: bytes, door: Door) -> int:
+def check_json(text: bytes, client_limits: ClientLimits) -> int:
     """Hold a JSON text against the limits; how many keys it has.
 
     What is no JSON may be told anything: the parser is still to come.
@@ -40,16 +40,18 @@ def check_json(text: bytes, door: Door) -> int:
         BadRequest: nested too deep, or too many keys; counted.
     """
     outside = _outside_strings(text)
-    limits = door.limits
+    limits = client_limits.limits
     keys = outside.count(b":")
     if keys > limits.max_json_keys:
-        raise door.refused("max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are taken")
+        raise client_limits.refused(
+            "max_json_keys", f"the JSON has {keys} keys, at most {limits.max_json_keys} are taken"
+        )
     if outside.count(b"[") + outside.count(b"{") > limits.max_json_depth:
         steps = _STEPS[np.frombuffer(outside, np.uint8)]
         depth = int(np.max(np.cumsum(steps, dtype=np.int32)))
         if depth > limits.max_json_depth:
             told = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} is taken"
-            raise door.refused("max_json_depth", told)
+            raise client_limits.refused("max_json_depth", told)
     return keys
 
 

@@ -10,7 +10,7 @@ import asyncio
 from enum import IntEnum
 from typing import Protocol
 
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 
 # For a client to read the last words on a connection that the server has ended.
 LINGER_S = 2.0
@@ -60,21 +60,21 @@ class Lifetimes:
     """Of all connections of one listener. Ownership: the event loop.
 
     Args:
-        door: the limits, and where it is counted that one was reached.
+        client_limits: the limits, and where it is counted that one was reached.
 
     Attributes:
         epoch: counts the ticks.
     """
 
-    def __init__(self, door: Door) -> None:
-        limits = door.limits
+    def __init__(self, client_limits: ClientLimits) -> None:
+        limits = client_limits.limits
         shortest_s = min(limits.header_timeout_s, limits.body_timeout_s, limits.stall_timeout_s)
         self._tick_s = min(5.0, max(0.02, shortest_s / 4))
         self._header_ticks = round(limits.header_timeout_s / self._tick_s)
         self._body_ticks = round(limits.body_timeout_s / self._tick_s)
         self._stall_ticks = round(limits.stall_timeout_s / self._tick_s)
         self._linger_ticks = max(1, round(LINGER_S / self._tick_s))
-        self._door = door
+        self._client_limits = client_limits
         self._timer: asyncio.TimerHandle | None = None
         # Connections, each with what its client had not read when that last became less, and in which epoch that was.
         self._connections: dict[Mortal, tuple[int, int]] = {}
@@ -109,7 +109,7 @@ class Lifetimes:
         if not unread or unread != unread_before:
             self._connections[connection] = (unread, epoch)
         elif epoch - since > self._stall_ticks:
-            self._door.hit("stall_timeout_s")
+            self._client_limits.hit("stall_timeout_s")
             connection.cut()
             return
         stage, age = connection.stage, epoch - connection.since
@@ -118,13 +118,13 @@ class Lifetimes:
                 connection.stage, connection.since = Stage.HEADERS, epoch
         elif stage is Stage.HEADERS:
             if age > self._header_ticks:
-                self._door.hit("header_timeout_s")
+                self._client_limits.hit("header_timeout_s")
                 connection.time_out("the headers of a request did not arrive in time")
         elif stage is Stage.BODY:
             if connection.excused():
                 connection.since = epoch
             elif age > self._body_ticks:
-                self._door.hit("body_timeout_s")
+                self._client_limits.hit("body_timeout_s")
                 connection.time_out("the body of the request did not arrive in time")
         elif age > self._linger_ticks:
             connection.cut()

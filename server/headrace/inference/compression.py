@@ -7,7 +7,7 @@ import zlib
 from functools import lru_cache
 
 from headrace.core.errors import BadRequest
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 
 # zlib's window argument: 31 = gzip, 47 = gzip or zlib by their header.
 _GZIP_WINDOW = 31
@@ -22,13 +22,13 @@ _WEIGHT = re.compile(r"q=(?:0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)")
 _LEVEL = 1  # tensors compress badly: the cheapest level loses little
 
 
-def decompress(body: bytes, encoding: str, door: Door) -> bytes:
+def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes:
     """Undo a Content-Encoding.
 
     Args:
         body: as it came.
         encoding: of the header, lower case.
-        door: with the limits of the result; a bomb is refused when it passes one, not after.
+        client_limits: with the limits of the result; a bomb is refused when it passes one, not after.
 
     Raises:
         BadRequest: unknown encoding, corrupt or truncated data, or something behind them.
@@ -38,7 +38,7 @@ def decompress(body: bytes, encoding: str, door: Door) -> bytes:
         return body
     if encoding not in ("gzip", "deflate"):
         raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not known here; gzip, deflate and identity are")
-    limits = door.limits
+    limits = client_limits.limits
     by_ratio = max(_FREE_BYTES, len(body) * limits.max_unpack_ratio)
     most = min(limits.max_body_bytes, by_ratio)
     stream = zlib.decompressobj(_EITHER_WINDOW)
@@ -49,8 +49,8 @@ def decompress(body: bytes, encoding: str, door: Door) -> bytes:
     if len(plain) > most:
         if most < limits.max_body_bytes:
             text = f"the body unpacks to more than {limits.max_unpack_ratio} times its size: send it as it is"
-            raise door.too_large("max_unpack_ratio", text)
-        raise door.too_large("max_body_bytes", f"the body is larger than {most} bytes when unpacked")
+            raise client_limits.too_large("max_unpack_ratio", text)
+        raise client_limits.too_large("max_body_bytes", f"the body is larger than {most} bytes when unpacked")
     if not stream.eof:
         raise BadRequest(f"the body's {encoding} data end too early")
     if stream.unused_data:

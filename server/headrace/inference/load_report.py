@@ -8,7 +8,7 @@ from typing import NamedTuple
 import orjson
 
 from headrace.core.clock import NS_PER_MS, NS_PER_US
-from headrace.core.request import Load
+from headrace.core.request import ModelLoad
 from headrace.inference.models import Handle
 
 # Within this time a version's load is told as it was: it changes with every request, and nobody steers by less.
@@ -54,7 +54,7 @@ class LoadHeaders:
         return self._headers
 
 
-def orca_headers(load: Load, form: str) -> list[Header]:
+def orca_headers(load: ModelLoad, form: str) -> list[Header]:
     """ORCA's header in the form that was asked for, text or json; none in any other, since an answer does not hang on it."""
     metrics = _metrics(load)
     if form == "json":
@@ -65,12 +65,12 @@ def orca_headers(load: Load, form: str) -> list[Header]:
     return []
 
 
-def load_parameters(load: Load) -> dict[str, int | str]:
+def load_parameters(load: ModelLoad) -> dict[str, int | str]:
     """The same as parameters of an answer, for gRPC."""
     return {"headrace_queue_depth": load.depth, "headrace_predicted_wait_us": load.wait_ns // NS_PER_US}
 
 
-def describe_load(name: str, version: str, load: Load) -> dict[str, object]:
+def describe_load(name: str, version: str, load: ModelLoad) -> dict[str, object]:
     """All of it, as JSON values."""
     return {
         "name": name,
@@ -91,7 +91,7 @@ def describe_load(name: str, version: str, load: Load) -> dict[str, object]:
     }
 
 
-def _metrics(load: Load) -> dict[str, int]:
+def _metrics(load: ModelLoad) -> dict[str, int]:
     return {
         "queue_depth": load.depth,
         "queue_rows": load.rows,

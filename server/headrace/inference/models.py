@@ -8,12 +8,12 @@ from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import HeadraceError
-from headrace.core.request import InferRequest, Load
+from headrace.core.request import InferRequest, ModelLoad
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import Array, ModelSpec, ResidentRows
-from headrace.observability.access_log import Account
+from headrace.observability.access_log import AccessRecord
 from headrace.observability.counters import Recorder
-from headrace.observability.tracing import Choice, Exemplars
+from headrace.observability.tracing import Exemplars, SamplingDecision
 
 
 class Profile(Protocol):
@@ -39,7 +39,7 @@ class Handle(Protocol):
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request."""
 
-    def load(self, by_level: bool = True) -> Load:
+    def load(self, by_level: bool = True) -> ModelLoad:
         """How busy it is, each priority level by itself if `by_level`, else as a whole."""
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
@@ -166,20 +166,20 @@ class TraceControl(Protocol):
         """
 
 
-class Accounts(Protocol):
-    """Who traces and logs requests; see `headrace.observability.tracing.Accounts`."""
+class Observer(Protocol):
+    """Who traces and logs requests; see `headrace.observability.tracing.RequestObserver`."""
 
     @property
     def active(self) -> bool:
         """True if any request might be chosen: the only thing that one looks at while nothing is traced or logged."""
 
-    def choose(self, model: str, context: TraceContext | None) -> Choice | None:
+    def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         """Called once for each request while `active`, before it is queued; None: it is not chosen."""
 
-    def answered(self, choice: Choice, account: Account, exemplars: Exemplars) -> None:
+    def answered(self, sampling: SamplingDecision, record: AccessRecord, exemplars: Exemplars) -> None:
         """A request that was chosen has its answer."""
 
-    def failed(self, choice: Choice | None, account: Account) -> None:
+    def failed(self, sampling: SamplingDecision | None, record: AccessRecord) -> None:
         """A request, chosen or not, got an error."""
 
 
@@ -217,7 +217,7 @@ class Services:
         repository: loading and unloading.
         regions: shared memory.
         traces: trace settings.
-        accounts: told of requests.
+        observer: told of requests.
         logs: log settings.
         overview: for the server's own page.
         version: of Headrace.
@@ -230,7 +230,7 @@ class Services:
     repository: Repository
     regions: Regions
     traces: TraceControl
-    accounts: Accounts
+    observer: Observer
     logs: LogControl
     overview: Overview
     version: str

@@ -6,10 +6,10 @@ from headrace.core.errors import HeadraceError
 from headrace.core.request import InferResponse
 from headrace.core.tensor import ModelSpec
 from headrace.inference.request_options import NOTHING, Asked
-from headrace.observability.access_log import OK, Account
+from headrace.observability.access_log import OK, AccessRecord
 
 
-class Story:
+class RequestContext:
     """One request so far; made only where an account is wanted.
 
     Args:
@@ -44,7 +44,9 @@ class Story:
         self.rows = rows
         self.queued_ns = queued_ns
 
-    def answered(self, spec: ModelSpec, response: InferResponse, done_ns: int, ended_ns: int, status: str) -> Account:
+    def answered(
+        self, spec: ModelSpec, response: InferResponse, done_ns: int, ended_ns: int, status: str
+    ) -> AccessRecord:
         """The account of a request with an answer.
 
         Args:
@@ -56,7 +58,7 @@ class Story:
         """
         return self._account(spec, ended_ns, status, OK, "", done_ns, response)
 
-    def failed(self, spec: ModelSpec | None, error: HeadraceError, ended_ns: int, status: str) -> Account:
+    def failed(self, spec: ModelSpec | None, error: HeadraceError, ended_ns: int, status: str) -> AccessRecord:
         """The account of a request with an error.
 
         Args:
@@ -76,8 +78,8 @@ class Story:
         error: str,
         done_ns: int = 0,
         response: InferResponse | None = None,
-    ) -> Account:
-        return Account(
+    ) -> AccessRecord:
+        return AccessRecord(
             protocol=self.protocol,
             model=self.model if spec is None else spec.name,
             version=self.version if spec is None else spec.version,

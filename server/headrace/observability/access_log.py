@@ -13,14 +13,14 @@ from typing import BinaryIO, NamedTuple
 from headrace.core.clock import NS_PER_S, NS_PER_US, monotonic_ns
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import RequestLogMode, TraceContext
-from headrace.observability.background import CAPACITY, Background
+from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
 from headrace.observability.logs import escape, iso8601, redact
 
 OK = "ok"
 
 
-class Account(NamedTuple):
+class AccessRecord(NamedTuple):
     """One request from its arrival to its answer; times are monotonic nanoseconds, 0 for what it did not come to.
 
     Attributes:
@@ -39,7 +39,7 @@ class Account(NamedTuple):
         reason: "ok", or the error's word in the metrics.
         error: its text, "" for none.
         times: of its batch; None for an error, and for a request that was cut into several.
-        batch_rows, closed: as in `InferResponse`, whose tensors an account must not keep.
+        batch_rows, closed: as in `InferResponse`, whose tensors a record must not keep.
     """
 
     protocol: str
@@ -74,7 +74,7 @@ class Phase(NamedTuple):
     end_ns: int
 
 
-def phases(account: Account) -> list[Phase]:
+def phases(record: AccessRecord) -> list[Phase]:
     """Where its time went; they follow one another, and add up to the whole where it was answered.
 
         decode   the request was read and held against the model
@@ -85,22 +85,22 @@ def phases(account: Account) -> list[Phase]:
         wake     until the event loop took them up
         encode   the answer was written
 
-    Of a request that was cut into several, or that failed behind the door, `wait` stands for all from queue to wake.
+    Of a request that was cut into several, or that failed after admission, `wait` stands for all from queue to wake.
     """
-    if not account.queued_ns:
+    if not record.queued_ns:
         return []
-    found = [Phase("decode", account.received_ns, account.queued_ns)]
-    done_ns = account.done_ns or account.ended_ns
-    times = account.times
+    found = [Phase("decode", record.received_ns, record.queued_ns)]
+    done_ns = record.done_ns or record.ended_ns
+    times = record.times
     if times is None:
-        found.append(Phase("wait", account.queued_ns, done_ns))
+        found.append(Phase("wait", record.queued_ns, done_ns))
     else:
-        begin_ns = account.queued_ns
+        begin_ns = record.queued_ns
         for name, end_ns in zip(("queue", "copy", "compute", "split", "wake"), (*times, done_ns), strict=True):
             found.append(Phase(name, begin_ns, max(end_ns, begin_ns)))
             begin_ns = max(end_ns, begin_ns)
-    if account.done_ns:
-        found.append(Phase("encode", account.done_ns, account.ended_ns))
+    if record.done_ns:
+        found.append(Phase("encode", record.done_ns, record.ended_ns))
     return found
 
 
@@ -149,9 +149,9 @@ class RequestLog:
         self._format = as_text if text else as_json
         self._seen = 0
         self._second, self._in_second = 0, 0
-        self._lines: Background[tuple[Account, str]] | None = None
+        self._lines: BackgroundWorker[tuple[AccessRecord, str]] | None = None
         if mode != "off":
-            self._lines = Background("headrace-request-log", "request_log", self._write, capacity)
+            self._lines = BackgroundWorker("headrace-request-log", "request_log", self._write, capacity)
 
     @property
     def active(self) -> bool:
@@ -185,52 +185,52 @@ class RequestLog:
             return False
         return True
 
-    def put(self, account: Account, trace_id: str = "") -> None:
+    def put(self, record: AccessRecord, trace_id: str = "") -> None:
         """Write a line, soon."""
         if self._lines is not None:
-            self._lines.put((account, trace_id))
+            self._lines.put((record, trace_id))
 
     def close(self) -> None:
         """Write what waits; waits a few seconds at most for a slow disk or terminal."""
         if self._lines is not None and not self._lines.close(_CLOSE_TIMEOUT_S):
             logger.error("the request log is stuck, lines are lost")
 
-    def _write(self, lines: list[tuple[Account, str]]) -> None:
+    def _write(self, lines: list[tuple[AccessRecord, str]]) -> None:
         offset_ns = time.time_ns() - monotonic_ns()
         rest = memoryview("".join([self._format(fields(*line, offset_ns)) for line in lines]).encode())
         while rest:
             rest = rest[self._stream.write(rest) :]
 
 
-def fields(account: Account, trace_id: str, offset_ns: int) -> dict[str, object]:
+def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, object]:
     """What a line says.
 
     Args:
-        account: of the request.
+        record: of the request.
         trace_id: "" if it is not traced; then that of its caller stands there.
         offset_ns: from monotonic time to nanoseconds since 1970.
     """
-    good = not account.error
+    good = not record.error
     told: dict[str, object] = {
-        "time": iso8601((account.ended_ns + offset_ns) / NS_PER_S),
-        "level": "info" if good else "warning" if account.reason in _CLIENTS else "error",
+        "time": iso8601((record.ended_ns + offset_ns) / NS_PER_S),
+        "level": "info" if good else "warning" if record.reason in _CLIENTS else "error",
         "logger": logger.name,
-        "id": redact(account.request_id[:_MAX_NAME]),
-        "trace_id": trace_id or (account.context.trace_id if account.context else ""),
-        "client": account.client[:_MAX_NAME],
-        "protocol": account.protocol,
-        "model": account.model[:_MAX_NAME],
-        "version": account.version[:_MAX_NAME],
-        "rows": account.rows,
-        "status": account.status,
-        "reason": account.reason,
+        "id": redact(record.request_id[:_MAX_NAME]),
+        "trace_id": trace_id or (record.context.trace_id if record.context else ""),
+        "client": record.client[:_MAX_NAME],
+        "protocol": record.protocol,
+        "model": record.model[:_MAX_NAME],
+        "version": record.version[:_MAX_NAME],
+        "rows": record.rows,
+        "status": record.status,
+        "reason": record.reason,
     }
-    if account.error:
-        told["error"] = redact(account.error[:_MAX_TEXT])
-    if account.times is not None:
-        told["batch"] = {"id": account.batch_id, "rows": account.batch_rows, "closed": account.closed}
-    times = {f"{name}_us": (end_ns - begin_ns) // NS_PER_US for name, begin_ns, end_ns in phases(account)}
-    told["times"] = {**times, "total_us": max(account.ended_ns - account.received_ns, 0) // NS_PER_US}
+    if record.error:
+        told["error"] = redact(record.error[:_MAX_TEXT])
+    if record.times is not None:
+        told["batch"] = {"id": record.batch_id, "rows": record.batch_rows, "closed": record.closed}
+    times = {f"{name}_us": (end_ns - begin_ns) // NS_PER_US for name, begin_ns, end_ns in phases(record)}
+    told["times"] = {**times, "total_us": max(record.ended_ns - record.received_ns, 0) // NS_PER_US}
     return told
 
 

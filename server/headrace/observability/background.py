@@ -19,7 +19,7 @@ CAPACITY = 4096
 _GATHER_S = 0.05
 
 
-class Background(Generic[T]):
+class BackgroundWorker(Generic[T]):
     """Hands items to a thread of its own, many at a time.
 
     `put` and `close` are called by one thread, the event loop's or who ends it; the thread is started by the first item. It is

@@ -273,7 +273,7 @@ SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentTotals:
     """The last seconds.
 
     Attributes:
@@ -285,7 +285,7 @@ class Recent:
     totals: Totals
 
 
-class Marks:
+class TotalsSnapshots:
     """What the totals were at the first event of each of the last seconds.
 
     Not thread-safe: its owner's lock guards it.
@@ -310,7 +310,7 @@ class Marks:
         self._kept.append((second, totals))
         self.second = second
 
-    def recent(self, now_ns: int, totals: Totals) -> Recent:
+    def recent(self, now_ns: int, totals: Totals) -> RecentTotals:
         """The window that ends now.
 
         Args:
@@ -320,8 +320,8 @@ class Marks:
         now_s = now_ns / NS_PER_S
         for second, then in self._kept:
             if second > now_s - SECONDS:
-                return Recent(max(now_s - second, 1e-3), _difference(totals, then))
-        return Recent(float(SECONDS), Totals(last_ms=totals.last_ms))
+                return RecentTotals(max(now_s - second, 1e-3), _difference(totals, then))
+        return RecentTotals(float(SECONDS), Totals(last_ms=totals.last_ms))
 
 
 def _difference(now: Totals, then: Totals) -> Totals:
@@ -363,7 +363,7 @@ class Recorder:
     def __init__(self, histograms: bool = True, clock: Clock = monotonic_ns) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._marks = Marks()
+        self._snapshots = TotalsSnapshots()
         self._shape: object = None  # of the last batch
         self._histograms = histograms
         self._totals = Totals()
@@ -402,8 +402,8 @@ class Recorder:
         second = times.split_ns // NS_PER_S
         with self._lock:
             totals = self._totals
-            if second > self._marks.second:
-                self._marks.put(second, totals.copy())
+            if second > self._snapshots.second:
+                self._snapshots.put(second, totals.copy())
             totals.busy_ns += busy_ns
             totals.shape_changes += shape != self._shape
             self._shape = shape
@@ -432,7 +432,7 @@ class Recorder:
                     for histogram in self._totals.phases.values():
                         histogram.fold()
 
-    def coded(self, decode_ns: int, encode_ns: int) -> None:
+    def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
         """An answer was written to a request that came as bytes, and is counted with its batch besides.
 
         On the event loop, once a request; what gathers is folded with the batches.
@@ -456,12 +456,12 @@ class Recorder:
         """A request got an error `time_ns` after it had arrived."""
         second = self._clock() // NS_PER_S
         with self._lock:
-            if second > self._marks.second:
-                self._marks.put(second, self._totals.copy())
+            if second > self._snapshots.second:
+                self._snapshots.put(second, self._totals.copy())
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
 
-    def exemplar(self, total_ns: int, trace_id: str) -> None:
+    def add_exemplar(self, total_ns: int, trace_id: str) -> None:
         """A request that took `total_ns` from arrival to answer was traced: it stands as an example of its bucket.
 
         Args:
@@ -476,11 +476,11 @@ class Recorder:
         with self._lock:
             return self._totals.copy()
 
-    def recent(self) -> Recent:
+    def recent(self) -> RecentTotals:
         """What was counted over the last seconds."""
         now_ns = self._clock()
         with self._lock:
-            return self._marks.recent(now_ns, self._totals.copy())
+            return self._snapshots.recent(now_ns, self._totals.copy())
 
 
 def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:
@@ -523,7 +523,7 @@ def _duration(count: int, time_ns: int) -> dict[str, int]:
     return {"count": count, "ns": time_ns}
 
 
-class Tally:
+class LabelledCounter:
     """Counts by labels; any thread may call any method.
 
     Labels come from the code or the operator, never from a client: each combination is kept for ever.
@@ -559,11 +559,11 @@ class Tally:
 
 
 # One process is one server: these stand where what is counted is far from whoever could hand a counter in.
-ERRORS = Tally("protocol", "reason")
+ERRORS = LabelledCounter("protocol", "reason")
 """Answers that were an error, by protocol (http, grpc) and the error's `reason`: headrace_errors_total."""
-LOADS = Tally("model", "result")
+LOADS = LabelledCounter("model", "result")
 """Loads of models by result: loaded, reloaded, unloaded, failed: headrace_model_loads_total."""
-BUILDS = Tally("model", "result")
+BUILDS = LabelledCounter("model", "result")
 """Engines built while the server runs, by result: built, failed: headrace_engine_builds_total."""
-DROPPED = Tally("kind")
+DROPPED = LabelledCounter("kind")
 """Traces, spans and lines of the request log that were lost, by kind: headrace_telemetry_dropped_total."""

@@ -25,11 +25,11 @@ from prometheus_client.utils import floatToGoString
 from headrace.core.clock import NS_PER_S
 from headrace.core.telemetry import TritonMetrics
 from headrace.observability.counters import FIRST_NATIVE, SCHEMA, ZERO_S, Exemplar, Histogram
-from headrace.observability.metrics_models import CpuCollector, ModelCollector, Sources
+from headrace.observability.metrics_models import CpuCollector, ModelCollector, ScrapedModels
 from headrace.observability.metrics_server import (
     GpuCollector,
-    Gpus,
-    Memory,
+    GpuMemory,
+    GpuReader,
     MemoryCollector,
     ServerCollector,
     ServerFacts,
@@ -272,10 +272,10 @@ class MetricsPage:
 
     def __init__(
         self,
-        sources: Sources,
-        memory: Memory | None = None,
+        sources: ScrapedModels,
+        memory: GpuMemory | None = None,
         facts: ServerFacts | None = None,
-        gpus: Gpus | None = None,
+        gpus: GpuReader | None = None,
         triton: TritonMetrics | None = None,
     ) -> None:
         self._lock = threading.Lock()  # one scrape at a time

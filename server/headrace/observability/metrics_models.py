@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US, Clock, monotonic_ns
-from headrace.core.request import Load
+from headrace.core.request import ModelLoad
 from headrace.core.telemetry import TritonMetrics
 from headrace.core.tensor import ModelSpec
 from headrace.observability import metrics_table as table
@@ -247,7 +247,7 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
 }
 
 
-class Profile(Protocol):
+class LatencySummary(Protocol):
     """See `headrace.scheduling.latency_table.Profile`."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
@@ -255,7 +255,7 @@ class Profile(Protocol):
 
 
 class ObservedProcess(Protocol):
-    """See `headrace.backends.base.ProcessStatus`."""
+    """See `headrace.backends.base.Standing`."""
 
     @property
     def up(self) -> bool:
@@ -286,7 +286,7 @@ class Policy(Protocol):
         """How requests may be merged."""
 
 
-class Life(Protocol):
+class HandleStatus(Protocol):
     """Who runs a version; see `headrace.scheduling.handle.ModelHandle`."""
 
     @property
@@ -310,21 +310,21 @@ class Life(Protocol):
         """How the model's own process fares; None if it has none."""
 
 
-class Source(Life, Protocol):
+class ScrapedModel(HandleStatus, Protocol):
     """A loaded model version; see `headrace.scheduling.handle.ModelHandle`."""
 
     recorder: Recorder
     spec: ModelSpec
 
     @property
-    def profile(self) -> Profile:
+    def profile(self) -> LatencySummary:
         """How long its batches compute."""
 
-    def load(self) -> Load:
+    def load(self) -> ModelLoad:
         """How busy it is."""
 
 
-Sources = Callable[[], Iterable[tuple[str, str, Source]]]
+ScrapedModels = Callable[[], Iterable[tuple[str, str, ScrapedModel]]]
 
 
 class ModelCollector(Collector):
@@ -335,7 +335,7 @@ class ModelCollector(Collector):
         triton: which metrics under Triton's names there are.
     """
 
-    def __init__(self, sources: Sources, triton: TritonMetrics) -> None:
+    def __init__(self, sources: ScrapedModels, triton: TritonMetrics) -> None:
         self._sources = sources
         self._triton = TritonModels(triton)
 
@@ -376,7 +376,7 @@ _NO_FAILURES = dict.fromkeys(
     0,
 )
 _Rows = list[tuple[list[str], Totals]]
-_Sources = list[tuple[list[str], Source]]
+_Sources = list[tuple[list[str], ScrapedModel]]
 
 
 def _latencies(rows: _Rows) -> Iterator[Metric]:

@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.ledger import HOST, Ledger
-from headrace.core.limits import Door
+from headrace.core.limits import ClientLimits
 from headrace.observability import metrics_table as table
-from headrace.observability.counters import BUILDS, DROPPED, ERRORS, LOADS, Histogram, Tally
+from headrace.observability.counters import BUILDS, DROPPED, ERRORS, LOADS, Histogram, LabelledCounter
 
-_LOOK_S = 0.25
+_INTERVAL_S = 0.25
 
 
 class States(Protocol):
@@ -49,8 +49,8 @@ class LoopLag:
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Look from now on."""
-        self._due_ns = self._clock() + int(_LOOK_S * NS_PER_S)
-        self._timer = loop.call_later(_LOOK_S, self._look, loop)
+        self._due_ns = self._clock() + int(_INTERVAL_S * NS_PER_S)
+        self._timer = loop.call_later(_INTERVAL_S, self._observe, loop)
 
     def stop(self) -> None:
         """Look no more."""
@@ -65,7 +65,7 @@ class LoopLag:
             found.add(self._histogram)
         return found
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
             self._histogram.observe(max(self._clock() - self._due_ns, 0))
         self.start(loop)
@@ -79,14 +79,14 @@ class ServerFacts:
         states: of the models.
         version: of Headrace.
         lag: of the event loop.
-        doors: what clients come through, one a protocol.
+        client_limits: what clients come through, one a protocol.
         certificate_expiry_s: seconds since 1970; None without TLS.
     """
 
     states: States
     version: str
     lag: LoopLag
-    doors: Sequence[Door] = ()
+    client_limits: Sequence[ClientLimits] = ()
     certificate_expiry_s: float | None = None
 
 
@@ -111,29 +111,29 @@ class ServerCollector(Collector):
         lag = table.LOOP_LAG.durations()
         lag.add([], facts.lag.histogram())
         yield lag
-        yield from _doors(facts.doors)
+        yield from _limit_metrics(facts.client_limits)
         expiry = table.CERTIFICATE.gauge()
         if facts.certificate_expiry_s is not None:
             expiry.add_metric([], facts.certificate_expiry_s)
         yield expiry
-        for family, tally in _TALLIES:
+        for family, labelled_counter in _LABELLED_COUNTERS:
             counter = family.counter()
-            for values, count in tally.items():
+            for values, count in labelled_counter.items():
                 counter.add_metric(values, count)
             yield counter
 
 
-def _doors(doors: Sequence[Door]) -> Iterator[Metric]:
+def _limit_metrics(client_limits: Sequence[ClientLimits]) -> Iterator[Metric]:
     hits, connections, limits = table.LIMIT_HITS.counter(), table.CONNECTIONS.gauge(), table.LIMIT.gauge()
     bodies = table.BODIES.gauge()
-    for door in doors:
-        for limit, count in door.hits.items():
-            hits.add_metric([door.protocol, limit], count)
-        if door.connections is not None:
-            connections.add_metric([door.protocol], door.connections)
-    for door in doors[:1]:  # the others have the same
-        bodies.add_metric([], door.bodies.held_bytes)
-        for limit, value in door.limits.table().items():
+    for each in client_limits:
+        for limit, count in each.hits.items():
+            hits.add_metric([each.protocol, limit], count)
+        if each.connections is not None:
+            connections.add_metric([each.protocol], each.connections)
+    for each in client_limits[:1]:  # the others have the same
+        bodies.add_metric([], each.bodies.reserved_bytes)
+        for limit, value in each.limits.table().items():
             limits.add_metric([limit], value)
     yield from (hits, connections, bodies, limits)
 
@@ -148,7 +148,7 @@ def _states(states: States) -> Metric:
 
 # In the order of a version's life; see `headrace.repository.registry.State`.
 _STATES = ("UNKNOWN", "LOADING", "READY", "UNAVAILABLE", "UNLOADING", "UNLOADED")
-_TALLIES: tuple[tuple[table.Family, Tally], ...] = (
+_LABELLED_COUNTERS: tuple[tuple[table.Family, LabelledCounter], ...] = (
     (table.ERRORS, ERRORS),
     (table.MODEL_LOADS, LOADS),
     (table.ENGINE_BUILDS, BUILDS),
@@ -156,7 +156,7 @@ _TALLIES: tuple[tuple[table.Family, Tally], ...] = (
 )
 
 
-class Loads(Protocol):
+class LoadStatistics(Protocol):
     """How often a version was loaded; see `headrace.repository.gpu_model_cache.LoadCounts`."""
 
     count: int
@@ -166,16 +166,16 @@ class Loads(Protocol):
     evictions: int
 
 
-class Memory(Protocol):
+class GpuMemory(Protocol):
     """Who holds the memory of GPUs; see `headrace.repository.gpu_model_cache.GpuModelCache`."""
 
     ledger: Ledger
 
-    def loads(self) -> Iterable[tuple[str, str, Loads]]:
+    def loads(self) -> Iterable[tuple[str, str, LoadStatistics]]:
         """Model, version and how often it was loaded."""
 
 
-class Reading(Protocol):
+class ScrapedGpu(Protocol):
     """One GPU as the driver tells of it now; what it does not tell is None. See `headrace.cuda.devices.GpuReading`.
 
     Attributes:
@@ -205,17 +205,17 @@ class Reading(Protocol):
     slowed: Mapping[str, bool]
 
 
-class Gpus(Protocol):
+class GpuReader(Protocol):
     """See `headrace.cuda.devices.Nvml`."""
 
-    def readings(self) -> Iterable[Reading]:
+    def readings(self) -> Iterable[ScrapedGpu]:
         """Of every GPU; none where there is no driver. Takes some milliseconds."""
 
 
 class MemoryCollector(Collector):
     """Makes the metrics of models' memory out of the ledger."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: GpuMemory) -> None:
         self._memory = memory
 
     def describe(self) -> Iterable[Metric]:
@@ -254,7 +254,7 @@ class MemoryCollector(Collector):
 class GpuCollector(Collector):
     """Makes the metrics of the GPUs themselves, asking the driver at each scrape."""
 
-    def __init__(self, gpus: Gpus) -> None:
+    def __init__(self, gpus: GpuReader) -> None:
         self._gpus = gpus
         self._first_j: dict[str, float] = {}  # energy at the first scrape, by UUID
 
@@ -286,7 +286,7 @@ class GpuCollector(Collector):
         yield from _triton(readings)
         yield self._energy(readings)
 
-    def _energy(self, readings: list[Reading]) -> Metric:
+    def _energy(self, readings: list[ScrapedGpu]) -> Metric:
         """Energy as Triton counts it: from the server's start, not the driver's."""
         metric = table.TRITON_ENERGY.unknown()
         for reading in readings:
@@ -296,7 +296,7 @@ class GpuCollector(Collector):
         return metric
 
 
-def _triton(readings: list[Reading]) -> Iterator[GaugeMetricFamily]:
+def _triton(readings: list[ScrapedGpu]) -> Iterator[GaugeMetricFamily]:
     for name, read in _TRITON.items():
         metric = table.TRITON_GPU[name].gauge()
         for reading in readings:

@@ -1,10 +1,10 @@
 """Requests as spans of OpenTelemetry, sent by OTLP. Imported only where the operator has named a receiver.
 
     infer MODEL          of one request, in its caller's trace or one of its own; linked to its batch
-    |- decode, queue, copy, compute, split, wake, encode     see `account.phases`
+    |- decode, queue, copy, compute, split, wake, encode     see `record.phases`
     batch MODEL          of one batch, in a trace of its own, linked to every traced request in it
 
-Nothing of this happens on the event loop: it hands over accounts, and a thread makes spans of them.
+Nothing of this happens on the event loop: it hands over records, and a thread makes spans of them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from opentelemetry.trace import (
 
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.request import BatchTimes
-from headrace.observability.access_log import Account, phases
-from headrace.observability.background import CAPACITY, Background
+from headrace.observability.access_log import AccessRecord, phases
+from headrace.observability.background import CAPACITY, BackgroundWorker
 from headrace.observability.counters import DROPPED
 from headrace.observability.logs import redact
 
@@ -143,76 +143,76 @@ class SpanWriter:
         self._refused = False
         self._closing = False
         self._last_words = _LastWords()
-        self._accounts: Background[tuple[Account, str]] = Background(
+        self._records: BackgroundWorker[tuple[AccessRecord, str]] = BackgroundWorker(
             "headrace-spans", _KIND, self._work, capacity, gather_s=0.2
         )
 
     @property
     def failed(self) -> bool:
         """No spans are made any more; the log says why."""
-        return self._accounts.failed
+        return self._records.failed
 
-    def put(self, account: Account, trace_id: str) -> None:
+    def put(self, record: AccessRecord, trace_id: str) -> None:
         """A request is over that is traced under `trace_id`, 32 hexadecimal digits."""
-        self._accounts.put((account, trace_id))
+        self._records.put((record, trace_id))
 
     def close(self) -> None:
         """Send what waits; waits a few seconds at most for a receiver that does not take it."""
         self._closing = True
-        if not self._accounts.close(_CLOSE_TIMEOUT_S):
+        if not self._records.close(_CLOSE_TIMEOUT_S):
             logger.warning("spans are lost: %s did not take them in time", self._shown)
         self._exporter.shutdown()
 
-    def _work(self, accounts: list[tuple[Account, str]]) -> float | None:
-        """Make spans of accounts, end the batches that are due, send all of it."""
+    def _work(self, records: list[tuple[AccessRecord, str]]) -> float | None:
+        """Make spans of records, end the batches that are due, send all of it."""
         now_ns = monotonic_ns()
         offset_ns = time.time_ns() - now_ns
-        for account, trace_id in accounts:
-            self._request(account, trace_id, now_ns, offset_ns)
+        for record, trace_id in records:
+            self._request(record, trace_id, now_ns, offset_ns)
         due_s = self._end_batches(now_ns)
         spans, self._ended.spans = self._ended.spans, []
         for start in range(0, len(spans), _EXPORT_SPANS):
             self._send(spans[start : start + _EXPORT_SPANS])
         return due_s
 
-    def _request(self, account: Account, trace_id: str, now_ns: int, offset_ns: int) -> None:
-        batch = self._batch(account, now_ns, offset_ns)
+    def _request(self, record: AccessRecord, trace_id: str, now_ns: int, offset_ns: int) -> None:
+        batch = self._batch(record, now_ns, offset_ns)
         self._ids.next_trace_id = int(trace_id, 16)
         span = self._tracer.start_span(
-            f"infer {_text(account.model)}",
-            _parent(account),
+            f"infer {_text(record.model)}",
+            _parent(record),
             SpanKind.SERVER,
-            _attributes(account),
+            _attributes(record),
             [] if batch is None else [Link(batch.span.get_span_context(), {"headrace.link": "batch"})],
-            account.received_ns + offset_ns,
+            record.received_ns + offset_ns,
         )
         within = set_span_in_context(span, Context())
-        for name, begin_ns, end_ns in phases(account):
+        for name, begin_ns, end_ns in phases(record):
             part = self._tracer.start_span(name, within, start_time=begin_ns + offset_ns)
             part.end(end_ns + offset_ns)
-        if account.error:
-            span.set_status(Status(StatusCode.ERROR, redact(_text(account.error))))
-        span.end(account.ended_ns + offset_ns)
+        if record.error:
+            span.set_status(Status(StatusCode.ERROR, redact(_text(record.error))))
+        span.end(record.ended_ns + offset_ns)
         if batch is not None and batch.links < _MAX_LINKS:
             batch.span.add_link(span.get_span_context(), {"headrace.link": "member"})
             batch.links += 1
 
-    def _batch(self, account: Account, now_ns: int, offset_ns: int) -> _HeldBatch | None:
+    def _batch(self, record: AccessRecord, now_ns: int, offset_ns: int) -> _HeldBatch | None:
         """The batch of an answered request; its members share one object for their times."""
-        times = account.times
+        times = record.times
         if times is None:
             return None
         held = self._held.get(id(times))
         if held is None:
             span = self._tracer.start_span(
-                f"batch {_text(account.model)}",
+                f"batch {_text(record.model)}",
                 Context(),
                 attributes={
-                    "headrace.model": _text(account.model),
-                    "headrace.version": _text(account.version),
-                    "headrace.batch.id": account.batch_id,
-                    "headrace.batch.rows": account.batch_rows,
-                    "headrace.batch.closed": account.closed,
+                    "headrace.model": _text(record.model),
+                    "headrace.version": _text(record.version),
+                    "headrace.batch.id": record.batch_id,
+                    "headrace.batch.rows": record.batch_rows,
+                    "headrace.batch.closed": record.closed,
                     "headrace.batch.copied_us": (times.assembled_ns - times.taken_ns) // 1000,
                     "headrace.batch.computed_us": (times.computed_ns - times.assembled_ns) // 1000,
                 },
@@ -290,9 +290,9 @@ def _resource(version: str) -> Resource:
     return found
 
 
-def _parent(account: Account) -> Context:
+def _parent(record: AccessRecord) -> Context:
     """The caller's span, or nothing: then a trace begins."""
-    context = account.context
+    context = record.context
     if context is None:
         return Context()
     state = TraceState.from_header([context.state]) if context.state else None
@@ -301,28 +301,28 @@ def _parent(account: Account) -> Context:
     return set_span_in_context(NonRecordingSpan(parent), Context())
 
 
-def _attributes(account: Account) -> dict[str, str | int]:
+def _attributes(record: AccessRecord) -> dict[str, str | int]:
     found: dict[str, str | int] = {
-        "headrace.protocol": account.protocol,
-        "headrace.model": _text(account.model),
-        "headrace.version": _text(account.version),
-        "headrace.rows": account.rows,
+        "headrace.protocol": record.protocol,
+        "headrace.model": _text(record.model),
+        "headrace.version": _text(record.version),
+        "headrace.rows": record.rows,
     }
-    if account.protocol == "http":
-        found |= {"http.request.method": "POST", "http.response.status_code": int(account.status)}
+    if record.protocol == "http":
+        found |= {"http.request.method": "POST", "http.response.status_code": int(record.status)}
         found["http.route"] = "/v2/models/{model}/infer"
     else:
         found |= {"rpc.system": "grpc", "rpc.service": "inference.GRPCInferenceService", "rpc.method": "ModelInfer"}
-        found["rpc.response.status_code"] = account.status
-    if account.request_id:
-        found["headrace.request_id"] = redact(_text(account.request_id))
-    if account.client:
-        found["headrace.client"] = _text(account.client)
-    if account.error:
-        found["error.type"] = account.reason
-    if account.times is not None:
-        found |= {"headrace.batch.rows": account.batch_rows, "headrace.batch.closed": account.closed}
-        found["headrace.batch.id"] = account.batch_id
+        found["rpc.response.status_code"] = record.status
+    if record.request_id:
+        found["headrace.request_id"] = redact(_text(record.request_id))
+    if record.client:
+        found["headrace.client"] = _text(record.client)
+    if record.error:
+        found["error.type"] = record.reason
+    if record.times is not None:
+        found |= {"headrace.batch.rows": record.batch_rows, "headrace.batch.closed": record.closed}
+        found["headrace.batch.id"] = record.batch_id
     return found
 
 

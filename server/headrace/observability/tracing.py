@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.telemetry import TraceContext
-from headrace.observability.access_log import OK, Account, RequestLog
+from headrace.observability.access_log import OK, AccessRecord, RequestLog
 from headrace.observability.counters import DROPPED
 from headrace.observability.logs import Pseudonyms, escape
 
@@ -213,14 +213,14 @@ class Spans(Protocol):
     def failed(self) -> bool:
         """No spans are made any more."""
 
-    def put(self, account: Account, trace_id: str) -> None:
+    def put(self, access_record: AccessRecord, trace_id: str) -> None:
         """A request is over that is traced."""
 
     def close(self) -> None:
         """Send what waits."""
 
 
-class Pick(NamedTuple):
+class TraceSelection(NamedTuple):
     """How a request is traced.
 
     Attributes:
@@ -355,7 +355,7 @@ class Tracer:
         self._apply(model, chosen)
         return self.settings(model)
 
-    def pick(self, model: str, context: TraceContext | None) -> Pick | None:
+    def select(self, model: str, context: TraceContext | None) -> TraceSelection | None:
         """Called once for each request, while `active`: how it is traced, None if it is not.
 
         Args:
@@ -378,29 +378,31 @@ class Tracer:
             if sampler.count == 0:
                 self._refresh()
         if sampler.mode == _SPANS:
-            return Pick(f"{random.getrandbits(128) or 1:032x}")
-        return Pick("", sampler.log_frequency)
+            return TraceSelection(f"{random.getrandbits(128) or 1:032x}")
+        return TraceSelection("", sampler.log_frequency)
 
-    def record(self, pick: Pick, account: Account) -> None:
+    def record(self, pick: TraceSelection, access_record: AccessRecord) -> None:
         """A request that was picked is over. Only what was answered goes to the trace file."""
         if pick.trace_id:
             if self._spans is not None:
-                self._spans.put(account, pick.trace_id)
+                self._spans.put(access_record, pick.trace_id)
             return
-        if account.reason != OK:
+        if access_record.reason != OK:
             return
         self._number += 1
-        events = [("REQUEST_START", account.received_ns), ("QUEUE_START", account.queued_ns)]
-        times = account.times
+        events = [("REQUEST_START", access_record.received_ns), ("QUEUE_START", access_record.queued_ns)]
+        times = access_record.times
         if times is not None:
             events.append(("COMPUTE_START", times.taken_ns))
             events.append(("COMPUTE_INPUT_END", times.assembled_ns))
             events.append(("COMPUTE_OUTPUT_START", times.computed_ns))
             events.append(("COMPUTE_END", times.split_ns))
-        events.append(("REQUEST_END", account.done_ns))
-        request_id = account.request_id[:_MAX_REQUEST_ID]
+        events.append(("REQUEST_END", access_record.done_ns))
+        request_id = access_record.request_id[:_MAX_REQUEST_ID]
         self._writer.put(
-            TraceRecord(self._number, account.model, account.version, request_id, tuple(events), pick.log_frequency)
+            TraceRecord(
+                self._number, access_record.model, access_record.version, request_id, tuple(events), pick.log_frequency
+            )
         )
 
     def close(self) -> None:
@@ -412,7 +414,7 @@ class Tracer:
         if self._spans is not None:
             self._spans.close()
 
-    def _follow(self, trace_id: str) -> Pick | None:
+    def _follow(self, trace_id: str) -> TraceSelection | None:
         """Trace as the caller does; None, and counted, if too many callers did in this second."""
         second = self._clock() // NS_PER_S
         if second != self._second:
@@ -421,7 +423,7 @@ class Tracer:
         if self._in_second > _MAX_ASKED_HZ:
             DROPPED.count("spans")
             return None
-        return Pick(trace_id)
+        return TraceSelection(trace_id)
 
     def _parse(self, name: str, value: object) -> int | None:
         """The value as a number, None to reset; raises BadRequest or Forbidden."""
@@ -533,11 +535,11 @@ def _sampler(settings: Mapping[str, int]) -> _Sampler:
 class Exemplars(Protocol):
     """Keeps examples of a version's durations; see `headrace.observability.counters.Recorder`."""
 
-    def exemplar(self, total_ns: int, trace_id: str) -> None:
+    def add_exemplar(self, total_ns: int, trace_id: str) -> None:
         """A request that took `total_ns` from arrival to answer was traced."""
 
 
-class Choice(NamedTuple):
+class SamplingDecision(NamedTuple):
     """What a request was chosen for.
 
     Attributes:
@@ -545,11 +547,11 @@ class Choice(NamedTuple):
         log: it is logged whatever becomes of it.
     """
 
-    trace: Pick | None
+    trace: TraceSelection | None
     log: bool
 
 
-class Accounts:
+class RequestObserver:
     """The one place that the front ends know.
 
     Everything is called on the event loop unless it says otherwise, `close` by who ends it.
@@ -570,7 +572,7 @@ class Accounts:
         """Some request might be chosen: all that one looks at while nothing is traced or logged."""
         return self._tracer.active or self._log.active
 
-    def choose(self, model: str, context: TraceContext | None) -> Choice | None:
+    def sample(self, model: str, context: TraceContext | None) -> SamplingDecision | None:
         """Called once for each request on its way to the queue, while `active`.
 
         Args:
@@ -580,28 +582,33 @@ class Accounts:
         Returns:
             What it was chosen for, None for nothing.
         """
-        trace = self._tracer.pick(model, context) if self._tracer.active else None
+        trace = self._tracer.select(model, context) if self._tracer.active else None
         log = self._log.active and self._log.wants(trace is not None)
-        return Choice(trace, log) if log or trace is not None else None
+        return SamplingDecision(trace, log) if log or trace is not None else None
 
-    def answered(self, choice: Choice, account: Account, exemplars: Exemplars) -> None:
+    def answered(self, sampling: SamplingDecision, access_record: AccessRecord, exemplars: Exemplars) -> None:
         """A request that was chosen has its answer."""
-        trace = choice.trace
-        if trace is not None and trace.trace_id and account.times is not None:
-            exemplars.exemplar(account.times.split_ns - account.received_ns, trace.trace_id)
-        self._tell(choice, account)
+        trace = sampling.trace
+        if trace is not None and trace.trace_id and access_record.times is not None:
+            exemplars.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
+        self._tell(sampling, access_record)
 
-    def failed(self, choice: Choice | None, account: Account) -> None:
+    def failed(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:
         """A request, chosen or not, got an error.
 
         One that never came to the queue is traced if its caller's trace is sampled.
         """
-        if choice is None and account.context is not None and account.context.sampled and self._tracer.active:
-            choice = Choice(self._tracer.pick(account.model, account.context), False)
-        trace, log = choice or Choice(None, False)
-        log = log or self._log.wants_error(account.ended_ns)
+        if (
+            sampling is None
+            and access_record.context is not None
+            and access_record.context.sampled
+            and self._tracer.active
+        ):
+            sampling = SamplingDecision(self._tracer.select(access_record.model, access_record.context), False)
+        trace, log = sampling or SamplingDecision(None, False)
+        log = log or self._log.wants_error(access_record.ended_ns)
         if log or trace is not None:
-            self._tell(Choice(trace, log), account)
+            self._tell(SamplingDecision(trace, log), access_record)
 
     def close(self) -> None:
         """Write and send what waits."""
@@ -612,12 +619,12 @@ class Accounts:
         """What a client is called to whoever reads of it; from any thread."""
         return client if self._pseudonyms is None else self._pseudonyms.name(client)
 
-    def _tell(self, choice: Choice, account: Account) -> None:
+    def _tell(self, sampling: SamplingDecision, access_record: AccessRecord) -> None:
         if self._pseudonyms is not None:
-            account = account._replace(client=self.client_name(account.client))
+            access_record = access_record._replace(client=self.client_name(access_record.client))
         trace_id = ""
-        if choice.trace is not None:
-            trace_id = choice.trace.trace_id
-            self._tracer.record(choice.trace, account)
-        if choice.log:
-            self._log.put(account, trace_id)
+        if sampling.trace is not None:
+            trace_id = sampling.trace.trace_id
+            self._tracer.record(sampling.trace, access_record)
+        if sampling.log:
+            self._log.put(access_record, trace_id)

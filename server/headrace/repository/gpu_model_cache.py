@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from headrace.core.clock import NS_PER_S, Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable
-from headrace.core.ledger import HOST, Account, Ledger, NoRoom, format_bytes
+from headrace.core.ledger import HOST, Ledger, MemoryAccount, NoRoom, format_bytes
 from headrace.scheduling.handle import ModelHandle
 
 logger = logging.getLogger("headrace.memory")
@@ -54,7 +54,7 @@ class CachedModel:
 
     handle: ModelHandle
     keep: bool
-    reopen: Callable[[], Account]
+    reopen: Callable[[], MemoryAccount]
     needs: dict[int, int] = field(default_factory=dict)
     loaded_ns: int = 0
     stays_ns: int = 0
@@ -138,7 +138,12 @@ class GpuModelCache:
     # For the loader, on the control thread
 
     def add(
-        self, handle: ModelHandle, account: Account, keep: bool, reopen: Callable[[], Account], begun_ns: int
+        self,
+        handle: ModelHandle,
+        account: MemoryAccount,
+        keep: bool,
+        reopen: Callable[[], MemoryAccount],
+        begun_ns: int,
     ) -> None:
         """Add a version that has been loaded.
 
@@ -311,7 +316,7 @@ class GpuModelCache:
                 self.on_change(model.handle)
             return 0
 
-    def _record_load(self, model: CachedModel, account: Account, begun_ns: int, on_demand: bool = False) -> None:
+    def _record_load(self, model: CachedModel, account: MemoryAccount, begun_ns: int, on_demand: bool = False) -> None:
         now_ns = self.clock()
         model.needs = {gpu: size_bytes for gpu, size_bytes in account.held().items() if gpu != HOST}
         model.loaded_ns, model.stays_ns = now_ns, now_ns + max(_MIN_RESIDENCE_NS, now_ns - begun_ns)

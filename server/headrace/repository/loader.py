@@ -19,7 +19,7 @@ from headrace.config.serving_plan import GpuRuntime, ServingPlan, engine_folder,
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
 from headrace.core.completion import Mailbox
 from headrace.core.errors import ConfigError, Finding, Unsupported
-from headrace.core.ledger import Account, NoRoom
+from headrace.core.ledger import MemoryAccount, NoRoom
 from headrace.core.model_config import DynamicBatching, FairSharing, ModelConfig, QueuePolicy
 from headrace.core.model_config import RateLimits as ConfiguredLimits
 from headrace.core.tensor import BY_CONFIG_NAME, ModelSpec, TensorSpec
@@ -241,7 +241,7 @@ class Loader:
             kept.write(handle.profile, measuring.idle_ns)
             model.last.append(partial(kept.write, handle.profile, measuring.idle_ns))
 
-        def reopen() -> Account:
+        def reopen() -> MemoryAccount:
             if _look(chosen.file) != seen:
                 message = f"{chosen.file.name} has changed since it was loaded"
                 raise ConfigError([Finding(f"{config.name}/{version}", None, message, "load the model again")])
@@ -290,7 +290,7 @@ class Loader:
             raise
 
     def _on_gpus(
-        self, chosen: ServingPlan, config: ModelConfig, steps: Steps, account: Account
+        self, chosen: ServingPlan, config: ModelConfig, steps: Steps, account: MemoryAccount
     ) -> tuple[list[int], LoadedModel, Steps]:
         from headrace.backends.process.backend import IsolatedBackend
         from headrace.backends.tensorrt.backend import TensorRtBackend, TensorRtModel, gpu_count
@@ -474,7 +474,7 @@ class _BookedModel:
     """
 
     inner: LoadedModel
-    account: Account
+    account: MemoryAccount
     instances: int
     resident_devices: frozenset[int]
     devices: tuple[int, ...]

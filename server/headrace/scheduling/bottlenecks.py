@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.observability.counters import Recent
+from headrace.observability.counters import RecentTotals
 from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
@@ -38,7 +38,7 @@ class LoadSnapshot:
         evicted: the model is out of memory until somebody asks.
     """
 
-    recent: Recent
+    recent: RecentTotals
     policy: HandlePolicy
     profile: LatencyTable
     instances: int

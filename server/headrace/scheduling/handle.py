@@ -18,7 +18,7 @@ from headrace.backends.base import Execution, LoadedModel, ProcessStatus, is_pip
 from headrace.core.clock import NS_PER_S, NS_PER_US, Clock, monotonic_ns
 from headrace.core.completion import Completion, LoopCompletion, Mailbox, ThreadCompletion, settle_all
 from headrace.core.errors import DeadlineExceeded, HeadraceError, Unavailable
-from headrace.core.request import InferRequest, InferResponse, LevelLoad, Load
+from headrace.core.request import InferRequest, InferResponse, LevelLoad, ModelLoad
 from headrace.core.tensor import BYTES, ModelSpec
 from headrace.observability.counters import Recorder
 from headrace.scheduling.admission import AdmissionController, Quotas
@@ -271,7 +271,7 @@ class ModelHandle:
         """Requests in the queue."""
         return self._scheduler.depth
 
-    def load(self, by_level: bool = True) -> Load:
+    def load(self, by_level: bool = True) -> ModelLoad:
         """How busy it is.
 
         Args:
@@ -283,7 +283,7 @@ class ModelHandle:
             LevelLoad(level, *scheduler.waiting(level - 1), admission.wait_ns(level - 1, now_ns))
             for level in range(1, self.policy.levels + 1 if by_level else 1)
         )
-        return Load(
+        return ModelLoad(
             depth=scheduler.depth,
             rows=scheduler.waiting_rows,
             in_flight=self._leases,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, NS_PER_US
-from headrace.core.svg_plot import Curve, Panel
+from headrace.core.svg_plot import Panel, PlotCurve
 from headrace.simulation.replay import ANSWERED, Replay
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
@@ -260,8 +260,8 @@ def panels(
         slos_ms: of each setting, by model; without any every answer is good.
         overhead_ns: added to every latency.
     """
-    within: list[Curve] = []
-    good: list[Curve] = []
+    within: list[PlotCurve] = []
+    good: list[PlotCurve] = []
     trace = done[0][1].trace
     edges_s = np.linspace(0, trace.duration_ns / NS_PER_S, _BINS + 1)
     wide_s = float(edges_s[1])
@@ -271,15 +271,17 @@ def panels(
         served = np.sort(latency_ms[answered])
         places = np.unique(np.linspace(0, len(served) - 1, 200).astype(int)) if len(served) else np.empty(0, int)
         within.append(
-            Curve(name, served[places].tolist(), (100 * (places + 1) / max(len(trace), 1)).tolist(), step=True)
+            PlotCurve(name, served[places].tolist(), (100 * (places + 1) / max(len(trace), 1)).tolist(), step=True)
         )
         limits = np.array([math.inf if slo is None else slo for slo in slo_ms])[trace.models]
         done_s = trace.times_ns / NS_PER_S + latency_ms / 1000
         counts, _ = np.histogram(done_s[answered & (latency_ms <= limits)], edges_s)
-        good.append(Curve(name, edges_s.tolist(), [*(counts / wide_s).tolist(), float(counts[-1] / wide_s)], step=True))
+        good.append(
+            PlotCurve(name, edges_s.tolist(), [*(counts / wide_s).tolist(), float(counts[-1] / wide_s)], step=True)
+        )
     offered, _ = np.histogram(trace.times_ns / NS_PER_S, edges_s)
     good.append(
-        Curve("offered", edges_s.tolist(), [*(offered / wide_s).tolist(), float(offered[-1] / wide_s)], step=True)
+        PlotCurve("offered", edges_s.tolist(), [*(offered / wide_s).tolist(), float(offered[-1] / wide_s)], step=True)
     )
     marks = sorted({slo for each in slos_ms for slo in each if slo is not None})
     return [

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom, Reservation, format_bytes
+from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom, Reservation, format_bytes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -87,7 +87,7 @@ def test_threads_never_go_over_the_limit_together() -> None:
     start = threading.Barrier(4)
     got: list[int] = []
 
-    def book(account: Account) -> None:
+    def book(account: MemoryAccount) -> None:
         start.wait()
         for _ in range(200):
             try:
@@ -122,8 +122,8 @@ class Books(RuleBasedStateMachine):
         self.ledger = Ledger()
         for gpu, limit in self.LIMITS.items():
             self.ledger.set_limit(gpu, limit)
-        self.accounts: list[Account] = []
-        self.blocks: list[tuple[Account, int, Reservation, int]] = []
+        self.accounts: list[MemoryAccount] = []
+        self.blocks: list[tuple[MemoryAccount, int, Reservation, int]] = []
 
     @rule(budget=st.booleans())
     def open(self, budget: bool) -> None:
@@ -168,7 +168,7 @@ class Books(RuleBasedStateMachine):
         block.resize(size)
         self.blocks[index] = (account, gpu, block, size)
 
-    def _sum(self, gpu: int, account: Account | None = None) -> int:
+    def _sum(self, gpu: int, account: MemoryAccount | None = None) -> int:
         return sum(size for owner, place, _, size in self.blocks if place == gpu and account in (None, owner))
 
     @invariant()

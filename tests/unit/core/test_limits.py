@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from headrace.core.errors import Overloaded
-from headrace.core.limits import Bodies, Door, Limits
+from headrace.core.limits import BodyMemory, ClientLimits, Limits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +16,9 @@ STEPS = st.tuples(st.integers(0, 4), st.sampled_from(["grow", "shrink", "end"]),
 def test_what_bodies_hold_is_the_sum_of_each(steps: list[tuple[int, str, int]]) -> None:
     """Against a plain count: five requests by two protocols, in any order."""
     limits = Limits(max_body_bytes=10, max_total_body_bytes=LIMIT)
-    bodies = Bodies(limits)
-    doors = Door(limits, "http", bodies), Door(limits, "grpc", bodies)
-    held = [doors[index % 2].hold() for index in range(5)]
+    bodies = BodyMemory(limits)
+    client_limits = ClientLimits(limits, "http", bodies), ClientLimits(limits, "grpc", bodies)
+    held = [client_limits[index % 2].reserve() for index in range(5)]
     expected, ended, refused = [0] * 5, [False] * 5, 0
     for index, step, size in steps:
         if step == "end":
@@ -35,24 +35,24 @@ def test_what_bodies_hold_is_the_sum_of_each(steps: list[tuple[int, str, int]]) 
         else:
             held[index].grow(size)
             expected[index] += 0 if ended[index] else size
-        assert bodies.held_bytes == sum(expected) <= LIMIT
-    assert sum(door.hits["max_total_body_bytes"] for door in doors) == refused
+        assert bodies.reserved_bytes == sum(expected) <= LIMIT
+    assert sum(client_limits.hits["max_total_body_bytes"] for client_limits in client_limits) == refused
     for one in held:
         one.end()
-    assert bodies.held_bytes == 0
+    assert bodies.reserved_bytes == 0
 
 
 def test_room_is_asked_for_without_being_taken() -> None:
-    door = Door(Limits(max_body_bytes=10, max_total_body_bytes=LIMIT))
-    held = door.hold()
+    client_limits = ClientLimits(Limits(max_body_bytes=10, max_total_body_bytes=LIMIT))
+    held = client_limits.reserve()
     held.check(LIMIT)
     with pytest.raises(Overloaded, match="100 bytes together"):
         held.check(LIMIT + 1)
-    assert (door.bodies.held_bytes, door.hits["max_total_body_bytes"]) == (0, 1)
+    assert (client_limits.bodies.reserved_bytes, client_limits.hits["max_total_body_bytes"]) == (0, 1)
 
 
 def test_one_body_may_be_as_large_as_it_may_be() -> None:
-    door = Door(Limits(max_body_bytes=1000, max_total_body_bytes=LIMIT))
-    door.hold().grow(1000)
+    client_limits = ClientLimits(Limits(max_body_bytes=1000, max_total_body_bytes=LIMIT))
+    client_limits.reserve().grow(1000)
     with pytest.raises(Overloaded):
-        door.hold().grow(1)
+        client_limits.reserve().grow(1)

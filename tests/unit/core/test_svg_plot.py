@@ -11,7 +11,7 @@ from headrace.core.svg_plot import (
     HEIGHT,
     WIDTH,
     Bar,
-    Point,
+    PlotPoint,
     Series,
     bar_plot,
     bars_height,
@@ -85,7 +85,7 @@ def test_known_ticks() -> None:
     log_y=st.booleans(),
 )
 def test_every_marker_lies_in_the_frame(points: list[tuple[int, float, float | None]], log_y: bool) -> None:
-    series = Series("int8", [Point(x, y, more and y * more) for x, y, more in points])
+    series = Series("int8", [PlotPoint(x, y, more and y * more) for x, y, more in points])
     drawn = picture(line_plot("Throughput", [series], "rows", "rows/s", log_y=log_y))
     markers = drawn.findall(f".//{SVG}circle")
     assert len(markers) == len(points)
@@ -95,7 +95,10 @@ def test_every_marker_lies_in_the_frame(points: list[tuple[int, float, float | N
 
 
 def test_larger_is_higher_and_more_rows_are_further_right() -> None:
-    series = [Series("fp32", [Point(1, 10), Point(8, 40)]), Series("int8", [Point(1, 20), Point(8, 80)])]
+    series = [
+        Series("fp32", [PlotPoint(1, 10), PlotPoint(8, 40)]),
+        Series("int8", [PlotPoint(1, 20), PlotPoint(8, 80)]),
+    ]
     drawn = picture(line_plot("t", series, "x", "y"))
     (x1, y1), (x2, y2) = [(float(c.get("cx", "")), float(c.get("cy", ""))) for c in drawn.iter(f"{SVG}circle")]
     squares = [float(r.get("y", "")) + 4 for r in drawn.iter(f"{SVG}rect")]
@@ -106,7 +109,7 @@ def test_larger_is_higher_and_more_rows_are_further_right() -> None:
 
 
 def test_the_line_above_a_point_ends_at_its_p99() -> None:
-    content = line_plot("t", [Series("fp32", [Point(1, 5, 10)])], "x", "y")
+    content = line_plot("t", [Series("fp32", [PlotPoint(1, 5, 10)])], "x", "y")
     top = re.search(r"V([\d.]+)M", content)
     assert top is not None
     assert float(top.group(1)) == pytest.approx(34, abs=0.1)  # 10 is the highest tick, 34 the top of the frame
@@ -126,7 +129,7 @@ def test_nothing_measured_is_said() -> None:
 
 
 def test_names_are_text_and_nothing_else() -> None:
-    panel = line_plot(HOSTILE, [Series(HOSTILE, [Point(1, 1)])], HOSTILE, HOSTILE)
+    panel = line_plot(HOSTILE, [Series(HOSTILE, [PlotPoint(1, 1)])], HOSTILE, HOSTILE)
     bars = bar_plot(HOSTILE, [Bar(HOSTILE, HOSTILE, 0.5, HOSTILE)])
     whole = side_by_side([(panel, HEIGHT), (bars, bars_height(1))], [HOSTILE], HOSTILE)
     assert "<script" not in whole

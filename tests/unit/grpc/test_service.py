@@ -19,8 +19,8 @@ from headrace.core.errors import (
     TooLarge,
     Unavailable,
 )
-from headrace.core.limits import Door
-from headrace.core.request import InferRequest, InferResponse, Load
+from headrace.core.limits import ClientLimits
+from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
 from headrace.grpc.infer import InferService
 from headrace.grpc.status import error_status
@@ -30,7 +30,7 @@ from headrace.inference.request_options import NOTHING, Asked
 from headrace.observability.counters import ERRORS, Recorder
 from tritonclient.grpc import service_pb2
 
-from tests.support.kept_accounts import KeptAccounts
+from tests.support.kept_accounts import KeptRecords
 from tests.support.rings import left_frames
 
 pb: Any = service_pb2
@@ -57,7 +57,7 @@ class Model:
         self.leases = 0
         self.failures: list[HeadraceError] = []
         self.raises: Exception | None = None
-        self.accounts = KeptAccounts(active)
+        self.observer = KeptRecords(active)
         self.recorder = Recorder()
 
     def lease(self, name: str, version: str) -> Model:
@@ -72,8 +72,8 @@ class Model:
     def admit(self) -> None:
         pass
 
-    def load(self, by_level: bool = True) -> Load:
-        return Load(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
+    def load(self, by_level: bool = True) -> ModelLoad:
+        return ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000, 100.0, 0, ())
 
     def failed(self, error: HeadraceError, received_ns: int) -> None:
         self.failures.append(error)
@@ -92,7 +92,7 @@ class Model:
 
     def services(self) -> Services:
         this: Any = self
-        return Services(this, this, this, this, self.accounts, this, this, "1", (), this)
+        return Services(this, this, this, this, self.observer, this, this, "1", (), this)
 
 
 class Call:
@@ -109,8 +109,8 @@ class Streaming:
     asked: Asked = NOTHING
     stopping = False
 
-    def __init__(self, door: Door | None = None) -> None:
-        self.held = (door or Door()).hold()
+    def __init__(self, client_limits: ClientLimits | None = None) -> None:
+        self.held = (client_limits or ClientLimits()).reserve()
         self.sent: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.got: list[Any] = []
         self.reads = 0
@@ -210,14 +210,14 @@ def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None
         await until(lambda: model.waiting)
         model.answer()
         await asking
-        told = model.accounts.answers
+        told = model.observer.answers
         assert [account.request_id for account in told] == (["t"] if active else [])
         assert all(0 < account.queued_ns <= account.done_ns <= account.ended_ns for account in told)
         assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in told)
         for wrong in (message("u", model="other"), b"\xff"):
             with pytest.raises(HeadraceError):
                 await InferService(model.services(), 1 << 20).infer(wrong, Call())
-        unknown, unreadable = model.accounts.failures
+        unknown, unreadable = model.observer.failures
         assert (unknown.request_id, unknown.model, unknown.status) == ("u", "other", "NOT_FOUND")
         assert (unreadable.model, unreadable.status) == ("", "INVALID_ARGUMENT")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace.core.errors import ModelFailed
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.infer import InferService
 from headrace.grpc.stream import InferStreams
 from tritonclient.grpc import service_pb2
@@ -22,27 +22,27 @@ def unordered(request_id: str) -> bytes:
 def test_what_a_stream_holds_is_given_back_request_by_request() -> None:
     async def test() -> None:
         size = len(message("a"))
-        door = Door(Limits(max_body_bytes=size, max_total_body_bytes=2 * size))
-        model, call = Model(), Streaming(door)
+        client_limits = ClientLimits(Limits(max_body_bytes=size, max_total_body_bytes=2 * size))
+        model, call = Model(), Streaming(client_limits)
         service = InferService(model.services(), 1 << 20)
         serving = asyncio.ensure_future(InferStreams(service, max_bytes=1 << 20).serve(call))  # type: ignore[arg-type]
         for asked in (b"\xff", message("x", "gone"), message("a"), message("b"), message("c")):
             call.sent.put_nowait(asked)
         await until(lambda: len(call.got) == 2 and len(model.waiting) == 2)
         assert [response.infer_response.id for response in call.got] == ["", "x"]
-        await until(lambda: door.hits["max_total_body_bytes"])
-        assert (door.bodies.held_bytes, door.hits["max_total_body_bytes"]) == (2 * size, 1)
-        assert model.accounts.failures[-1].reason == "overloaded"
+        await until(lambda: client_limits.hits["max_total_body_bytes"])
+        assert (client_limits.bodies.reserved_bytes, client_limits.hits["max_total_body_bytes"]) == (2 * size, 1)
+        assert model.observer.failures[-1].reason == "overloaded"
         model.answer()
         await until(lambda: len(call.got) == 3)
-        assert door.bodies.held_bytes == size
+        assert client_limits.bodies.reserved_bytes == size
         model.answer(outcome=ModelFailed("broke"))
         await until(lambda: len(call.got) == 5)
         call.sent.put_nowait(None)
         await serving
         assert [response.infer_response.id for response in call.got] == ["", "x", "a", "b", "c"]
         assert "together" in call.got[4].error_message, "the refusal came first and kept its place"
-        assert (door.bodies.held_bytes, model.leases) == (0, 0)
+        assert (client_limits.bodies.reserved_bytes, model.leases) == (0, 0)
 
     run(test)
 

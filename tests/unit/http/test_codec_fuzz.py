@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from headrace.core.errors import HeadraceError
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.core.request import InferResponse
 from headrace.core.tensor import BY_NAME, BYTES, DATATYPES, Array, Datatype, ModelSpec, TensorSpec
 from headrace.http.codec import ModelCodec
@@ -221,7 +221,7 @@ def test_a_request_cut_or_stretched_is_refused(good: Good, count: int, cut: bool
 @given(st.binary(max_size=300), st.sampled_from(["", "identity", "gzip", "deflate", "br", "\x00", "gzip, gzip"]))
 def test_any_bytes_as_a_packed_body(body: bytes, encoding: str) -> None:
     try:
-        plain = compression.decompress(body, encoding, Door(Limits(max_body_bytes=1_000)))
+        plain = compression.decompress(body, encoding, ClientLimits(Limits(max_body_bytes=1_000)))
     except HeadraceError as error:
         assert str(error)
         return

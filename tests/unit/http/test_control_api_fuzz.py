@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 from headrace.core.errors import BadRequest, Forbidden, Unavailable
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.core.model_config import name_problem
 from headrace.http.application import HttpApplication
 from headrace.http.routes import MAX_CONTROL_BYTES
@@ -73,7 +73,7 @@ def application(backstage: Backstage, models: Registry | None = None) -> HttpApp
     services = Services(
         models or all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, all_of_it, "0", (), all_of_it
     )
-    return HttpApplication(services, Door(Limits(max_body_bytes=LIMIT)), None)
+    return HttpApplication(services, ClientLimits(Limits(max_body_bytes=LIMIT)), None)
 
 
 APPLICATION = application(Backstage())

@@ -23,19 +23,19 @@ from headrace.core.errors import (
     Unavailable,
     WouldMiss,
 )
-from headrace.core.limits import Door, Limits
-from headrace.core.request import BatchTimes, InferRequest, InferResponse, LevelLoad, Load
+from headrace.core.limits import ClientLimits, Limits
+from headrace.core.request import BatchTimes, InferRequest, InferResponse, LevelLoad, ModelLoad
 from headrace.core.telemetry import TraceContext
 from headrace.core.tensor import BY_NAME, ModelSpec, TensorSpec
 from headrace.http.infer_endpoint import InferEndpoint
 from headrace.inference.models import Services
 from headrace.observability.counters import Recorder
 
-from tests.support.kept_accounts import KeptAccounts
+from tests.support.kept_accounts import KeptRecords
 from tests.support.rings import left_frames
 
 LIMIT = 4_000
-LOAD = Load(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
+LOAD = ModelLoad(3, 5, 4, 2, 1, 1_500, 9_000_000, 100.0, 1, (LevelLoad(1, 3, 5, 1_500),))
 BUSY = {"headrace-queue-depth": "3", "headrace-predicted-wait-us": "1"}
 X = TensorSpec("X", BY_NAME["FP32"], (-1, -1))
 SPEC = ModelSpec("twice", "1", "test", {"X": X}, {"Y": TensorSpec("Y", BY_NAME["FP32"], (-1, -1))}, 8)
@@ -77,7 +77,7 @@ class Handle:
             completion.settle(self.error or (timed(request, outputs) if self.timed else InferResponse(outputs)))
         return completion
 
-    def load(self, by_level: bool = True) -> Load:
+    def load(self, by_level: bool = True) -> ModelLoad:
         self.loads += 1
         return LOAD
 
@@ -102,10 +102,10 @@ class Models:
         return self.handle
 
 
-def services(handle: Handle, accounts: KeptAccounts | None = None) -> Services:
+def services(handle: Handle, observer: KeptRecords | None = None) -> Services:
     nothing: Any = None
     models: Any = Models(handle)
-    told = accounts or KeptAccounts()
+    told = observer or KeptRecords()
     return Services(models, nothing, nothing, nothing, told, nothing, nothing, "0", (), nothing)
 
 
@@ -118,7 +118,7 @@ def call(
     headers: Sequence[tuple[bytes, bytes]] = (),
     then: Sequence[dict[str, Any]] = (),
     model: str = "twice",
-    accounts: KeptAccounts | None = None,
+    observer: KeptRecords | None = None,
 ) -> Answer | None:
     """One request in as many parts as there are bodies; None if nothing was answered."""
     incoming: list[dict[str, Any]] = [
@@ -137,7 +137,7 @@ def call(
         sent.append(dict(message))
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle, accounts), Door(Limits(max_body_bytes=LIMIT)))
+        endpoint = InferEndpoint(services(handle, observer), ClientLimits(Limits(max_body_bytes=LIMIT)))
         await asyncio.wait_for(endpoint({"headers": list(headers)}, receive, send, model, ""), 5)
 
     asyncio.run(run())
@@ -278,35 +278,35 @@ def test_a_client_that_leaves_while_it_waits_is_dropped() -> None:
 
 
 def test_every_request_that_is_chosen_is_told_of() -> None:
-    accounts = KeptAccounts(active=True)
+    observer = KeptRecords(active=True)
     traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
     headers = [(b"traceparent", traceparent.encode()), (b"x-headrace-client", b"me")]
-    assert call(Handle(timed=True), request(), headers=headers, accounts=accounts) is not None
-    (told,) = accounts.answers
-    assert accounts.contexts == [("twice", TraceContext("a" * 32, "b" * 16, True))]
+    assert call(Handle(timed=True), request(), headers=headers, observer=observer) is not None
+    (told,) = observer.answers
+    assert observer.contexts == [("twice", TraceContext("a" * 32, "b" * 16, True))]
     assert (told.protocol, told.model, told.version, told.status, told.reason) == ("http", "twice", "1", "200", "ok")
     assert (told.rows, told.client, told.batch_rows, told.closed) == (1, "me", 3, "full")
     assert 0 < told.received_ns <= told.queued_ns <= told.done_ns <= told.ended_ns
     assert told.times is not None
-    assert call(Handle(ModelFailed("no")), request(), accounts=accounts) is not None
-    assert len(accounts.answers) == 1, "an error was told as an answer"
-    (failed,) = accounts.failures
+    assert call(Handle(ModelFailed("no")), request(), observer=observer) is not None
+    assert len(observer.answers) == 1, "an error was told as an answer"
+    (failed,) = observer.failures
     assert (failed.status, failed.reason, failed.error, failed.rows) == ("500", "model_failed", "no", 1)
 
 
 def test_while_nobody_chooses_only_failures_are_told_of() -> None:
-    accounts = KeptAccounts()
-    assert call(Handle(), request(), accounts=accounts) is not None
-    assert accounts.answers == accounts.failures == []
-    assert call(Handle(), request(), model="other", accounts=accounts) is not None
-    assert call(Handle(), b"{", accounts=accounts) is not None
-    assert call(Handle(RuntimeError("/secret/path")), request(), accounts=accounts) is not None
-    unknown, unreadable, fault = accounts.failures
+    observer = KeptRecords()
+    assert call(Handle(), request(), observer=observer) is not None
+    assert observer.answers == observer.failures == []
+    assert call(Handle(), request(), model="other", observer=observer) is not None
+    assert call(Handle(), b"{", observer=observer) is not None
+    assert call(Handle(RuntimeError("/secret/path")), request(), observer=observer) is not None
+    unknown, unreadable, fault = observer.failures
     assert (unknown.model, unknown.status, unknown.reason) == ("other", "404", "not_found")
     assert (unreadable.model, unreadable.version, unreadable.status) == ("twice", "1", "400")
     assert fault.status == "500"
     assert "secret" not in fault.error
-    assert accounts.untraced == 3
+    assert observer.untraced == 3
 
 
 def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
@@ -323,7 +323,7 @@ def test_a_request_that_the_end_of_the_server_overtakes_is_told_so() -> None:
         sent.append(message)
 
     async def run() -> None:
-        endpoint = InferEndpoint(services(handle), Door(Limits(max_body_bytes=LIMIT)))
+        endpoint = InferEndpoint(services(handle), ClientLimits(Limits(max_body_bytes=LIMIT)))
         task = asyncio.ensure_future(endpoint({"headers": []}, receive, send, "twice", ""))
         await asyncio.sleep(0.01)
         assert handle.requests

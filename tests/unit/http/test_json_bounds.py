@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from headrace.core.errors import BadRequest
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.http.json_bounds import check_json, check_unique, parse_non_finite
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,23 +36,23 @@ def depth(value: Any) -> int:
 @given(values, st.booleans(), st.sampled_from([None, 2]))
 def test_keys_and_depth_are_those_of_the_parsed_value(value: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
-    door = Door(Limits(max_json_depth=2, max_json_keys=3))
+    client_limits = ClientLimits(Limits(max_json_depth=2, max_json_keys=3))
     expected = "keys" if keys(value) > 3 else "deep" if depth(value) > 2 else ""
     if expected:
         with pytest.raises(BadRequest, match=expected):
-            check_json(text, door)
-        assert sum(door.hits.values()) == 1
+            check_json(text, client_limits)
+        assert sum(client_limits.hits.values()) == 1
     else:
-        assert check_json(text, door) == keys(value)
+        assert check_json(text, client_limits) == keys(value)
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='[]{}:"\\a, ', max_size=60).map(str.encode))
 def test_any_bytes_are_looked_at_without_a_fault(text: bytes) -> None:
-    door = Door(Limits(max_json_depth=2, max_json_keys=3))
+    client_limits = ClientLimits(Limits(max_json_depth=2, max_json_keys=3))
     try:
-        assert check_json(text, door) >= 0
+        assert check_json(text, client_limits) >= 0
     except BadRequest:
-        assert sum(door.hits.values()) == 1
+        assert sum(client_limits.hits.values()) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import logging
 import random
 
 import pytest
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.grpc.fast_server import DeadlineTimer, FastGrpcServer
 from headrace.grpc.methods import Message, Methods, StreamCall, UnaryMethod
 from headrace.http2 import frames
@@ -63,7 +63,7 @@ def _session() -> list[bytes]:
 async def _survive(parts: list[bytes], log: list[str]) -> None:
     log.clear()
     unary: dict[str, UnaryMethod] = {"/s/echo": _echo}
-    engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), Door(Limits(max_body_bytes=1000)), None)
+    engine = FastGrpcServer(Methods(unary, {"/s/chat": _chat}), ClientLimits(Limits(max_body_bytes=1000)), None)
     engine._deadline_timer = DeadlineTimer(asyncio.get_running_loop())
     wire = Wire(engine, hello=b"")
     written = b""

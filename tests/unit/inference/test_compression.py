@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 from headrace.core.errors import BadRequest, TooLarge
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.inference import compression
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ GZIP = bytes.fromhex("1f8b0800000000000003 01 0800 f7ff 6865616472616365 e46e93e
 ZLIB = bytes.fromhex("7801 01 0800 f7ff 6865616472616365 0e5b032e".replace(" ", ""))
 PLAIN = b"headrace"
 LIMIT = 1 << 20
-DOOR = Door(Limits(max_body_bytes=LIMIT))
+DOOR = ClientLimits(Limits(max_body_bytes=LIMIT))
 
 
 def test_the_golden_bytes_are_what_python_reads() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from headrace.observability.background import Background
+from headrace.observability.background import BackgroundWorker
 from headrace.observability.counters import DROPPED
 
 from tests.support.processes import eventually
@@ -23,7 +23,7 @@ def test_items_come_together_and_in_order() -> None:
     def work(items: list[int]) -> None:
         seen.append(items)
 
-    background = Background("test-work", KIND, work)
+    background = BackgroundWorker("test-work", KIND, work)
     for number in range(100):
         background.put(number)
     assert background.close(5)
@@ -33,7 +33,7 @@ def test_items_come_together_and_in_order() -> None:
 
 
 def test_without_items_there_is_no_thread() -> None:
-    background: Background[int] = Background("test-idle", KIND, lambda _: None)
+    background: BackgroundWorker[int] = BackgroundWorker("test-idle", KIND, lambda _: None)
     assert "test-idle" not in {thread.name for thread in threading.enumerate()}
     assert background.close(5)
 
@@ -45,7 +45,7 @@ def test_what_does_not_fit_is_counted_and_holds_up_nobody() -> None:
         assert release.wait(10)
         seen.extend(items)
 
-    background = Background("test-slow", KIND, slow, capacity=10, gather_s=0)
+    background = BackgroundWorker("test-slow", KIND, slow, capacity=10, gather_s=0)
     for number in range(100):
         background.put(number)
     assert not background.close(0.05)
@@ -65,7 +65,7 @@ def test_its_death_is_logged_and_ends_the_work(caplog: pytest.LogCaptureFixture,
         raise error
 
     before = dropped()
-    background = Background("test-dying", KIND, dying, gather_s=0)
+    background = BackgroundWorker("test-dying", KIND, dying, gather_s=0)
     background.put(1)
     eventually(lambda: background.failed)
     background.put(2)
@@ -81,7 +81,7 @@ def test_it_calls_again_when_it_was_asked_to() -> None:
         calls.append(len(items))
         return 0.01 if len(calls) < 3 else None
 
-    background = Background("test-again", KIND, work, gather_s=0)
+    background = BackgroundWorker("test-again", KIND, work, gather_s=0)
     background.put(1)
     eventually(lambda: len(calls) == 3)
     assert calls == [1, 0, 0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from headrace.core.clock import NS_PER_S
-from headrace.core.request import BatchTimes, Load
+from headrace.core.request import BatchTimes, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import FIRST_NATIVE, Recorder
 from headrace.observability.metrics import OPENMETRICS, PROTOBUF, MetricsPage, expose
@@ -111,10 +111,10 @@ def page(totals_ns: list[int]) -> MetricsPage:
         )
         recorder.failure("deadline", 7)
         recorders.append(recorder)
-    recorders[0].exemplar(totals_ns[0], TRACE)
+    recorders[0].add_exemplar(totals_ns[0], TRACE)
     sources = [
         SimpleNamespace(
-            recorder=recorder, load=lambda: Load(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
+            recorder=recorder, load=lambda: ModelLoad(1, 1, 2, 0, 1, 0, 0, 0.0, 0, ()),
             alive=1, restarts=0, evicted=False, process_status=None,
             policy=SimpleNamespace(instances=1, batch=SimpleNamespace(objective_ns=0)), profile=SimpleNamespace(summary=list),
             spec=ModelSpec(name, "1", "test", {}, {}, 8),

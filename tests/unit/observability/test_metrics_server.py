@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from headrace.core.clock import NS_PER_S
-from headrace.core.limits import Door, Limits
+from headrace.core.limits import ClientLimits, Limits
 from headrace.observability.counters import LOADS
 from headrace.observability.metrics import MetricsPage
 from headrace.observability.metrics_server import LoopLag, ServerFacts
@@ -32,7 +32,7 @@ def samples(page: MetricsPage) -> dict[tuple[str, ...], float]:
 
 def test_the_page_tells_what_the_wiring_knows() -> None:
     LOADS.count("a-model-of-this-test", "failed")
-    http, grpc = Door(Limits(max_chunks=5)), Door(protocol="grpc")
+    http, grpc = ClientLimits(Limits(max_chunks=5)), ClientLimits(protocol="grpc")
     http.connections = 7
     http.hit("max_chunks")
     facts = ServerFacts(States(), "1.2.3", LoopLag(), (http, grpc), 2e9)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from headrace.backends.base import ProcessStatus
 from headrace.core.clock import NS_PER_S
-from headrace.core.request import BatchTimes, LevelLoad, Load
+from headrace.core.request import BatchTimes, LevelLoad, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.observability.counters import BUCKETS_S, Histogram, Recorder, to_triton
 from headrace.observability.metrics import MetricsPage
@@ -46,7 +46,7 @@ def test_totals_are_exact_from_many_threads() -> None:
     def work() -> None:
         for _ in range(5000):
             recorder.batch(3, 3, "full", _times(), [10, 20], [150, 160])
-            recorder.coded(4, 6)
+            recorder.record_codec_times(4, 6)
             recorder.failure("deadline", 7)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -70,7 +70,7 @@ def test_totals_are_exact_from_many_threads() -> None:
 def test_without_histograms_the_counts_stay() -> None:
     recorder = Recorder(histograms=False)
     recorder.batch(1, 1, "idle", _times(), [10], [150])
-    recorder.coded(4, 6)
+    recorder.record_codec_times(4, 6)
     assert recorder.totals().requests == 1
     assert not any(phase.count for phase in recorder.totals().phases.values())
 
@@ -121,9 +121,9 @@ class _Source:
     def __init__(self) -> None:
         self.recorder = Recorder()
 
-    def load(self) -> Load:
+    def load(self) -> ModelLoad:
         levels = (LevelLoad(1, 4, 9, 30_000_000), LevelLoad(2, 0, 0, 70_000_000))
-        return Load(4, 9, 5, 8, 2, 30_000_000, 20_000_000, 1500.0, 6, levels)
+        return ModelLoad(4, 9, 5, 8, 2, 30_000_000, 20_000_000, 1500.0, 6, levels)
 
 
 def test_the_page_is_what_prometheus_reads() -> None:

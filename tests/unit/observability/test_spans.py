@@ -14,10 +14,10 @@ from headrace.core.errors import Forbidden
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import TraceContext
 from headrace.observability import tracing
-from headrace.observability.access_log import Account, phases
+from headrace.observability.access_log import AccessRecord, phases
 from headrace.observability.counters import DROPPED
 from headrace.observability.spans import SpanWriter, otlp_exporter
-from headrace.observability.tracing import Pick, Tracer
+from headrace.observability.tracing import Tracer, TraceSelection
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
@@ -50,8 +50,8 @@ class Kept(SpanExporter):
         return [span for span in self.spans if span.name == name]
 
 
-def account(times: BatchTimes | None, request_id: str = "", context: TraceContext | None = None) -> Account:
-    return Account(
+def account(times: BatchTimes | None, request_id: str = "", context: TraceContext | None = None) -> AccessRecord:
+    return AccessRecord(
         *("http", "m", "1", "200", NOW, NOW + 80, NOW + 20, NOW + 70),
         request_id=request_id,
         context=context,
@@ -66,7 +66,7 @@ def times() -> BatchTimes:
     return BatchTimes(NOW + 30, NOW + 40, NOW + 50, NOW + 60)
 
 
-def written(*accounts: Account, hold_s: float = 0.0) -> Kept:
+def written(*accounts: AccessRecord, hold_s: float = 0.0) -> Kept:
     kept = Kept()
     writer = SpanWriter(kept, hold_s=hold_s)
     for number, each in enumerate(accounts, 1):
@@ -168,7 +168,7 @@ class Sink:
         self.traces: list[str] = []
         self.closed = False
 
-    def put(self, account: Account, trace_id: str) -> None:
+    def put(self, account: AccessRecord, trace_id: str) -> None:
         self.traces.append(trace_id)
 
     def close(self) -> None:
@@ -181,9 +181,9 @@ SAMPLED, NOT_SAMPLED = TraceContext(TRACE, "b" * 16, True), TraceContext(TRACE, 
 def test_callers_are_followed_and_the_rest_is_sampled() -> None:
     tracer = Tracer("", spans=Sink(), rate=3)
     assert tracer.active
-    assert tracer.pick("m", SAMPLED) == Pick(TRACE)
-    assert tracer.pick("m", NOT_SAMPLED) is None
-    picks = [tracer.pick("m", None) for _ in range(9)]
+    assert tracer.select("m", SAMPLED) == TraceSelection(TRACE)
+    assert tracer.select("m", NOT_SAMPLED) is None
+    picks = [tracer.select("m", None) for _ in range(9)]
     assert [pick is not None for pick in picks] == [False, False, True] * 3
     chosen = {pick.trace_id for pick in picks if pick is not None}
     assert len(chosen) == 3
@@ -193,11 +193,11 @@ def test_callers_are_followed_and_the_rest_is_sampled() -> None:
 def test_rate_0_and_a_used_up_count_leave_those_whose_callers_trace_them() -> None:
     tracer = Tracer("", spans=Sink(), rate=1)
     tracer.update("", {"trace_count": "1"})
-    assert tracer.pick("m", None) is not None
-    assert tracer.pick("m", None) is None
+    assert tracer.select("m", None) is not None
+    assert tracer.select("m", None) is None
     tracer.update("", {"trace_count": None, "trace_rate": "0"})
-    assert tracer.pick("m", None) is None
-    assert tracer.pick("m", SAMPLED) is not None
+    assert tracer.select("m", None) is None
+    assert tracer.select("m", SAMPLED) is not None
     assert tracer.active
 
 
@@ -206,12 +206,14 @@ def test_clients_cannot_have_more_traced_than_so_much_a_second(monkeypatch: pyte
     now_ns = [0]
     tracer = Tracer("", spans=Sink(), clock=lambda: now_ns[0])
     before = dict(DROPPED.items()).get(("spans",), 0)
-    assert sum(tracer.pick("m", SAMPLED) is not None for _ in range(50)) == 10
+    assert sum(tracer.select("m", SAMPLED) is not None for _ in range(50)) == 10
     assert dict(DROPPED.items())[("spans",)] - before == 40
     tracer.update("", {"trace_rate": "1"})
-    assert sum(tracer.pick("m", None) is not None for _ in range(50)) == 50, "the operator may have as many as he likes"
+    assert sum(tracer.select("m", None) is not None for _ in range(50)) == 50, (
+        "the operator may have as many as he likes"
+    )
     now_ns[0] = 1_000_000_000
-    assert tracer.pick("m", SAMPLED) is not None
+    assert tracer.select("m", SAMPLED) is not None
 
 
 def test_the_mode_is_one_of_those_the_operator_has_made_ready(tmp_path: Any) -> None:
@@ -219,8 +221,8 @@ def test_the_mode_is_one_of_those_the_operator_has_made_ready(tmp_path: Any) -> 
     both = Tracer(str(tmp_path / "trace.json"), spans=sink, rate=1)
     assert both.settings("")["trace_mode"] == "opentelemetry"
     assert both.update("m", {"trace_mode": ["triton"]})["trace_mode"] == "triton"
-    assert both.pick("m", SAMPLED) == Pick("", 0)
-    assert both.pick("n", SAMPLED) == Pick(TRACE)
+    assert both.select("m", SAMPLED) == TraceSelection("", 0)
+    assert both.select("n", SAMPLED) == TraceSelection(TRACE)
     both.close()
     assert sink.closed
     with pytest.raises(
@@ -237,5 +239,5 @@ def test_the_death_of_the_spans_turns_tracing_off() -> None:
     sink = Sink()
     tracer = Tracer("", spans=sink, rate=1)
     sink.failed = True
-    assert tracer.pick("m", SAMPLED) is None
+    assert tracer.select("m", SAMPLED) is None
     assert not tracer.active

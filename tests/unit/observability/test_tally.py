@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import threading
 
-from headrace.observability.counters import Tally
+from headrace.observability.counters import LabelledCounter
 
 
 def test_counts_of_many_threads_are_exact() -> None:
-    tally = Tally("protocol", "reason")
+    tally = LabelledCounter("protocol", "reason")
     tally.declare("http", "never")
 
     def work() -> None:
@@ -23,7 +23,7 @@ def test_counts_of_many_threads_are_exact() -> None:
 
 
 def test_declaring_again_forgets_nothing() -> None:
-    tally = Tally("limit")
+    tally = LabelledCounter("limit")
     tally.count("body")
     tally.declare("body")
     assert tally.items() == [(("body",), 1)]

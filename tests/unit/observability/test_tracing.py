@@ -13,8 +13,8 @@ from headrace.core.errors import BadRequest, Forbidden, TooLarge, Unavailable
 from headrace.core.request import BatchTimes
 from headrace.inference.models import TraceControl
 from headrace.observability import tracing
-from headrace.observability.access_log import Account
-from headrace.observability.tracing import Pick, Tracer
+from headrace.observability.access_log import AccessRecord
+from headrace.observability.tracing import Tracer, TraceSelection
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,15 +30,17 @@ ON = {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"}
 TIMES = BatchTimes(taken_ns=30, assembled_ns=40, computed_ns=50, split_ns=60)
 
 
-def account(model: str = "m", request_id: str = "", times: BatchTimes | None = TIMES, version: str = "3") -> Account:
-    return Account(
+def account(
+    model: str = "m", request_id: str = "", times: BatchTimes | None = TIMES, version: str = "3"
+) -> AccessRecord:
+    return AccessRecord(
         "http", model, version, "200", 10, 80, queued_ns=20, done_ns=70, request_id=request_id, rows=1, times=times
     )
 
 
 def answer(tracer: Tracer, model: str = "m", request_id: str = "", times: BatchTimes | None = TIMES) -> None:
-    """As `Accounts` does: look at `active`, pick, then record."""
-    if tracer.active and (pick := tracer.pick(model, None)) is not None:
+    """As `RequestObserver` does: look at `active`, pick, then record."""
+    if tracer.active and (pick := tracer.select(model, None)) is not None:
         tracer.record(pick, account(model, request_id, times))
 
 
@@ -199,9 +201,9 @@ def test_the_number_of_models_with_settings_is_bounded(monkeypatch: pytest.Monke
 
 def test_the_file_is_tritons(tracer: Tracer, path: Path) -> None:
     tracer.update("", ON)
-    tracer.record(Pick(""), account("m", "my id"))
-    tracer.record(Pick(""), account("n", times=None, version="1")._replace(queued_ns=21, done_ns=71))
-    tracer.record(Pick(""), account("n")._replace(reason="overloaded"))
+    tracer.record(TraceSelection(""), account("m", "my id"))
+    tracer.record(TraceSelection(""), account("n", times=None, version="1")._replace(queued_ns=21, done_ns=71))
+    tracer.record(TraceSelection(""), account("n")._replace(reason="overloaded"))
     tracer.close()
     assert json.loads(path.read_bytes()) == [
         {"id": 1, "model_name": "m", "model_version": 3, "request_id": "my id"},

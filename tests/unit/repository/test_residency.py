@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import ConfigError, Finding, Unavailable
-from headrace.core.ledger import Account, Kind, Ledger, NoRoom
+from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom
 from headrace.repository.gpu_model_cache import GpuModelCache
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ class FakeVersion:
         self.account = self.open()
         world.gpu_model_cache.add(self, self.account, keep, self.reopen, world.now_ns - load_ns)  # type: ignore[arg-type]
 
-    def open(self) -> Account:
+    def open(self) -> MemoryAccount:
         account = self.world.gpu_model_cache.ledger.account(self.spec.name, "1")
         try:
             for gpu, size_bytes in self.needs.items():
@@ -44,7 +44,7 @@ class FakeVersion:
             raise
         return account
 
-    def reopen(self) -> Account:
+    def reopen(self) -> MemoryAccount:
         self.world.log.append(f"load {self.spec.name}")
         if self.failure is not None:
             raise self.failure

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from headrace.core.svg_plot import Curve, Panel, curve_picture, log_ticks, ticks
+from headrace.core.svg_plot import Panel, PlotCurve, curve_picture, log_ticks, ticks
 from headrace.simulation.replay import ANSWERED, BatchHistory, Replay
 from headrace.simulation.report import panels
 from headrace.simulation.traces import Trace
@@ -55,5 +55,5 @@ def test_axes_hold_their_values(low: float, factor: float, log: bool) -> None:
 
 
 def test_a_value_below_a_logarithmic_axis_is_left_out() -> None:
-    panel = Panel("p", [Curve("a", [0, 1, 10], [1, 2, 3])], "x", "y", log_x=True)
+    panel = Panel("p", [PlotCurve("a", [0, 1, 10], [1, 2, 3])], "x", "y", log_x=True)
     assert curve_picture([panel], "t").count("L") == 1

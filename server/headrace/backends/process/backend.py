@@ -30,7 +30,7 @@ from headrace.core.errors import (
     Unavailable,
     Unsupported,
 )
-from headrace.core.ledger import Account, Kind, NoRoom
+from headrace.core.ledger import Kind, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class IsolatedBackend:
     slot_bytes: int = 0
 
     def load(
-        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+        self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
     ) -> IsolatedModel:
         """Start a process and have it load the file.
 
@@ -103,7 +103,7 @@ class IsolatedBackend:
         return IsolatedModel(process, self.limit_s)
 
 
-def _terms(account: Account) -> Message:
+def _terms(account: MemoryAccount) -> Message:
     """All that the process has to know to refuse what does not fit, with the reason that we would give."""
     return {
         "model": account.model,

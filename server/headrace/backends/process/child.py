@@ -29,7 +29,7 @@ import numpy as np
 from headrace.backends.base import Backend, Execution, ExecutionLost, InFlightBatch, LoadedModel, is_pipelined
 from headrace.backends.process.channel import Channel, Message, SharedSlot, TensorLayout, end_offset, read_layouts
 from headrace.core.errors import ConfigError, Finding, HeadraceError
-from headrace.core.ledger import Account, Kind, Ledger, NoRoom
+from headrace.core.ledger import Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
 
 # Status of a child one of whose threads has died.
@@ -45,7 +45,7 @@ logger = logging.getLogger("headrace.isolated")
 class Booking(Protocol):
     """A backend that books the memory of GPUs."""
 
-    def load(self, file: Path, instances: int, parameters: dict[str, str], account: Account) -> LoadedModel:
+    def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
         """See `headrace.backends.base.Backend.load`."""
 
 
@@ -235,7 +235,7 @@ def run(control: Channel, channels: list[Channel]) -> None:
             model.close()
 
 
-def _load(order: Message, instances: int) -> tuple[LoadedModel, Account]:
+def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
     """The model, and its account in a ledger that has all other models' holdings too."""
     ledger, backend = Ledger(), make_backend(order["factory"])
     file, parameters, memory = Path(order["file"]), order["parameters"], order["memory"]

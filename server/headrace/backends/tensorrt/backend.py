@@ -39,7 +39,7 @@ from headrace.backends.tensorrt.plan import (
 )
 from headrace.backends.tensorrt.tuning import tune
 from headrace.core.errors import ConfigError, Finding, HeadraceError, ModelFailed, Unsupported
-from headrace.core.ledger import Account, Kind, NoRoom, Reservation
+from headrace.core.ledger import Kind, MemoryAccount, NoRoom, Reservation
 from headrace.core.tensor import Array
 from headrace.cuda import devices as gpus
 from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_context_usable, loaded, primary_context
@@ -93,7 +93,7 @@ class TensorRtBackend:
             raise ConfigError([Finding("config", None, message, cure)]) from error
 
     def load(
-        self, file: Path, instances: int, parameters: dict[str, str], account: Account | None = None
+        self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount | None = None
     ) -> TensorRtModel:
         """Deserialise a plan once on each GPU.
 
@@ -156,7 +156,7 @@ class TensorRtModel:
     """
 
     def __init__(
-        self, name: str, content: bytes, placements: list[InstancePlacement], account: Account | None = None
+        self, name: str, content: bytes, placements: list[InstancePlacement], account: MemoryAccount | None = None
     ) -> None:
         self._name = name
         self._placements = placements

@@ -12,7 +12,7 @@ from headrace.backends.base import InputRefused, find_isolated_model, is_pipelin
 from headrace.backends.process import supervisor
 from headrace.backends.process.backend import FailedInChildError, IsolatedBackend, IsolatedModel
 from headrace.core.errors import ConfigError
-from headrace.core.ledger import HOST, Account, Kind, Ledger, NoRoom
+from headrace.core.ledger import HOST, Kind, Ledger, MemoryAccount, NoRoom
 from headrace.core.tensor import Array
 
 from tests.support import fragile_backend as fragile
@@ -122,7 +122,7 @@ def test_what_the_process_logs_is_in_our_log(load: Load, caplog: pytest.LogCaptu
     assert lines == ["loads model for 1 with ['a']", "closed"]
 
 
-def loaded_with(folder: Path, account: Account, weights: int) -> IsolatedModel:
+def loaded_with(folder: Path, account: MemoryAccount, weights: int) -> IsolatedModel:
     (folder / "model").write_text("")
     backend = IsolatedBackend("m", fragile.FACTORY, 20.0)
     return backend.load(folder / "model", 1, {"weights": str(weights)}, account)

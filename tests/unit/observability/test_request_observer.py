@@ -9,29 +9,29 @@ from collections.abc import Iterator
 import pytest
 from headrace.core.request import BatchTimes
 from headrace.core.telemetry import RequestLogMode, TraceContext
-from headrace.observability.access_log import Account, RequestLog
+from headrace.observability.access_log import AccessRecord, RequestLog
 from headrace.observability.counters import DROPPED, Recorder
-from headrace.observability.tracing import Accounts, Tracer
+from headrace.observability.tracing import RequestObserver, Tracer
 
 from tests.unit.observability.test_spans import Sink
 
 CONTEXT = TraceContext("a" * 32, "b" * 16, True)
-GOOD = Account("http", "m", "1", "200", 10, 90, 20, 80, context=CONTEXT, times=BatchTimes(30, 40, 50, 60))
-BAD = Account("grpc", "m", "", "INTERNAL", 10, 90, context=CONTEXT, reason="model_failed", error="broken")
+GOOD = AccessRecord("http", "m", "1", "200", 10, 90, 20, 80, context=CONTEXT, times=BatchTimes(30, 40, 50, 60))
+BAD = AccessRecord("grpc", "m", "", "INTERNAL", 10, 90, context=CONTEXT, reason="model_failed", error="broken")
 
 
 class Kit:
-    """Accounts with a log that is kept and spans that are counted."""
+    """RequestObserver with a log that is kept and spans that are counted."""
 
     def __init__(self, mode: RequestLogMode = "off", traced: bool = False, secret: bool = False) -> None:
         self.stream = io.BytesIO()
         self.sink = Sink()
         tracer = Tracer("", spans=self.sink if traced else None)
-        self.accounts = Accounts(tracer, RequestLog(mode, self.stream, rate=2), secret)
+        self.observer = RequestObserver(tracer, RequestLog(mode, self.stream, rate=2), secret)
         self.recorder = Recorder()
 
     def lines(self) -> list[dict[str, object]]:
-        self.accounts.close()
+        self.observer.close()
         return [json.loads(line) for line in self.stream.getvalue().splitlines()]
 
 
@@ -39,7 +39,7 @@ class Kit:
 def traced() -> Iterator[Kit]:
     kit = Kit("sampled", traced=True)
     yield kit
-    kit.accounts.close()
+    kit.observer.close()
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def traced() -> Iterator[Kit]:
     ],
 )
 def test_it_is_active_only_where_an_answer_may_be_chosen(mode: RequestLogMode, spans: bool, active: bool) -> None:
-    assert Kit(mode, spans).accounts.active is active
+    assert Kit(mode, spans).observer.active is active
 
 
 def test_a_traced_request_is_logged_with_its_trace_and_stands_as_an_example(traced: Kit) -> None:
-    choice = traced.accounts.choose("m", CONTEXT)
-    assert choice is not None
-    traced.accounts.answered(choice, GOOD, traced.recorder)
+    sampling = traced.observer.sample("m", CONTEXT)
+    assert sampling is not None
+    traced.observer.answered(sampling, GOOD, traced.recorder)
     assert traced.sink.traces == ["a" * 32]
     (line,) = traced.lines()
     assert line["trace_id"] == "a" * 32
@@ -70,15 +70,15 @@ def test_a_traced_request_is_logged_with_its_trace_and_stands_as_an_example(trac
 def test_a_sample_of_the_rest_is_logged() -> None:
     kit = Kit("sampled")
     for number in range(6):
-        choice = kit.accounts.choose("m", None)
-        if choice is not None:
-            kit.accounts.answered(choice, GOOD._replace(request_id=str(number), context=None), kit.recorder)
+        sampling = kit.observer.sample("m", None)
+        if sampling is not None:
+            kit.observer.answered(sampling, GOOD._replace(request_id=str(number), context=None), kit.recorder)
     assert [line["id"] for line in kit.lines()] == ["1", "3", "5"]
 
 
 def test_what_failed_before_it_could_be_chosen_is_logged_and_traced(traced: Kit) -> None:
-    traced.accounts.failed(None, BAD)
-    traced.accounts.failed(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
+    traced.observer.failed(None, BAD)
+    traced.observer.failed(None, BAD._replace(context=CONTEXT._replace(sampled=False)))
     assert traced.sink.traces == ["a" * 32]
     lines = traced.lines()
     assert [(line["level"], line["status"], line["error"]) for line in lines] == [("error", "INTERNAL", "broken")] * 2
@@ -89,27 +89,27 @@ def test_who_sends_nonsense_does_not_fill_the_disk(mode: RequestLogMode, lines: 
     kit = Kit(mode)
     before = dict(DROPPED.items())[("request_log",)]
     for _ in range(300):
-        kit.accounts.failed(None, BAD)
+        kit.observer.failed(None, BAD)
     for _ in range(2):
-        kit.accounts.failed(None, BAD._replace(ended_ns=1_000_000_000))
+        kit.observer.failed(None, BAD._replace(ended_ns=1_000_000_000))
     assert len(kit.lines()) == lines
     assert dict(DROPPED.items())[("request_log",)] - before == 302 - lines
 
 
 def test_off_is_off() -> None:
     kit = Kit("off")
-    kit.accounts.failed(None, BAD)
+    kit.observer.failed(None, BAD)
     assert kit.lines() == []
 
 
 def test_clients_that_are_secrets_go_under_pseudonyms() -> None:
     kit = Kit("errors", secret=True)
-    kit.accounts.failed(None, BAD._replace(client="hunter2"))
+    kit.observer.failed(None, BAD._replace(client="hunter2"))
     (line,) = kit.lines()
     assert str(line["client"]).startswith("secret-")
     assert "hunter2" not in str(line)
-    assert kit.accounts.client_name("hunter2") == line["client"], "as whoever else reads of it is told"
-    assert Kit("errors").accounts.client_name("shop") == "shop"
+    assert kit.observer.client_name("hunter2") == line["client"], "as whoever else reads of it is told"
+    assert Kit("errors").observer.client_name("shop") == "shop"
 
 
 def test_a_log_whose_disk_is_full_ends_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
