@@ -230,7 +230,7 @@ def test_deadlines_hold_for_who_waits_and_the_end_of_the_server_answers_them(rep
         now = time.monotonic_ns()
         for deadline_ns in (now + NS_PER_S // 20, 0):
             request = InferRequest(inputs={"X": X}, rows=1, shape_key=(16,), received_ns=now, deadline_ns=deadline_ns)
-            handle._wanted = True  # nobody hears of it
+            handle._restore_requested = True  # no callback is called
             waiting.append(handle.infer(request))
         with pytest.raises(DeadlineExceeded):
             await waiting[0]
