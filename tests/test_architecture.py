@@ -331,6 +331,8 @@ REFUSED = (
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
     "server/headrace/simulation",
+    "server/headrace/core",
+    "server/headrace/observability",
     "server/headrace/grpc/control.py",
     "server/headrace/grpc/status.py",
     "server/headrace/http2",

@@ -211,7 +211,7 @@ def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, obj
         offset_ns: from monotonic time to nanoseconds since 1970.
     """
     good = not record.error
-    told: dict[str, object] = {
+    document: dict[str, object] = {
         "time": iso8601((record.ended_ns + offset_ns) / NS_PER_S),
         "level": "info" if good else "warning" if record.reason in _CLIENTS else "error",
         "logger": logger.name,
@@ -226,40 +226,40 @@ def fields(record: AccessRecord, trace_id: str, offset_ns: int) -> dict[str, obj
         "reason": record.reason,
     }
     if record.error:
-        told["error"] = redact(record.error[:_MAX_TEXT])
+        document["error"] = redact(record.error[:_MAX_TEXT])
     if record.times is not None:
-        told["batch"] = {"id": record.batch_id, "rows": record.batch_rows, "closed": record.closed}
+        document["batch"] = {"id": record.batch_id, "rows": record.batch_rows, "closed": record.closed}
     times = {f"{name}_us": (end_ns - begin_ns) // NS_PER_US for name, begin_ns, end_ns in phases(record)}
-    told["times"] = {**times, "total_us": max(record.ended_ns - record.received_ns, 0) // NS_PER_US}
-    return told
+    document["times"] = {**times, "total_us": max(record.ended_ns - record.received_ns, 0) // NS_PER_US}
+    return document
 
 
-def as_json(told: dict[str, object]) -> str:
+def as_json(document: dict[str, object]) -> str:
     """One line in ASCII: JSON's own escaping keeps clients from forging lines."""
-    return json.dumps(told, separators=(",", ":")) + "\n"
+    return json.dumps(document, separators=(",", ":")) + "\n"
 
 
-def as_text(told: dict[str, object]) -> str:
+def as_text(document: dict[str, object]) -> str:
     """One line, with everything escaped that could steer a terminal."""
-    moment = datetime.fromisoformat(str(told["time"])).astimezone()
-    times, batch = told["times"], told.get("batch")
+    moment = datetime.fromisoformat(str(document["time"])).astimezone()
+    times, batch = document["times"], document.get("batch")
     assert isinstance(times, dict)
     words = [
         f"{moment:%H:%M:%S.%f}"[:-3],
-        f"{told['protocol']} {told['status']}",
-        f"{told['model']}/{told['version']}".rstrip("/"),
+        f"{document['protocol']} {document['status']}",
+        f"{document['model']}/{document['version']}".rstrip("/"),
         f"{times['total_us'] / 1000:.1f} ms",
     ]
     parts = [f"{name[:-3]} {spent / 1000:.1f}" for name, spent in times.items() if name != "total_us" and spent >= 50]
     if parts:
         words.append(f"({', '.join(parts)})")
-    if told["rows"]:
-        words.append(f"rows {told['rows']}")
+    if document["rows"]:
+        words.append(f"rows {document['rows']}")
     if isinstance(batch, dict):
         words.append(f"of {batch['rows']} ({batch['closed']})")
-    words += [f"{name} {told[name]}" for name in ("client", "id", "trace_id") if told[name]]
-    if "error" in told:
-        words.append(f"{told['reason']}: {told['error']}")
+    words += [f"{name} {document[name]}" for name in ("client", "id", "trace_id") if document[name]]
+    if "error" in document:
+        words.append(f"{document['reason']}: {document['error']}")
     return escape("  ".join(words)) + "\n"
 
 

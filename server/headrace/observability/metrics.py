@@ -118,15 +118,15 @@ def _best(accept: str) -> str:
     best, weight = "text", 0.0
     for item in accept.split(","):
         media_type, *parameters = (part.strip() for part in item.lower().split(";"))
-        told = dict(parameter.split("=", 1) for parameter in parameters if "=" in parameter)
+        document = dict(parameter.split("=", 1) for parameter in parameters if "=" in parameter)
         form = {_PROTOBUF: "protobuf", "application/openmetrics-text": "openmetrics", "text/plain": "text"}.get(
             media_type
         )
-        if form == "protobuf" and (told.get("proto"), told.get("encoding")) != (_MESSAGE.lower(), "delimited"):
+        if form == "protobuf" and (document.get("proto"), document.get("encoding")) != (_MESSAGE.lower(), "delimited"):
             continue
-        if form == "openmetrics" and told.get("version", "1.0.0") not in ("0.0.1", "1.0.0"):
+        if form == "openmetrics" and document.get("version", "1.0.0") not in ("0.0.1", "1.0.0"):
             continue
-        if form is not None and (liking := _weight(told.get("q", "1"))) > weight:
+        if form is not None and (liking := _weight(document.get("q", "1"))) > weight:
             best, weight = form, liking
     return best
 
@@ -169,8 +169,8 @@ def _compound(metric: Metric) -> Iterator[list[bytes]]:
         total = next(s.value for s in of if s.name.endswith("_sum"))
         buckets = [s for s in of if s.name.endswith("_bucket")]
         count = buckets[-1].value if buckets else next(s.value for s in of if s.name.endswith("_count"))
-        told = [(s.labels["le"], int(s.value), None) for s in buckets]
-        body = [_number(1, int(count)), _double(2, total), *_buckets(told)]
+        document = [(s.labels["le"], int(s.value), None) for s in buckets]
+        body = [_number(1, int(count)), _double(2, total), *_buckets(document)]
         quantiles = [s for s in of if "quantile" in s.labels]
         body += [_message(3, [_double(1, float(s.labels["quantile"])), _double(2, s.value)]) for s in quantiles]
         yield [*_labels(1, labels), _message(_HISTOGRAM if buckets else _VALUES["summary"], body)]

@@ -464,12 +464,12 @@ def _profiles(sources: _Sources) -> Metric:
 def _engines(sources: _Sources) -> Iterator[Metric]:
     info, accuracy = table.ENGINE_INFO.gauge(), table.ENGINE_ACCURACY.gauge()
     for labels, source in sources:
-        told = source.spec.parameters
-        if "engine.file" not in told:
+        parameters = source.spec.parameters
+        if "engine.file" not in parameters:
             continue
-        marked = "true" if told["engine.below_accuracy_bar"] else "false"
-        info.add_metric([*labels, str(told["engine.precision"]), str(told["engine.file"]), marked], 1)
-        for name, value in told.items():
+        marked = "true" if parameters["engine.below_accuracy_bar"] else "false"
+        info.add_metric([*labels, str(parameters["engine.precision"]), str(parameters["engine.file"]), marked], 1)
+        for name, value in parameters.items():
             if name.startswith("engine.") and isinstance(value, float | int) and not isinstance(value, bool):
                 accuracy.add_metric([*labels, name.removeprefix("engine.")], value)
     yield from (info, accuracy)

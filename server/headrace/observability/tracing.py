@@ -203,7 +203,7 @@ _MODES = {"triton": _FILE, "opentelemetry": _SPANS}
 _MODE_NAMES = {mode: name for name, mode in _MODES.items()}
 # Clients decide by their own trace's flag: whatever they ask, there are no more than so many a second. The spans of a request
 # cost about 0.3 ms of a processor that the event loop needs, too.
-_MAX_ASKED_HZ = 200
+_MAX_PROPAGATED_HZ = 200
 
 
 class Spans(Protocol):
@@ -420,7 +420,7 @@ class Tracer:
         if second != self._second:
             self._second, self._in_second = second, 0
         self._in_second += 1
-        if self._in_second > _MAX_ASKED_HZ:
+        if self._in_second > _MAX_PROPAGATED_HZ:
             DROPPED.count("spans")
             return None
         return TraceSelection(trace_id)
@@ -591,7 +591,7 @@ class RequestObserver:
         trace = sampling.trace
         if trace is not None and trace.trace_id and access_record.times is not None:
             exemplars.add_exemplar(access_record.times.split_ns - access_record.received_ns, trace.trace_id)
-        self._tell(sampling, access_record)
+        self._record(sampling, access_record)
 
     def failed(self, sampling: SamplingDecision | None, access_record: AccessRecord) -> None:
         """A request, chosen or not, got an error.
@@ -608,7 +608,7 @@ class RequestObserver:
         trace, log = sampling or SamplingDecision(None, False)
         log = log or self._log.wants_error(access_record.ended_ns)
         if log or trace is not None:
-            self._tell(SamplingDecision(trace, log), access_record)
+            self._record(SamplingDecision(trace, log), access_record)
 
     def close(self) -> None:
         """Write and send what waits."""
@@ -619,7 +619,7 @@ class RequestObserver:
         """What a client is called to whoever reads of it; from any thread."""
         return client if self._pseudonyms is None else self._pseudonyms.name(client)
 
-    def _tell(self, sampling: SamplingDecision, access_record: AccessRecord) -> None:
+    def _record(self, sampling: SamplingDecision, access_record: AccessRecord) -> None:
         if self._pseudonyms is not None:
             access_record = access_record._replace(client=self.client_name(access_record.client))
         trace_id = ""

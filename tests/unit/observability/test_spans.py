@@ -202,7 +202,7 @@ def test_rate_0_and_a_used_up_count_leave_those_whose_callers_trace_them() -> No
 
 
 def test_clients_cannot_have_more_traced_than_so_much_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_MAX_ASKED_HZ", 10)
+    monkeypatch.setattr(tracing, "_MAX_PROPAGATED_HZ", 10)
     now_ns = [0]
     tracer = Tracer("", spans=Sink(), clock=lambda: now_ns[0])
     before = dict(DROPPED.items()).get(("spans",), 0)
