@@ -333,10 +333,13 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/simulation",
     "server/headrace/core",
     "server/headrace/observability",
+    "server/headrace/backends",
+    "server/headrace/cuda",
     "server/headrace/grpc/control.py",
     "server/headrace/grpc/status.py",
     "server/headrace/http2",
     "server/headrace/config",
+    "server/headrace/pipelines",
 )
 
 

@@ -41,7 +41,7 @@ class OnnxRuntimeBackend:
 
         Args:
             file: an ONNX model.
-            instances: how many executions will be asked for.
+            instances: number of executions.
             parameters: those Triton's ONNX Runtime backend knows: `intra_op_thread_count`, `inter_op_thread_count`,
                 `execution_mode`, `enable_mem_arena`, `enable_mem_pattern`, `optimization_level` are heeded.
         """

@@ -1,4 +1,8 @@
-"""Which GPUs there are, and what an artefact for one of them depends on."""
+"""GPUs of this machine: what they are, and readings of load, memory, power, clocks and errors by NVML.
+
+NVML, NVIDIA's management library, comes with the driver; its Python binding (pynvml) is in the package nvidia-ml-py.
+Every figure is optional: boards differ in what they support, and an older driver lacks newer functions.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from headrace.core.errors import HeadraceError, Unsupported
 from headrace.cuda import driver
-
-# Readings of GPUs by NVIDIA's management library (NVML): load, memory, power, clocks, errors.
-#
-# The library comes with the driver, its Python binding (pynvml) with the package nvidia-ml-py. Every figure is optional:
-# boards differ in what they support, and an older driver lacks newer functions.
-
 
 # What the driver shows of a GPU that it has: on Linux, on Windows' subsystem for Linux, on Jetson.
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvgpu"))

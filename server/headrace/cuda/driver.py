@@ -1,9 +1,12 @@
-"""Contexts, streams and events of the CUDA driver: the ground under everything that runs on a GPU.
+"""Contexts, streams and events of the CUDA driver, and its C library: the base of all code that uses a GPU.
 
-Nothing happens at import; PyCUDA is loaded on first use. Work is done inside `current(device)`, which makes the device's primary
-context current in this thread and takes it away again; primary contexts are shared with everything that uses the CUDA runtime
-(TensorRT does) and are kept for the life of the process. What was made inside `current` is freed inside `current` of the same
-device, best in the thread that made it.
+Nothing happens at import; PyCUDA is loaded on first use. Work is done inside `current(device)`, which makes the
+device's primary context current in this thread and restores the previous one. Primary contexts are shared with
+everything that uses the CUDA runtime (TensorRT does) and are kept for the life of the process. What was created inside
+`current` is freed inside `current` of the same device, best in the thread that created it.
+
+`library()` is the driver's C library, for calls that PyCUDA lacks or makes while it holds the interpreter's lock;
+`ctypes` releases it.
 """
 
 from __future__ import annotations
@@ -16,10 +19,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from headrace.core.errors import HeadraceError, Unsupported
-
-# The driver's own library, for what PyCUDA lacks or does while it holds the interpreter's lock; `ctypes` gives that away.
-# Events that streams and threads wait for, and the question whether a GPU still works.
-
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 

@@ -1,7 +1,9 @@
-"""Memory of the GPU and pinned memory of the host: every block has one owner, which frees it when it is told.
+"""GPU memory and pinned host memory: every block has one owner, which frees it explicitly.
 
-All of it needs a current context (`driver.current`). Blocks grow and never shrink, so that a caller who repeats himself
-allocates nothing. Blocks that an `Allocator` makes are booked in its account before they are allocated.
+All of it needs a current context (`driver.current`). Blocks grow and never shrink, so that a caller that repeats itself
+allocates nothing. Blocks of an `Allocator` are booked in its account before they are allocated. A `PinnedMapping` is a
+mapping registered with the driver, which every GPU reads directly. Flags and rules: CUDA driver API, "Memory
+Management", cuMemHostRegister and cuMemHostGetDevicePointer.
 """
 
 from __future__ import annotations
@@ -23,17 +25,13 @@ from headrace.core.tensor import PINNED, Array, ResidentRows
 from headrace.cuda import driver
 from headrace.cuda.driver import CudaStream, DeviceError, check, current, loaded, succeeded
 
-# Pinned memory of the host that every GPU reads by itself: mappings that are registered with the driver.
-#
-# Flags and rules: CUDA driver API, "Memory Management", cuMemHostRegister and cuMemHostGetDevicePointer.
-
 
 class DeviceBuffer:
     """A block of the GPU's memory.
 
     Args:
         size_bytes: to begin with.
-        reservation: the block's own; None: nobody counts.
+        reservation: the block's own; None: not booked.
 
     Attributes:
         address: CUdeviceptr; changes when the block grows. 0 once it is freed.
@@ -77,7 +75,7 @@ class PinnedBuffer:
     """A block of the host's memory that the GPU copies from and to without a detour.
 
     Args:
-        reservation: the block's own; None: nobody counts.
+        reservation: the block's own; None: not booked.
 
     Attributes:
         size_bytes: of the block.
@@ -152,7 +150,7 @@ class Allocator:
 
     Args:
         gpu: number of the GPU.
-        account: of the owner; None: nobody counts.
+        account: of the owner; None: not booked.
 
     Attributes:
         gpu: number of the GPU.
@@ -171,7 +169,7 @@ class Allocator:
         return PinnedBuffer(None if self._account is None else self._account.reservation(HOST, kind))
 
     def reservation(self, kind: Kind, size_bytes: int = 0) -> Reservation | None:
-        """Book GPU memory that somebody else allocates; None if nobody counts.
+        """Book GPU memory that somebody else allocates; None if there is no account.
 
         Raises:
             NoRoom: there is no room for so much.
@@ -229,8 +227,8 @@ class PinnedMapping:
         except BaseException:
             mapping.close()
             raise
-        give_back = functools.partial(_unregister, mapping, self.address, device)
-        weakref.finalize(self, release, give_back).atexit = False
+        release_job = functools.partial(_unregister, mapping, self.address, device)
+        weakref.finalize(self, release, release_job).atexit = False
 
 
 def pinned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike, device: int = 0) -> Array:
@@ -270,8 +268,8 @@ def pinned_rows(array: Array, device: int = 0) -> ResidentRows:
         address = _device_address(start)
     flat = array.reshape(-1).view(np.uint8)
 
-    def copy(asked: int, size_bytes: int) -> Array:
-        return flat[asked - address : asked - address + size_bytes].copy()
+    def copy(start_address: int, size_bytes: int) -> Array:
+        return flat[start_address - address : start_address - address + size_bytes].copy()
 
     return ResidentRows(address, PINNED, array.dtype, array.shape, array, copy)
 
@@ -295,8 +293,8 @@ def _register(address: int, size_bytes: int) -> None:
         driver.library().cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _FLAGS), doing
     )
     try:
-        seen = _device_address(address)
-        if seen != address:
+        device_address = _device_address(address)
+        if device_address != address:
             # Then each GPU might have an address of its own for it (CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 0).
             raise DeviceError(f"{doing} failed: the GPU sees it under another address")
     except DeviceError:

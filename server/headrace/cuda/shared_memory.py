@@ -30,9 +30,6 @@ from headrace.core.tensor import Array, ResidentRows, check_range
 from headrace.cuda.driver import DeviceError, load, loaded, primary_context, pushed
 from headrace.cuda.memory import PinnedMapping, Release
 
-# Calls of the driver that may take long and that nobody waits for: pinning, unpinning, closing what clients shared.
-
-
 logger = logging.getLogger("headrace.cuda")
 
 
@@ -157,11 +154,11 @@ class ClientMemory:
     Ownership: `_pinned_bytes` is the driver thread's.
 
     Args:
-        most_pinned_bytes: of all files together.
+        max_pinned_bytes: limit in bytes of all files together.
     """
 
-    def __init__(self, most_pinned_bytes: int) -> None:
-        self._most_pinned_bytes = most_pinned_bytes
+    def __init__(self, max_pinned_bytes: int) -> None:
+        self._max_pinned_bytes = max_pinned_bytes
         self._pinned_bytes = 0
         self._thread = DriverThread("shared memory")
 
@@ -221,9 +218,7 @@ class ClientMemory:
     ) -> None:
         pinned: PinnedFile | None = None
         try:
-            if self._pinned_bytes + size_bytes <= self._most_pinned_bytes and _has_memory(
-                descriptor, start, size_bytes
-            ):
+            if self._pinned_bytes + size_bytes <= self._max_pinned_bytes and _has_memory(descriptor, start, size_bytes):
                 pinned = PinnedFile(descriptor, start, size_bytes, device, self._unpin)
                 self._pinned_bytes += size_bytes
         except (OSError, ValueError) as error:  # ValueError: the file has been truncated

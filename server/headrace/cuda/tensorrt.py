@@ -1,6 +1,6 @@
 """TensorRT as it is installed, for servers and builders alike: found, told by its version, and given a logger.
 
-Nothing is imported before `found`.
+Nothing is imported before `import_tensorrt`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from headrace.core.errors import Unsupported
 
-_OLDEST = 10
+_MIN_MAJOR = 10
 
 
-def found(cure: str) -> Any:
+def import_tensorrt(cure: str) -> Any:
     """The module `tensorrt`.
 
     Args:
@@ -28,10 +28,10 @@ def found(cure: str) -> Any:
         trt = importlib.import_module("tensorrt")
     except (ImportError, OSError) as error:
         raise Unsupported(f"TensorRT cannot be imported ({error}): {cure}") from error
-    told = str(getattr(trt, "__version__", "0"))
-    major = told.partition(".")[0]
-    if not major.isdecimal() or int(major) < _OLDEST:
-        raise Unsupported(f"TensorRT {told} is too old: install {_OLDEST}.x or newer")
+    version_text = str(getattr(trt, "__version__", "0"))
+    major = version_text.partition(".")[0]
+    if not major.isdecimal() or int(major) < _MIN_MAJOR:
+        raise Unsupported(f"TensorRT {version_text} is too old: install {_MIN_MAJOR}.x or newer")
     return trt
 
 

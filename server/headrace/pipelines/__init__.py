@@ -1,1 +1,1 @@
-"""What happens to data before a model and after it."""
+"""Preprocess and postprocess: images to tensors, scores to classes."""

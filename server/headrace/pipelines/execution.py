@@ -1,6 +1,6 @@
-"""Pictures in, classes out: what stands between a model and its callers where the server prepares and ranks.
+"""Server-side preprocess and postprocess around a model: images to tensors, scores to probabilities and classes.
 
-Both steps run in the instance's own thread, right before and right after the model.
+Both phases run in the instance's own thread, right before and right after the model.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME, Array
 from headrace.core.tensor_config import Postprocess, picture_input, scores_output
 from headrace.pipelines.recipe import ImageRecipe
-
-# From a row of scores to probabilities and the best classes: what `postprocess` does on a CPU.
-
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -95,43 +92,43 @@ class Ranking:
     """
 
     output: str
-    asked: Postprocess
+    postprocess: Postprocess
     labels: Array | None
     ranked: bool = False
 
     def apply(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """The outputs of the model with the scores replaced, in their place."""
-        made: dict[str, Array] = {}
+        results: dict[str, Array] = {}
         for name, array in outputs.items():
             if self.ranked:
-                made[name] = array
-                if name == self.asked.classes:
-                    made |= self._named(array)
+                results[name] = array
+                if name == self.postprocess.classes:
+                    results |= self._label(array)
             elif name == self.output:
-                made |= self._made(array)
+                results |= self._rank(array)
             else:
-                made[name] = array
-        return made
+                results[name] = array
+        return results
 
-    def _made(self, array: Array) -> dict[str, Array]:
-        asked = self.asked
+    def _rank(self, array: Array) -> dict[str, Array]:
+        postprocess = self.postprocess
         scores = array.astype(np.float32).reshape(-1, array.shape[-1])
-        if not asked.top_k:
+        if not postprocess.top_k:
             return {self.output: softmax(scores).reshape(array.shape)}
         # Ranked before the softmax, which makes equal what was not.
-        classes = top_k(scores, min(asked.top_k, scores.shape[1]))
-        if asked.softmax:
+        classes = top_k(scores, min(postprocess.top_k, scores.shape[1]))
+        if postprocess.softmax:
             scores = softmax(scores)
         shape = (*array.shape[:-1], classes.shape[1])
-        made: dict[str, Array] = {
-            asked.scores: np.take_along_axis(scores, classes, axis=1).reshape(shape),
-            asked.classes: classes.reshape(shape),
+        results: dict[str, Array] = {
+            postprocess.scores: np.take_along_axis(scores, classes, axis=1).reshape(shape),
+            postprocess.classes: classes.reshape(shape),
         }
-        return made | self._named(made[asked.classes])
+        return results | self._label(results[postprocess.classes])
 
-    def _named(self, classes: Array) -> dict[str, Array]:
+    def _label(self, classes: Array) -> dict[str, Array]:
         labels = self.labels
-        return {} if labels is None else {self.asked.labels: labels[np.minimum(classes, labels.size - 1)]}
+        return {} if labels is None else {self.postprocess.labels: labels[np.minimum(classes, labels.size - 1)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +147,14 @@ class Steps:
 
     def on_gpu(self, pixels: bool, ranking: bool) -> Steps:
         """What is left to do where the model's own execution prepares the pictures, or ranks the classes."""
-        left = self.ranking
-        if left is not None and ranking:
-            left = replace(left, ranked=True) if left.asked.top_k and left.labels is not None else None
-        return Steps(None if pixels else self.pixels, left, self.batched)
+        remaining = self.ranking
+        if remaining is not None and ranking:
+            remaining = (
+                replace(remaining, ranked=True)
+                if remaining.postprocess.top_k and remaining.labels is not None
+                else None
+            )
+        return Steps(None if pixels else self.pixels, remaining, self.batched)
 
 
 class PictureExecution:
@@ -189,10 +190,10 @@ class PictureExecution:
             sent = inputs[pixels.name]
             tensor = self._steps.apply(sent.reshape(-1, *pixels.recipe.pixels))
             inputs = {**inputs, pixels.name: tensor if len(pixels.shape) == tensor.ndim else tensor[0]}
-        return self._seen(self._inner.run(inputs))
+        return self._client_outputs(self._inner.run(inputs))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A flight with memory of ours for the pixels; everything else goes to the inner one's."""
+        """A batch with memory of ours for the pixels; everything else goes to the inner one's."""
         pixels = self._pixels
         if pixels is None or pixels.name not in like:
             inner = self._pipelined().begin(like, rows)
@@ -204,36 +205,36 @@ class PictureExecution:
             buffer = np.empty((rows, *pixels.recipe.pixels), np.uint8)
         return InFlightBatch({**inner.inputs, pixels.name: buffer[:rows]}, rows, (inner, buffer))
 
-    def launch(self, flight: InFlightBatch) -> None:
-        """Prepare the pictures straight into the inner flight, and launch that."""
-        inner, pixels = self._given_back(flight), self._pixels
-        if pixels is not None and inner is not flight.handle:
+    def launch(self, batch: InFlightBatch) -> None:
+        """Prepare the pictures straight into the inner batch, and launch that."""
+        inner, pixels = self._release_pixels(batch), self._pixels
+        if pixels is not None and inner is not batch.handle:
             try:
-                self._steps.apply(flight.inputs[pixels.name], inner.inputs[pixels.name])
+                self._steps.apply(batch.inputs[pixels.name], inner.inputs[pixels.name])
             except BaseException:
                 self._pipelined().discard(inner)
                 raise
         self._pipelined().launch(inner)
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """The outputs as callers see them."""
-        return self._seen(self._pipelined().finish(_inner(flight)))
+        return self._client_outputs(self._pipelined().finish(_inner(batch)))
 
-    def discard(self, flight: InFlightBatch) -> None:
-        """Discard the inner flight."""
-        self._pipelined().discard(self._given_back(flight))
+    def discard(self, batch: InFlightBatch) -> None:
+        """Discard the inner batch."""
+        self._pipelined().discard(self._release_pixels(batch))
 
     def close(self) -> None:
         """Close the inner one."""
         self._inner.close()
 
-    def _given_back(self, flight: InFlightBatch) -> InFlightBatch:
-        """The inner flight; the pixels' memory is free for the next one, since the model has no need of it."""
-        if isinstance(flight.handle, tuple):
-            self._free.append(flight.handle[1])
-        return _inner(flight)
+    def _release_pixels(self, batch: InFlightBatch) -> InFlightBatch:
+        """The inner batch; the pixels' memory is free for the next one, since the model has no need of it."""
+        if isinstance(batch.handle, tuple):
+            self._free.append(batch.handle[1])
+        return _inner(batch)
 
-    def _seen(self, outputs: dict[str, Array]) -> dict[str, Array]:
+    def _client_outputs(self, outputs: dict[str, Array]) -> dict[str, Array]:
         return outputs if self._ranking is None else self._ranking.apply(outputs)
 
     def _pipelined(self) -> PipelinedExecution:
@@ -242,9 +243,9 @@ class PictureExecution:
         return self._inner
 
 
-def _inner(flight: InFlightBatch) -> InFlightBatch:
-    inner = flight.handle[0] if isinstance(flight.handle, tuple) else flight.handle
-    assert isinstance(inner, InFlightBatch), "a flight of ours carries the inner one"
+def _inner(batch: InFlightBatch) -> InFlightBatch:
+    inner = batch.handle[0] if isinstance(batch.handle, tuple) else batch.handle
+    assert isinstance(inner, InFlightBatch), "a batch of ours carries the inner one"
     return inner
 
 
@@ -285,7 +286,9 @@ def steps_of(config: ModelConfig, labels: dict[str, tuple[str, ...]]) -> Steps:
     if at is not None and config.postprocess is not None:
         output = config.output[at]
         names = labels.get(output.name) if output.label_filename else None
-        ranking = Ranking(output.name, config.postprocess, None if names is None else _names(names, output.dims[-1]))
+        ranking = Ranking(
+            output.name, config.postprocess, None if names is None else _class_names(names, output.dims[-1])
+        )
     return Steps(pixels, ranking, config.max_batch_size > 0)
 
 
@@ -301,7 +304,7 @@ def with_pictures(model: LoadedModel, steps: Steps) -> LoadedModel:
     return PictureModel(model, steps.pixels, steps.ranking, steps.batched)
 
 
-def _names(labels: tuple[str, ...], classes: int) -> Array:
+def _class_names(labels: tuple[str, ...], classes: int) -> Array:
     """A name for every class; b"" for one that the label file has no line for."""
     named: Array = np.full(max(classes, len(labels)) + 1, b"", dtype=object)
     named[: len(labels)] = [label.encode() for label in labels]

@@ -19,12 +19,6 @@ from headrace.core.errors import BadRequest, TooLarge
 from headrace.core.tensor import Array
 from headrace.pipelines.recipe import ImageRecipe
 
-# From a batch of uint8 pictures to the tensor a model takes: what `preprocess.by: server` does on a CPU.
-#
-# A picture at a time, in place, so that what is computed on stays in the processor's caches. The result is, bit for bit, that of
-# `headrace.pipelines.image.prepare` on the same pixels.
-
-
 __all__ = ["FORMATS", "MAX_PIXELS", "ImageRecipe", "decode", "prepare", "to_pixels"]
 
 # 50 megapixels: what today's cameras take, 150 MB as RGB. Below Pillow's own warning at 89 million.

@@ -110,7 +110,7 @@ def _picture_stage(steps: Steps) -> PictureStage | None:
 def _class_stage(steps: Steps, config: ModelConfig) -> ClassStage | None:
     if steps.ranking is None:
         return None
-    name, options = steps.ranking.output, steps.ranking.asked
+    name, options = steps.ranking.output, steps.ranking.postprocess
     output = next(tensor for tensor in config.output if tensor.name == name)
     row = output.dims[-1:] if output.reshape is None else output.reshape.shape
     if not row or min(row) < 1 or (output.reshape is not None and not config.max_batch_size):

@@ -31,7 +31,7 @@ needs_shm = pytest.mark.skipif(sys.platform != "linux", reason="shared memory ne
 
 @pytest.fixture
 def memory(gpu: GpuUnderTest) -> Iterator[ClientMemory]:
-    made = ClientMemory(most_pinned_bytes=1 << 30)
+    made = ClientMemory(max_pinned_bytes=1 << 30)
     yield made
     finished(made)
 
@@ -277,7 +277,7 @@ def test_memory_that_a_client_has_made_up_is_not_pinned(memory: ClientMemory, fi
 
 @needs_shm
 def test_all_pinned_files_together_are_bounded(gpu: GpuUnderTest, file: int) -> None:
-    memory = ClientMemory(most_pinned_bytes=15_000)
+    memory = ClientMemory(max_pinned_bytes=15_000)
     first = pinned(memory, file, 0, 10_000)
     assert first is not None
     assert pinned(memory, file, 0, 5_001) is None

@@ -42,7 +42,7 @@ def load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Load]:
         model.close()
     models.clear()
     assert own_children() == []
-    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("keeper")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("supervisor")]
     caplog.clear()
     gc.collect()  # errors hold what they came through
     assert len(os.listdir("/proc/self/fd")) <= open_files

@@ -34,7 +34,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateCuda]:
 
 @pytest.fixture
 def memory(cuda: LateCuda) -> Iterator[ClientMemory]:
-    made = ClientMemory(most_pinned_bytes=1 << 20)
+    made = ClientMemory(max_pinned_bytes=1 << 20)
     yield made
     finished(made)
 

@@ -70,7 +70,7 @@ def no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the CPU was to have nothing to do with it")
 
     monkeypatch.setattr(image, "PixelSteps", forbidden)
-    monkeypatch.setattr(Ranking, "_made", forbidden)
+    monkeypatch.setattr(Ranking, "_rank", forbidden)
 
 
 RECIPE = ImageRecipe(by="server", source=(12, 9), resize_short_side=7, crop=(6, 5), mean=(100.0,), std=(50.0,))

@@ -199,7 +199,7 @@ def load() -> TensorRtApi:
         BuildError: there is none, or it is too old.
     """
     try:
-        return _loaded(tensorrt.found("install it by NVIDIA's instructions, or use NVIDIA's container"))
+        return _loaded(tensorrt.import_tensorrt("install it by NVIDIA's instructions, or use NVIDIA's container"))
     except Unsupported as error:
         raise BuildError(str(error)) from error
 

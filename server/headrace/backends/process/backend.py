@@ -1,7 +1,8 @@
-"""A backend in a process of its own: a model that crashes or hangs takes no other one down, nor the server.
+"""Runs a backend in a child process: a model that crashes or hangs affects neither other models nor the server.
 
-Inputs are assembled in memory that both processes share, and the outputs are copied out of it; two short messages a batch.
-Batches overlap if the backend inside can do it. What becomes of batches when the process dies, `isolated_gate` tells.
+Inputs are assembled in memory that both processes share, and outputs are copied out of it; two short messages a batch.
+Batches overlap if the backend in the child supports that. `supervisor.BatchAdmission` decides what happens to batches
+when the child dies.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class IsolatedBackend:
 
     Attributes:
         name: of the model, for the log and messages.
-        factory: of the backend that does the work there; see `isolated_child.make_backend`.
+        factory: of the backend that does the work there; see `child.create_backend`.
         limit_s: how long a batch may take, in seconds, before the process is taken to hang and is killed.
         slot_bytes: shared memory for a batch, to begin with; it grows with the batches.
     """
@@ -72,7 +73,7 @@ class IsolatedBackend:
 
         Args:
             file: the model.
-            instances: how many executions will be asked for.
+            instances: number of executions.
             parameters: of the model's configuration.
             account: in which the GPU memory is booked that the process books; only for a backend that does.
 
@@ -87,7 +88,7 @@ class IsolatedBackend:
             "factory": self.factory,
             "file": str(file),
             "parameters": parameters,
-            "memory": None if account is None else _terms(account),
+            "memory": None if account is None else _memory_terms(account),
             "level": logging.getLogger("headrace").getEffectiveLevel(),
         }
         slot_bytes = max(self.slot_bytes, _SMALLEST_SLOT_BYTES)
@@ -103,7 +104,7 @@ class IsolatedBackend:
         return IsolatedModel(process, self.limit_s)
 
 
-def _terms(account: MemoryAccount) -> Message:
+def _memory_terms(account: MemoryAccount) -> Message:
     """All that the process has to know to refuse what does not fit, with the reason that we would give."""
     return {
         "model": account.model,
@@ -133,8 +134,8 @@ class IsolatedModel:
     @property
     def process_status(self) -> ProcessStatus:
         """How the process fares."""
-        gate = self._process.gate
-        return ProcessStatus(gate.is_open, gate.refusal, self._process.restarts)
+        admission = self._process.admission
+        return ProcessStatus(admission.is_open, admission.refusal, self._process.restarts)
 
     @property
     def inputs(self) -> list[PlanTensor]:
@@ -157,24 +158,24 @@ class IsolatedModel:
         self._process.close()
 
 
-class _Passage:
+class _Transfer:
     """A batch on its way through the process.
 
     Attributes:
         order: what the process is read_layouts to do.
         slot: number of the memory that it lies in.
         placed: its inputs.
-        generation: the process that has been read_layouts; None if none has.
+        child: the process that has been read_layouts; None if none has.
         number: that its answer will bear.
     """
 
-    __slots__ = ("generation", "number", "order", "placed", "slot")
+    __slots__ = ("child", "number", "order", "placed", "slot")
 
     def __init__(self, order: str, slot: int, placed: list[TensorLayout]) -> None:
         self.order = order
         self.slot = slot
         self.placed = placed
-        self.generation: ChildProcess | None = None
+        self.child: ChildProcess | None = None
         self.number = 0
 
 
@@ -202,157 +203,157 @@ class IsolatedExecution:
         self._limit_s = limit_s
         self._slots = process.slots[index]
         self._free = deque(range(len(self._slots)))
-        self._open: dict[_Passage, None] = {}  # launched and not finished
+        self._open: dict[_Transfer, None] = {}  # launched and not finished
         self._lock = threading.Lock()
-        self._unsent: deque[_Passage] = deque()  # of them, in the order of launch
+        self._unsent: deque[_Transfer] = deque()  # of them, in the order of launch
         self._number = 0
         self.depth = len(self._slots)
 
     def run(self, inputs: dict[str, Array]) -> dict[str, Array]:
         """All outputs; see `headrace.backends.base.Execution.run`."""
         slot = self._free[0]
-        return self._outcome(_Passage("run", slot, self._slots[slot].put(inputs)))
+        return self._outcome(_Transfer("run", slot, self._slots[slot].put(inputs)))
 
     def begin(self, like: Mapping[str, Array], rows: int) -> InFlightBatch:
-        """A flight in shared memory."""
+        """A batch in shared memory."""
         slot = self._free[0]
         placed = lay_out_tensors(like, rows)
         memory = self._slots[slot]
         memory.grow(end_offset(placed))
         inputs = memory.arrays(placed)
-        return InFlightBatch(inputs, rows, _Passage("launch", self._free.popleft(), placed))
+        return InFlightBatch(inputs, rows, _Transfer("launch", self._free.popleft(), placed))
 
-    def launch(self, flight: InFlightBatch) -> None:
+    def launch(self, batch: InFlightBatch) -> None:
         """Tell the process, if it may be read_layouts now."""
-        passage = _passage(flight)
+        transfer = _transfer_of(batch)
         try:
             with self._lock:
-                if self._unsent or not self._let_in(passage):
-                    self._unsent.append(passage)
+                if self._unsent or not self._try_send(transfer):
+                    self._unsent.append(transfer)
         except BaseException:
-            self._free.append(passage.slot)
+            self._free.append(transfer.slot)
             raise
-        self._open[passage] = None
+        self._open[transfer] = None
 
-    def finish(self, flight: InFlightBatch) -> dict[str, Array]:
+    def finish(self, batch: InFlightBatch) -> dict[str, Array]:
         """Wait for the process to be done with it."""
-        passage = _passage(flight)
+        transfer = _transfer_of(batch)
         try:
-            return self._outcome(passage)
+            return self._outcome(transfer)
         finally:
-            del self._open[passage]
-            self._free.append(passage.slot)
+            del self._open[transfer]
+            self._free.append(transfer.slot)
 
-    def discard(self, flight: InFlightBatch) -> None:
+    def discard(self, batch: InFlightBatch) -> None:
         """Its memory is free again."""
-        self._free.append(_passage(flight).slot)
+        self._free.append(_transfer_of(batch).slot)
 
     def close(self) -> None:
         """Wait for what a thread that died has left open, so that it does not stand in the way of other instances."""
-        for passage in list(self._open):
-            generation = passage.generation
+        for transfer in list(self._open):
+            child = transfer.child
             try:
-                if generation is not None:
-                    self._answer(passage, generation)
+                if child is not None:
+                    self._answer(transfer, child)
             except (EOFError, OSError):
                 # It leaves behind the count of those inside: it may be what killed the process.
-                if generation is not None:
-                    generation.kill("")
-                    generation.ended.wait()
+                if child is not None:
+                    child.kill("")
+                    child.ended.wait()
             finally:
-                self._process.gate.leave(passage)
+                self._process.admission.leave(transfer)
 
-    def _outcome(self, passage: _Passage) -> dict[str, Array]:
+    def _outcome(self, transfer: _Transfer) -> dict[str, Array]:
         """The outputs, out of this process or the next one."""
         try:
             while True:
-                generation = passage.generation or self._sent(passage)
+                child = transfer.child or self._sent(transfer)
                 try:
-                    answer = self._answer(passage, generation)
+                    answer = self._answer(transfer, child)
                     if "lost" not in answer:
-                        return self._outputs(passage, answer)
+                        return self._outputs(transfer, answer)
                     # What ails its device, a new process may be free of.
                     logger.error("the process of %s can run nothing any more: %s", self._process.name, answer["lost"])
-                    generation.kill("its device failed")
+                    child.kill("its device failed")
                 except TimeoutError:
-                    generation.kill(f"it gave no answer within {self._limit_s:g} s")
+                    child.kill(f"it gave no answer within {self._limit_s:g} s")
                 except (EOFError, OSError):
-                    generation.kill("")
-                passage.generation = None
-                generation.ended.wait()
+                    child.kill("")
+                transfer.child = None
+                child.ended.wait()
                 # One that the process did not live to begin is not to blame, wherever it was.
-                begun = self._slots[passage.slot].marked() == passage.number
-                if begun and not self._process.gate.suspected(passage):
-                    cause = generation.cause
+                begun = self._slots[transfer.slot].marked() == transfer.number
+                if begun and not self._process.admission.suspected(transfer):
+                    cause = child.cause
                     raise ModelFailed(f"the process of {self._process.name} died while it ran the request: {cause}")
         finally:
-            self._process.gate.leave(passage)
+            self._process.admission.leave(transfer)
 
-    def _sent(self, passage: _Passage) -> ChildProcess:
+    def _sent(self, transfer: _Transfer) -> ChildProcess:
         """Wait until it may enter, and send it and what may follow it."""
         try:
-            generation = self._process.gate.enter(passage, wait=True)
+            child = self._process.admission.enter(transfer, wait=True)
         except BaseException:
             with self._lock:
-                self._dequeue(passage)
+                self._dequeue(transfer)
             raise
-        assert generation is not None, "who waits gets in, or an exception"
+        assert child is not None, "who waits gets in, or an exception"
         with self._lock:
-            self._dequeue(passage)
-            self._send(passage, generation)
-            while self._unsent and self._let_in(self._unsent[0], quietly=True):
+            self._dequeue(transfer)
+            self._send(transfer, child)
+            while self._unsent and self._try_send(self._unsent[0], quiet=True):
                 self._unsent.popleft()
-        return generation
+        return child
 
     # With the lock held
 
-    def _dequeue(self, passage: _Passage) -> None:
-        if self._unsent and self._unsent[0] is passage:
+    def _dequeue(self, transfer: _Transfer) -> None:
+        if self._unsent and self._unsent[0] is transfer:
             self._unsent.popleft()
 
-    def _let_in(self, passage: _Passage, quietly: bool = False) -> bool:
+    def _try_send(self, transfer: _Transfer, quiet: bool = False) -> bool:
         """Send it if it may enter now; `quietly`: what speaks against it, it will be read_layouts in its own turn."""
         try:
-            generation = self._process.gate.enter(passage, wait=False)
+            child = self._process.admission.enter(transfer, wait=False)
         except (Unavailable, ExecutionLost):
-            if quietly:
+            if quiet:
                 return False
             raise
-        if generation is not None:
-            self._send(passage, generation)
-        return generation is not None
+        if child is not None:
+            self._send(transfer, child)
+        return child is not None
 
-    def _send(self, passage: _Passage, generation: ChildProcess) -> None:
+    def _send(self, transfer: _Transfer, child: ChildProcess) -> None:
         """To a process that it is inside of; that the process is gone shows when the answer is waited for."""
         self._number += 1
-        passage.generation, passage.number = generation, self._number
-        message = {"do": passage.order, "number": passage.number, "slot": passage.slot, "inputs": passage.placed}
+        transfer.child, transfer.number = child, self._number
+        message = {"do": transfer.order, "number": transfer.number, "slot": transfer.slot, "inputs": transfer.placed}
         try:
-            generation.channels[self._index].send(message)
+            child.channels[self._index].send(message)
         except TimeoutError:
-            generation.kill(f"it took no batch within {self._limit_s:g} s")
+            child.kill(f"it took no batch within {self._limit_s:g} s")
         except OSError:
-            generation.kill("")
+            child.kill("")
 
     # On the finisher's thread, or the instance's in a run
 
-    def _answer(self, passage: _Passage, generation: ChildProcess) -> Message:
-        channel = generation.channels[self._index]
+    def _answer(self, transfer: _Transfer, child: ChildProcess) -> Message:
+        channel = child.channels[self._index]
         while True:
             answer, _fds = channel.receive()
-            if answer["number"] == passage.number:
+            if answer["number"] == transfer.number:
                 return answer
 
-    def _outputs(self, passage: _Passage, answer: Message) -> dict[str, Array]:
+    def _outputs(self, transfer: _Transfer, answer: Message) -> dict[str, Array]:
         if "error" in answer:
             kind, text = answer["error"]
             raise _KINDS.get(kind, ModelFailed)(text)
         if "failed" in answer:
             raise FailedInChildError(answer["failed"])
-        arrays = self._slots[passage.slot].arrays(read_layouts(answer, "outputs"))
+        arrays = self._slots[transfer.slot].arrays(read_layouts(answer, "outputs"))
         return {name: array.copy() for name, array in arrays.items()}
 
 
-def _passage(flight: InFlightBatch) -> _Passage:
-    assert isinstance(flight.handle, _Passage), "a flight of ours"
-    return flight.handle
+def _transfer_of(batch: InFlightBatch) -> _Transfer:
+    assert isinstance(batch.handle, _Transfer), "a batch of ours"
+    return batch.handle

@@ -1,6 +1,7 @@
-"""What goes between the server and a process that runs a model for it: short messages on a socket, tensors in shared memory.
+"""Messages and shared memory between the server and a child process that runs a model.
 
-Both ends are of one version of this code on one machine; the other end may still end at any moment, in the middle of a message.
+Short messages go over a socket, tensors through shared memory. Both ends run one version of this code on one machine. The other
+end may end at any moment, in the middle of a message.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ALIGNMENT = 64
 # In front of the tensors: the number of the message whose batch was begun last.
 _MARK = struct.Struct("<Q")
 _START = _ALIGNMENT
-_MOST_FDS = 64
+_MAX_FDS = 64
 _TEXT = "text"
 
 
@@ -76,7 +77,7 @@ class Channel:
             TimeoutError: nothing came within the limit.
         """
         try:
-            head, fds, _flags, _address = socket.recv_fds(self._end, _LENGTH.size, _MOST_FDS)
+            head, fds, _flags, _address = socket.recv_fds(self._end, _LENGTH.size, _MAX_FDS)
             if not head:
                 raise EOFError
             head += self._exactly(_LENGTH.size - len(head))
@@ -183,14 +184,14 @@ class SharedSlot:
         Raises:
             ValueError, TypeError: they do not lie in the slot.
         """
-        found: dict[str, Array] = {}
+        arrays_by_name: dict[str, Array] = {}
         for name, dtype, shape, offset, size in placed:
             memory = self._reaching(offset + size)
             if dtype == _TEXT:
-                found[name] = _texts(memory[offset : offset + size], shape)
+                arrays_by_name[name] = _texts(memory[offset : offset + size], shape)
             else:
-                found[name] = np.ndarray(shape, np.dtype(dtype), memory, offset)
-        return found
+                arrays_by_name[name] = np.ndarray(shape, np.dtype(dtype), memory, offset)
+        return arrays_by_name
 
     def _reaching(self, end: int) -> mmap.mmap:
         if self._map is None or len(self._map) < end:

@@ -2,7 +2,7 @@
 
 PARENT is the server's process id; the rest are descriptors of sockets that the server has opened: one to control, one an
 instance. The main thread loads and then waits for the end of the control socket, which comes when the server wants it to, and
-when the server is gone. Each instance has a thread that runs batches as they come, and one more to wait for flights if batches
+when the server is gone. Each instance has a thread that runs batches as they come, and one more to wait for batches if batches
 can overlap. A thread that dies takes the process with it: the server sees that at once.
 """
 
@@ -36,20 +36,20 @@ from headrace.core.tensor import Array
 DIED = 70
 # How long instances may take to end once the server has closed their sockets.
 _GRACE_S = 10.0
-_MOST_TEXT = 4000
+_MAX_TEXT = 4000
 _PR_SET_PDEATHSIG = 1
 
 logger = logging.getLogger("headrace.isolated")
 
 
-class Booking(Protocol):
+class AccountedBackend(Protocol):
     """A backend that books the memory of GPUs."""
 
     def load(self, file: Path, instances: int, parameters: dict[str, str], account: MemoryAccount) -> LoadedModel:
         """See `headrace.backends.base.Backend.load`."""
 
 
-def make_backend(factory: str) -> Backend:
+def create_backend(factory: str) -> Backend:
     """A backend by where it is made, e.g. "headrace.backends.onnxruntime:OnnxRuntimeBackend".
 
     Raises:
@@ -59,7 +59,7 @@ def make_backend(factory: str) -> Backend:
     return cast(Backend, getattr(importlib.import_module(module), name)())
 
 
-def finding_of(finding: Finding) -> list[Any]:
+def finding_to_json(finding: Finding) -> list[Any]:
     """A finding as JSON; `Finding(*finding_of(f)) == f`."""
     return [finding.path, finding.line, finding.message, finding.cure, finding.fatal]
 
@@ -86,7 +86,7 @@ class ExecutionServer:
         self._open_execution = open_execution
         self._opened = opened
         self._slots: list[SharedSlot] = []
-        self._flights: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[Message, InFlightBatch | Exception] | None] = SimpleQueue()
 
     def serve(self) -> None:
         """Until the server closes its end."""
@@ -97,7 +97,7 @@ class ExecutionServer:
             return
         finisher = None
         if is_pipelined(execution):
-            finisher = threading.Thread(target=or_die, args=(self._finish_all, execution), daemon=True)
+            finisher = threading.Thread(target=exit_on_error, args=(self._finish_all, execution), daemon=True)
             finisher.start()
         self._opened(execution.depth if is_pipelined(execution) else 1)
         try:
@@ -109,7 +109,7 @@ class ExecutionServer:
                 elif message["do"] == "launch":
                     self._launch(execution, message)
         except EOFError:
-            self._flights.put(None)
+            self._launched.put(None)
             if finisher is not None:
                 finisher.join()
             execution.close()
@@ -117,35 +117,35 @@ class ExecutionServer:
     def _launch(self, execution: Any, message: Message) -> None:
         try:
             inputs = self._inputs(message)
-            flight: InFlightBatch = execution.begin(inputs, next(iter(inputs.values())).shape[0])
+            batch: InFlightBatch = execution.begin(inputs, next(iter(inputs.values())).shape[0])
             try:
-                for name, array in flight.inputs.items():
+                for name, array in batch.inputs.items():
                     np.copyto(array, inputs[name], casting="equiv")
             except Exception:
-                execution.discard(flight)
+                execution.discard(batch)
                 raise
-            execution.launch(flight)
+            execution.launch(batch)
         except Exception as error:
-            self._flights.put((message, error))
+            self._launched.put((message, error))
         else:
-            self._flights.put((message, flight))
+            self._launched.put((message, batch))
 
     def _finish_all(self, execution: Any) -> None:
-        while (next_one := self._flights.get()) is not None:
-            message, flight = next_one
-            if isinstance(flight, Exception):
-                self._say(_told_error(flight), message)
+        while (item := self._launched.get()) is not None:
+            message, batch = item
+            if isinstance(batch, Exception):
+                self._send_answer(_error_message(batch), message)
             else:
-                self._answer(message, partial(execution.finish, flight))
+                self._answer(message, partial(execution.finish, batch))
 
     def _answer(self, message: Message, act: Callable[[], dict[str, Array]]) -> None:
         try:
             outputs = act()
-            placed = self._slots[message["slot"]].put(outputs, end_offset(_places(message)))
+            placed = self._slots[message["slot"]].put(outputs, end_offset(_input_layouts(message)))
         except Exception as error:
-            self._say(_told_error(error), message)
+            self._send_answer(_error_message(error), message)
         else:
-            self._say({"outputs": placed}, message)
+            self._send_answer({"outputs": placed}, message)
 
     def _run(self, execution: Execution, message: Message) -> dict[str, Array]:
         return execution.run(self._inputs(message))
@@ -153,23 +153,23 @@ class ExecutionServer:
     def _inputs(self, message: Message) -> dict[str, Array]:
         slot = self._slots[message["slot"]]
         slot.mark(message["number"])
-        return slot.arrays(_places(message))
+        return slot.arrays(_input_layouts(message))
 
-    def _say(self, answer: Message, message: Message) -> None:
+    def _send_answer(self, answer: Message, message: Message) -> None:
         self._channel.send({"number": message["number"], **answer})
 
 
-def _places(message: Message) -> list[TensorLayout]:
+def _input_layouts(message: Message) -> list[TensorLayout]:
     return read_layouts(message, "inputs")
 
 
-def _told_error(error: Exception) -> Message:
+def _error_message(error: Exception) -> Message:
     """What the server is read_layouts of an error; whose text callers may read, and whose not, it knows by the kind."""
     if isinstance(error, ExecutionLost):
-        return {"lost": str(error)[:_MOST_TEXT]}
+        return {"lost": str(error)[:_MAX_TEXT]}
     if isinstance(error, HeadraceError):
-        return {"error": [type(error).__name__, str(error)[:_MOST_TEXT]]}
-    return {"failed": "".join(traceback.format_exception(error))[-_MOST_TEXT:]}
+        return {"error": [type(error).__name__, str(error)[:_MAX_TEXT]]}
+    return {"failed": "".join(traceback.format_exception(error))[-_MAX_TEXT:]}
 
 
 class _Forward(logging.Handler):
@@ -181,14 +181,14 @@ class _Forward(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """One record; lost if the server is gone."""
-        text = self.format(record)[-_MOST_TEXT:]
+        text = self.format(record)[-_MAX_TEXT:]
         try:
             self._channel.send({"log": [record.name, record.levelno, text]})
         except OSError:
             return
 
 
-def or_die(act: Callable[..., None], *arguments: Any) -> None:
+def exit_on_error(act: Callable[..., None], *arguments: Any) -> None:
     """End the process if `act` raises: what this thread owes, nobody else can do."""
     try:
         act(*arguments)
@@ -213,11 +213,11 @@ def run(control: Channel, channels: list[Channel]) -> None:
             depths[index] = depth
     except NoRoom as error:
         (finding,) = error.findings
-        told_room = [finding.path, finding.message, finding.cure, error.gpu, error.lacking_bytes, error.others]
-        control.send({"no_room": told_room})
+        no_room = [finding.path, finding.message, finding.cure, error.gpu, error.lacking_bytes, error.others]
+        control.send({"no_room": no_room})
         return
     except ConfigError as error:
-        control.send({"refused": [finding_of(finding) for finding in error.findings]})
+        control.send({"refused": [finding_to_json(finding) for finding in error.findings]})
         return
     except Exception as error:
         logger.exception("the model could not be loaded")
@@ -237,7 +237,7 @@ def run(control: Channel, channels: list[Channel]) -> None:
 
 def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
     """The model, and its account in a ledger that has all other models' holdings too."""
-    ledger, backend = Ledger(), make_backend(order["factory"])
+    ledger, backend = Ledger(), create_backend(order["factory"])
     file, parameters, memory = Path(order["file"]), order["parameters"], order["memory"]
     if memory is None:
         return backend.load(file, instances, parameters), ledger.account("", "")
@@ -246,37 +246,37 @@ def _load(order: Message, instances: int) -> tuple[LoadedModel, MemoryAccount]:
     for gpu, limit_bytes in memory["limits"]:
         ledger.set_limit(gpu, limit_bytes)
     account = ledger.account(memory["model"], memory["version"], memory["budget"])
-    return cast(Booking, backend).load(file, instances, parameters, account), account
+    return cast(AccountedBackend, backend).load(file, instances, parameters, account), account
 
 
 def _start(
     model: LoadedModel, index: int, channel: Channel, opened: SimpleQueue[tuple[int, int | Exception]]
 ) -> threading.Thread:
     server = ExecutionServer(channel, lambda: model.execution(index), lambda depth: opened.put((index, depth)))
-    thread = threading.Thread(target=or_die, args=(server.serve,), name=f"instance {index}", daemon=True)
+    thread = threading.Thread(target=exit_on_error, args=(server.serve,), name=f"instance {index}", daemon=True)
     thread.start()
     return thread
 
 
 def _tensors(model: LoadedModel, side: str) -> list[tuple[str, str, tuple[int, ...]]] | None:
     """Those that the file itself tells of, where the backend knows."""
-    known = getattr(model, side, None)
-    return None if known is None else [(t.name, t.dtype.str, tuple(t.shape)) for t in known]
+    tensors = getattr(model, side, None)
+    return None if tensors is None else [(t.name, t.dtype.str, tuple(t.shape)) for t in tensors]
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """The process."""
     # The server ends us when it has answered what it took; Ctrl-C and a service's SIGTERM reach us as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # A server that is killed closes its sockets; a child that hangs in native code would not see it.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent, *ends = (int(word) for word in words)
+    parent, *ends = (int(word) for word in arguments)
     if os.getppid() != parent:
         return
     faulthandler.enable()
     control, *channels = (Channel(socket.socket(fileno=end)) for end in ends)
-    or_die(run, control, channels)
+    exit_on_error(run, control, channels)
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's own end, in which threads of libraries are known to crash.

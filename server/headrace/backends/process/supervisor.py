@@ -1,7 +1,7 @@
-"""The process that runs a model, and the one that takes its place when it dies.
+"""Supervises the child process that runs a model, and replaces it when it dies.
 
-A thread, the keeper, owns the process: it starts it, forwards its log, waits for its end, and starts the next one, after a pause
-that grows while they die young.
+One supervisor thread per model owns the process. It starts the process, forwards its log, waits for its end, and starts the next
+one after a pause. The pause grows while processes die young. `BatchAdmission` decides which batches may enter.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Holding, NoRoom
 
-# Who is inside of a process that runs a model, and who may enter it.
-
-
-Inside = TypeVar("Inside")
+Process = TypeVar("Process")
 
 # So many batches go one at a time after a death, as the members of one that was to blame do.
-_CAREFUL = 32
+_SOLO_BATCHES = 32
 
 
-class BatchAdmission(Generic[Inside]):
-    """Batches enter a process and leave it. When it dies, those inside together are suspects: any of them may have killed it.
+class BatchAdmission(Generic[Process]):
+    """Decides which batches may be sent to a child process, and which of them are suspected when it dies.
+
+    All batches that were inside together when a process died are suspects: any of them may have killed it.
 
     A suspect enters the next process alone, and nobody else does before all suspects have left; so a second death shows which one
     it was. A batch that was alone inside needs no such proof; its members, which come next one by one, shall be alone as well. So
@@ -46,11 +45,11 @@ class BatchAdmission(Generic[Inside]):
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._process: Inside | None = None
+        self._process: Process | None = None
         self._inside: set[object] = set()
         self._alone = False  # who is inside is not to be joined
         self._suspects: set[object] = set()
-        self._careful = 0  # batches that still enter one at a time
+        self._solo_batches = 0  # batches that still enter one at a time
         self._refusal = ""
         self._lost = ""
 
@@ -64,7 +63,7 @@ class BatchAdmission(Generic[Inside]):
         """Why batches are refused for the time being; "" if they are not."""
         return self._refusal
 
-    def enter(self, batch: object, wait: bool) -> Inside | None:
+    def enter(self, batch: object, wait: bool) -> Process | None:
         """Let a batch in.
 
         Args:
@@ -83,7 +82,7 @@ class BatchAdmission(Generic[Inside]):
                 suspect = batch in self._suspects
                 if self._process is not None and self._may_enter(suspect):
                     self._inside.add(batch)
-                    self._alone = suspect or self._careful > 0
+                    self._alone = suspect or self._solo_batches > 0
                     return self._process
                 if self._lost:
                     raise ExecutionLost(self._lost)
@@ -98,7 +97,7 @@ class BatchAdmission(Generic[Inside]):
         with self._changed:
             if batch in self._inside:
                 self._inside.discard(batch)
-                self._careful -= self._alone and self._careful > 0
+                self._solo_batches -= self._alone and self._solo_batches > 0
                 self._alone = False
             self._suspects.discard(batch)
             self._changed.notify_all()
@@ -108,7 +107,7 @@ class BatchAdmission(Generic[Inside]):
         with self._changed:
             return batch in self._suspects
 
-    def open(self, process: Inside) -> None:
+    def open(self, process: Process) -> None:
         """There is a process."""
         with self._changed:
             self._process, self._refusal = process, ""
@@ -126,7 +125,7 @@ class BatchAdmission(Generic[Inside]):
         with self._changed:
             inside, self._inside, self._alone = self._inside, set(), False
             if inside:
-                self._careful = _CAREFUL
+                self._solo_batches = _SOLO_BATCHES
             if len(inside) > 1:
                 self._suspects |= inside
             else:
@@ -135,14 +134,14 @@ class BatchAdmission(Generic[Inside]):
             self._changed.notify_all()
             return len(inside)
 
-    def lose(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """There will be no process any more."""
         with self._changed:
             self._process, self._lost = None, reason
             self._changed.notify_all()
 
     def _may_enter(self, suspect: bool) -> bool:
-        if self._alone or (self._inside and (suspect or self._careful)):
+        if self._alone or (self._inside and (suspect or self._solo_batches)):
             return False
         return suspect or not self._suspects
 
@@ -153,7 +152,7 @@ CHILD: tuple[str, ...] = (sys.executable, "-P", "-m", "headrace.backends.process
 _PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 0.8, 2.0, 4.0, 8.0, 16.0, 30.0)
 _SETTLED_S = 10.0
 # Batches wait for the next process if its pause is no longer than that, and are refused otherwise.
-_PATIENCE_S = 1.0
+_MAX_QUEUE_PAUSE_S = 1.0
 _LOAD_LIMIT_S = 900.0
 _CLOSE_GRACE_S = 15.0
 _TAIL_LINES = 100  # a dump of all threads, of which the one that matters comes first
@@ -166,7 +165,7 @@ class ChildProcess:
 
     Attributes:
         process: it.
-        control: the socket that the keeper listens to.
+        control: the socket that the supervisor thread listens to.
         channels: one an instance.
         ended: set once it is dead and what was inside is dealt with.
         cause: why it ended, for people; "" while it lives.
@@ -197,7 +196,8 @@ class ChildProcess:
 class ModelProcess:
     """Runs one version of a model in a process of its own, and in another one when that dies.
 
-    Ownership: `_lock` guards `_generation` against `close`; everything else is the keeper's, who alone changes what others read.
+    Ownership: `_lock` guards `_generation` against `close`; everything else belongs to the
+    supervisor thread, which alone changes what other threads read.
 
     Args:
         name: of the model, for the log and messages.
@@ -225,7 +225,7 @@ class ModelProcess:
         command: Sequence[str] = CHILD,
     ) -> None:
         self.name = name
-        self.gate: BatchAdmission[ChildProcess] = BatchAdmission()
+        self.admission: BatchAdmission[ChildProcess] = BatchAdmission()
         self.restarts = 0
         self.tensors: dict[str, list[tuple[str, str, list[int]]] | None] = {}
         self.slots: list[list[SharedSlot]] = []
@@ -237,10 +237,10 @@ class ModelProcess:
         self._command = tuple(command)
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._generation: ChildProcess | None = None  # that is loading or serves
+        self._child: ChildProcess | None = None  # that is loading or serves
         self._dead_in_row = 0
         self._loaded: Future[None] = Future()
-        self._keeper = threading.Thread(target=self._keep, name=f"{name} keeper", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name=f"{name} supervisor", daemon=True)
 
     def start(self) -> None:
         """Start the process and wait until it has loaded the model.
@@ -248,11 +248,11 @@ class ModelProcess:
         Raises:
             ConfigError: it cannot be loaded.
         """
-        self._keeper.start()
+        self._thread.start()
         try:
             self._loaded.result()
         except BaseException:
-            self._keeper.join()
+            self._thread.join()
             self._free_slots()
             raise
 
@@ -260,14 +260,14 @@ class ModelProcess:
         """End the process; returns when it is gone. All batches have left."""
         with self._lock:
             self._closing.set()
-            generation = self._generation
-        if generation is not None:
-            generation.shut()
-        self._keeper.join(_CLOSE_GRACE_S)
-        if self._keeper.is_alive() and generation is not None:
+            child = self._child
+        if child is not None:
+            child.shut()
+        self._thread.join(_CLOSE_GRACE_S)
+        if self._thread.is_alive() and child is not None:
             logger.warning("the process of %s does not end by itself and is killed", self.name)
-            generation.kill("it did not end by itself")
-        self._keeper.join()
+            child.kill("it did not end by itself")
+        self._thread.join()
         self._free_slots()
 
     def _free_slots(self) -> None:
@@ -276,39 +276,41 @@ class ModelProcess:
                 slot.close()
         self.slots = []
 
-    # On the keeper's thread
+    # On the supervisor thread's thread
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         try:
             pause_s = 0.0
             while not self._closing.wait(pause_s):
-                pause_s = self._live()
+                pause_s = self._run_child()
                 if not self._loaded.done():
-                    self._loaded.set_exception(_broken(self.name, "its process could not be kept alive"))
+                    self._loaded.set_exception(_load_error(self.name, "its process could not be kept alive"))
                 if self._loaded.exception() is not None:
                     return
         except BaseException as error:  # a dying thread says so, whatever it dies of
-            logger.exception("the process of %s is not looked after any more", self.name)
-            self._give_up(error)
+            logger.exception("the process of %s is no longer supervised", self.name)
+            self._fail_permanently(error)
 
-    def _live(self) -> float:
+    def _run_child(self) -> float:
         """One process from its start to its end; the pause before the next one in seconds."""
         try:
-            generation = self._begin()
+            child = self._start_child()
         except OSError as error:
-            return self._count(None, _broken(self.name, f"a process for it cannot be started: {error.strerror}"))
-        if generation is None:
+            return self._record_exit(
+                None, _load_error(self.name, f"a process for it cannot be started: {error.strerror}")
+            )
+        if child is None:
             return 0.0
-        with _Ears(generation) as ears:
-            failure = self._open(generation, ears)
+        with _OutputReader(child) as output:
+            failure = self._load_model(child, output)
             if failure is None:
-                self._serve(generation)
-                ears.listen()
-            generation.cause = _ending(generation)
-            ears.drain()
-        return self._count(generation, failure)
+                self._admit_batches(child)
+                output.listen()
+            child.cause = _exit_cause(child)
+            output.drain()
+        return self._record_exit(child, failure)
 
-    def _begin(self) -> ChildProcess | None:
+    def _start_child(self) -> ChildProcess | None:
         """Start a process; None if none is wanted any more."""
         pairs = [socket.socketpair() for _ in range(self._instances + 1)]
         theirs = [pair[1] for pair in pairs]
@@ -329,31 +331,31 @@ class ModelProcess:
                     pass_fds=[end.fileno() for end in theirs],
                     process_group=0,  # Ctrl-C reaches us alone
                 )
-                self._generation = ChildProcess(process, control, channels)
-                return self._generation
+                self._child = ChildProcess(process, control, channels)
+                return self._child
         finally:
             for end in theirs:
                 end.close()
 
-    def _open(self, generation: ChildProcess, ears: _Ears) -> ConfigError | None:
+    def _load_model(self, child: ChildProcess, output: _OutputReader) -> ConfigError | None:
         """Have the model loaded; why it cannot be."""
         try:
-            generation.control.send(self._order)
-            answer = ears.listen(_LOAD_LIMIT_S)
+            child.control.send(self._order)
+            answer = output.listen(_LOAD_LIMIT_S)
         except TimeoutError:
-            generation.kill(f"it did not load the model within {_LOAD_LIMIT_S:g} s")
+            child.kill(f"it did not load the model within {_LOAD_LIMIT_S:g} s")
             answer = None
         except OSError:
             answer = None
         if answer is None:
-            cause = _ending(generation)
-            return _broken(self.name, f"its process died while it loaded the model: {cause}")
+            cause = _exit_cause(child)
+            return _load_error(self.name, f"its process died while it loaded the model: {cause}")
         if "no_room" in answer:
             return NoRoom(*answer["no_room"])
         if "refused" in answer:
             return ConfigError([Finding(*finding) for finding in answer["refused"]])
         if "loaded" not in answer:
-            return _broken(self.name, f"could not be loaded ({answer.get('broken')})")
+            return _load_error(self.name, f"could not be loaded ({answer.get('broken')})")
         depths = answer["loaded"]
         if not self.slots:
             self.tensors = answer["tensors"]
@@ -363,78 +365,85 @@ class ModelProcess:
                 self.slots.append([])
                 self.slots[-1].extend(SharedSlot.create(name, self._slot_bytes) for _ in range(depth))
         if depths != [len(slots) for slots in self.slots]:
-            return _broken(self.name, "its file runs otherwise than before")
+            return _load_error(self.name, "its file runs otherwise than before")
         try:
-            for channel, slots in zip(generation.channels, self.slots, strict=True):
+            for channel, slots in zip(child.channels, self.slots, strict=True):
                 channel.send({"do": "share"}, [slot.fd for slot in slots])
         except OSError:
-            return _broken(self.name, f"its process died at its start: {_ending(generation)}")
+            return _load_error(self.name, f"its process died at its start: {_exit_cause(child)}")
         return None
 
-    def _serve(self, generation: ChildProcess) -> None:
-        generation.born_ns = monotonic_ns()
-        self.gate.open(generation)
+    def _admit_batches(self, child: ChildProcess) -> None:
+        child.born_ns = monotonic_ns()
+        self.admission.open(child)
         if self._loaded.done():
-            logger.warning("%s has a new process, %d", self.name, generation.process.pid)
+            logger.warning("%s has a new process, %d", self.name, child.process.pid)
         else:
             self._loaded.set_result(None)
 
-    def _count(self, generation: ChildProcess | None, failure: ConfigError | None) -> float:
+    def _record_exit(self, child: ChildProcess | None, failure: ConfigError | None) -> float:
         """A process is gone, or none could be had; the pause before the next one in seconds.
 
         Args:
-            generation: that is gone.
+            child: that is gone.
             failure: why it never served.
         """
         with self._lock:
-            closing, self._generation = self._closing.is_set(), None
-        settled = generation is not None and monotonic_ns() - generation.born_ns >= _SETTLED_S * NS_PER_S
+            closing, self._child = self._closing.is_set(), None
+        settled = child is not None and monotonic_ns() - child.born_ns >= _SETTLED_S * NS_PER_S
         self._dead_in_row = 1 if failure is None and settled else self._dead_in_row + 1
         pause_s = _PAUSES_S[min(self._dead_in_row, len(_PAUSES_S)) - 1]
-        waits = failure is None and pause_s <= _PATIENCE_S
-        inside = self.gate.shut("" if waits else f"the process of {self.name} has died and is being started again")
+        waits = failure is None and pause_s <= _MAX_QUEUE_PAUSE_S
+        inside = self.admission.shut("" if waits else f"the process of {self.name} has died and is being started again")
         if failure is not None and not self._loaded.done():
             self._loaded.set_exception(failure)
         elif not closing:
             self.restarts += failure is None
-            cause = f"{failure}" if generation is None or failure is not None else generation.cause
-            left = f", with {inside} batches inside" if inside else ""
-            said = "".join(f"\n  {line}" for line in generation.tail) if generation is not None else ""
-            logger.error("the process of %s has died: %s%s; the next in %g s%s", self.name, cause, left, pause_s, said)
-        if generation is not None:
-            generation.ended.set()
+            cause = f"{failure}" if child is None or failure is not None else child.cause
+            lost_batches = f", with {inside} batches inside" if inside else ""
+            output_lines = "".join(f"\n  {line}" for line in child.tail) if child is not None else ""
+            logger.error(
+                "the process of %s has died: %s%s; the next in %g s%s",
+                self.name,
+                cause,
+                lost_batches,
+                pause_s,
+                output_lines,
+            )
+        if child is not None:
+            child.ended.set()
         return pause_s
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail_permanently(self, error: BaseException) -> None:
         with self._lock:
-            generation, self._generation = self._generation, None
-        if generation is not None:
-            generation.process.kill()
-            generation.process.wait()
-            generation.cause = "nobody looks after it any more"
-        self.gate.lose(f"the process of {self.name} is not looked after any more")
-        self.gate.shut("")
-        if generation is not None:
-            generation.ended.set()
+            child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
+            child.cause = "it is no longer supervised"
+        self.admission.fail(f"the process of {self.name} is no longer supervised")
+        self.admission.shut("")
+        if child is not None:
+            child.ended.set()
         if not self._loaded.done():
             self._loaded.set_exception(error)
 
 
-class _Ears:
+class _OutputReader:
     """What a process says: messages on its control socket, and lines on its standard output and error."""
 
-    def __init__(self, generation: ChildProcess) -> None:
-        self._generation = generation
-        self._control = generation.control
-        assert generation.process.stdout is not None, "the process was started with a pipe"
-        self._output = generation.process.stdout
+    def __init__(self, child: ChildProcess) -> None:
+        self._child = child
+        self._control = child.control
+        assert child.process.stdout is not None, "the process was started with a pipe"
+        self._output = child.process.stdout
         os.set_blocking(self._output.fileno(), False)
         self._rest = b""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._output, selectors.EVENT_READ)
 
-    def __enter__(self) -> _Ears:
+    def __enter__(self) -> _OutputReader:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -480,23 +489,23 @@ class _Ears:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             text = line.decode("utf-8", "replace").rstrip()
-            self._generation.tail.append(text)
-            logger.debug("%d: %s", self._generation.process.pid, text)
+            self._child.tail.append(text)
+            logger.debug("%d: %s", self._child.process.pid, text)
         return True
 
 
-def _ending(generation: ChildProcess) -> str:
+def _exit_cause(child: ChildProcess) -> str:
     """Wait for the end of a process whose control socket is closed, or that is of no use, and say what it died of."""
-    process = generation.process
+    process = child.process
     process.kill()
     status = process.wait()
-    if generation.blame:
-        return generation.blame
+    if child.blame:
+        return child.blame
     if status >= 0:
         return f"it ended with status {status}"
     name = signal.Signals(-status).name if -status in list(signal.Signals) else f"signal {-status}"
     return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
 
 
-def _broken(name: str, message: str) -> ConfigError:
+def _load_error(name: str, message: str) -> ConfigError:
     return ConfigError([Finding(name, None, message, "the server's log has more")])

@@ -1,6 +1,6 @@
-"""TensorRT on a server's machine: started, and its complaints turned into sentences.
+"""The installed TensorRT: start it, read its version, turn its logged errors into messages.
 
-A server loads plans and runs them; building them is the engines' part.
+A server loads and runs plans; the builder builds them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def load() -> TensorRtLibrary:
     Raises:
         Unsupported: there is none, or it is too old.
     """
-    return _started(tensorrt.found("install Headrace's extra 'gpu', or use NVIDIA's container"))
+    return _started(tensorrt.import_tensorrt("install Headrace's extra 'gpu', or use NVIDIA's container"))
 
 
 @functools.cache

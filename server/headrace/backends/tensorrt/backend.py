@@ -1,6 +1,14 @@
-"""TensorRT on NVIDIA GPUs: plans, one engine a GPU that all instances share, batches that overlap.
+"""TensorRT on NVIDIA GPUs: one engine a GPU shared by all instances, batches that overlap.
 
-Importing this needs neither TensorRT nor a GPU; making a `TensorRtBackend` does.
+Importing this needs neither TensorRT nor a GPU; creating a `TensorRtBackend` does.
+
+    copy in:   | rows of k+2 |                 an event makes each stage wait for the one before; the host waits once a batch,
+    compute:           | k+1 |                 without the interpreter's lock, for the end of its copy out
+    copy out:                 | k |
+
+A batch is padded up to a bucket of rows, whose shapes have a CUDA graph. Only the rows of the batch are copied. A small
+batch is one graph from the first copy to the last, on the compute stream alone: one call queues it. That holds for all
+batches of a bucket with little to overlap, and for others while no other batch of the instance is in flight.
 """
 
 from __future__ import annotations
@@ -46,18 +54,6 @@ from headrace.cuda.driver import DeviceError, OutOfDeviceMemory, current, is_con
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import Allocator, booked
 
-# One instance on a GPU: batches overlap in three streams, and nothing is allocated for those whose shapes were seen at load.
-#
-#     copy in:   | rows of k+2 |                 each stage waits for the one before by an event; the host waits once a batch,
-#     compute:           | k+1 |                 without the interpreter's lock, for the end of its copy out
-#     copy out:                 | k |
-#
-# A batch is padded up to a bucket of rows: then its shapes have a CUDA graph. Only the rows that are there are copied. A small
-# batch is one graph from the first copy to the last, on the compute stream alone: one call queues it. That is so for all batches
-# of
-# a bucket that have little to overlap, and for others while nothing else is in the air.
-
-
 # What the loader tells beside the parameters of a configuration: rows in a batch, and the GPU of each instance, by commas.
 MAX_BATCH_SIZE = "headrace.max_batch_size"
 GPUS = "headrace.gpus"
@@ -99,9 +95,9 @@ class TensorRtBackend:
 
         Args:
             file: the plan.
-            instances: how many executions will be asked for.
+            instances: number of executions.
             parameters: of the model's configuration, as docs/configuration.md has them; and `MAX_BATCH_SIZE` and `GPUS`.
-            account: in which the memory is booked; None: nobody counts.
+            account: in which the memory is booked; None: not booked.
         """
         gpu_list = parameters.get(GPUS, "")
         devices = [int(number) for number in gpu_list.split(",")] if gpu_list else [0] * instances
@@ -148,7 +144,7 @@ class TensorRtModel:
         name: of the plan's file.
         content: of it.
         placements: of the instances.
-        account: in which the memory is booked; None: nobody counts. A plan is taken to need as much as its file is long.
+        account: in which the memory is booked; None: not booked. A plan is taken to need as much as its file is long.
 
     Raises:
         NoRoom: the account has no room.
@@ -436,7 +432,7 @@ class TensorRtExecution:
         self._give_back(_batch_state(batch).slot)
 
     def close(self) -> None:
-        """Give everything back, after what still runs."""
+        """Release everything, after running work is done."""
         # BatchViews would keep pinned memory from going.
         self._views.clear()
         self._free.clear()

@@ -1,9 +1,9 @@
-"""Rows of a batch that a GPU reads where they lie: a table of addresses in pinned memory, and the kernel that follows it.
+"""Memory for the batches of an instance: buffer slots, and tables of device-resident rows.
 
-It is always the kernel, also for a single row that a plain copy would bring: see `headrace.cuda.shared_memory`.
-
-A table is written by the host while nothing in its slot is running, and read by the GPU until the slot's batch has landed: so
-every slot has its input_name.
+A buffer slot has all the memory that one batch needs, and serves one batch at a time. A row table holds the addresses
+of rows that the GPU reads in place, in pinned memory, and `gather` queues the kernel that follows it. The kernel is
+used for a single row too, where a plain copy would do: see `headrace.cuda.shared_memory`. The host writes a table while
+nothing runs in its slot; the GPU reads it until the slot's batch is finished. So every slot has its own.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class TensorBuffer:
         download(values, self._device, stream)
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the memory."""
         self._device.free()
         self._pinned.free()
 
@@ -224,7 +224,7 @@ class BufferSlot:
             raise
 
     def close(self) -> None:
-        """Give everything back; nothing runs any more."""
+        """Release everything; nothing runs any more."""
         for memory in (*self.inputs.values(), *self.outputs.values()):
             memory.close()
         self.resident_inputs = []

@@ -1,8 +1,10 @@
-"""A context is a shape that is ready to run in a slot.
+"""Execution contexts of an instance, and all its resources on a GPU: streams, scratch memory, buffer slots.
 
-It owns its execution context: its shapes and addresses are set once, so that nothing is set while it serves, and a CUDA graph
-stays true ("Graphs captured with TensorRT are specific to the input size and the state of the execution context": TensorRT
-documentation, "CUDA Graphs"). The contexts of an instance share their scratch memory: its compute stream runs one at a time.
+A `PreparedContext` is an execution context for one set of shapes in one buffer slot. Shapes and addresses are set once,
+so nothing is set while it serves and its CUDA graph stays valid ("Graphs captured with TensorRT are specific to the
+input size and the state of the execution context": TensorRT documentation, "CUDA Graphs"). The contexts of an instance
+share their scratch memory: its compute stream runs one at a time. `DeviceResources` is used by the instance's thread
+with the device current.
 """
 
 from __future__ import annotations
@@ -35,11 +37,6 @@ from headrace.cuda.graphs import CudaGraph
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer
 
-# All that an instance holds on its GPU: streams, scratch memory, slots for its batches and their contexts.
-#
-# Used with the device current, by the instance's thread.
-
-
 _NOTHING: Mapping[str, Launch] = {}
 # A batch of up to so many rows, if it is one graph, has as few steps as can be: resident rows are prepared where they lie, and
 # what the GPU makes of the outputs is written over the bus at once. With more rows copies are faster, and kernels that read over
@@ -48,7 +45,7 @@ _FEW_ROWS = 4
 
 
 class PreparedContext:
-    """A context with shapes and addresses set.
+    """An execution context with its shapes and addresses set, and its CUDA graphs.
 
     Args:
         plan: what runs.
@@ -184,7 +181,7 @@ class PreparedContext:
         graph.launch()
 
     def close(self) -> None:
-        """Give everything back; nothing of it runs any more."""
+        """Release everything; nothing of it runs any more."""
         self.drop_batch_graphs()
         if self._compute_graph is not None:
             self._compute_graph.close()
@@ -544,7 +541,7 @@ class DeviceResources:
             stream.synchronize()
 
     def close(self) -> None:
-        """Give everything back, after what still runs."""
+        """Release everything, after running work is done."""
         with contextlib.suppress(DeviceError):
             self.synchronize()
         # Streams and events free themselves; they must do so while the device is current.

@@ -1,6 +1,6 @@
-"""A plan that is deserialised on one GPU: its tensors, the shapes it takes, and contexts to run it.
+"""A plan deserialised on one GPU: tensors, optimization profiles, execution contexts, and stages around it.
 
-One engine, and with it one copy of the weights, serves all instances on a GPU. Everything here needs the device current.
+One engine, and with it one copy of the weights, serves all instances on a GPU. The device must be current.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is measured of a plan when it is loaded, and what follows: the buckets that batches are padded to, and how they fly.
+"""Measures a plan when its first instance on a GPU opens: buckets that batches are padded to, and how they are launched.
 
-Times are microseconds a batch, of several queued one behind the other: what a batch costs while the GPU is kept busy, the host's
-part included. The least of a few is taken: what else goes on makes it longer, nothing makes it shorter.
+Times are microseconds a batch, of several queued one behind the other: the cost of a batch while the GPU is busy, the host's part
+included. The minimum of a few is taken: other load makes a run longer, nothing makes it shorter.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from headrace.backends.tensorrt.api import BucketTiming, TuningResult
 from headrace.backends.tensorrt.contexts import BatchViews, DeviceResources, InstancePlacement
 from headrace.backends.tensorrt.plan import TensorRtPlan, buckets, choose_profile
 from headrace.core.clock import NS_PER_US
-
-# Measures a plan on its GPU when the first of its instances there is opened: see `tensorrt_tuning` for what follows from it.
-
 
 # A bucket is worth its graphs and contexts if batches are this much faster than in the next larger one; running a batch as it is,
 # without a graph, must be faster by as much.

@@ -1,8 +1,8 @@
-"""Pictures and classes: kernels ready to be launched, compiled, loaded and given their tables when they are made.
+"""Kernels ready to launch: images to tensors, rows to one batch, scores to classes.
 
-A launch allocates nothing and waits for nothing, so that it may be captured in a CUDA graph.
-
-Made and closed anywhere; launched with the device's context current (`headrace.cuda.driver.current`). Addresses are CUdeviceptr.
+Kernels are compiled and loaded, and their tables copied to the GPU, at construction. A launch allocates nothing and waits for
+nothing, so a CUDA graph can capture it. Create and close them anywhere; launch them with the device's context current
+(`headrace.cuda.driver.current`). Addresses are CUdeviceptr.
 """
 
 from __future__ import annotations
@@ -20,14 +20,6 @@ from headrace.cuda.kernels.loading import THREADS, Kernels, is_half
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, upload
 from headrace.pipelines.recipe import ImageRecipe
 from headrace.pipelines.resampling import PRECISION_BITS, Resampling
-
-# Pictures that are neither resized nor cropped: pixels to the tensor a model takes, each byte read and written once.
-#
-# A launch allocates nothing and waits for nothing, so that it may be captured in a CUDA graph. Addresses are CUdeviceptr.
-# Rows from wherever a GPU reads them into one batch.
-#
-# A launch allocates nothing and waits for nothing, so that it may be captured in a CUDA graph.
-
 
 _ALIGNMENT_BYTES = 16
 

@@ -1,4 +1,7 @@
-"""Kernels of a file: compiled for a GPU, loaded there, launched on a stream."""
+"""Kernels of a file: compiled by NVRTC for a GPU, loaded there, launched on a stream.
+
+NVRTC is the run-time compiler of the CUDA toolkit (NVRTC documentation, "Basic Usage").
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,6 @@ import numpy.typing as npt
 from headrace.core.errors import Unsupported
 from headrace.cuda import driver
 from headrace.cuda.driver import CudaStream, DeviceError, check, loaded
-
-# CUDA C++ compiled at run time by NVRTC, the compiler in the CUDA toolkit (NVRTC documentation, "Basic Usage").
-
 
 _NAMES = ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2")
 # Where the toolkit and NVIDIA's wheels put it.
@@ -93,12 +93,12 @@ def _architectures(library: Any) -> list[int]:
     return sorted(found)
 
 
-def _architecture(known: Sequence[int], capability: tuple[int, int]) -> str:
+def _architecture(supported: Sequence[int], capability: tuple[int, int]) -> str:
     """The GPU's own kind, for which there is machine code, or the newest before it, for which there is PTX."""
-    own = capability[0] * 10 + capability[1]
-    if own in known:
-        return f"sm_{own}"
-    older = [number for number in known if number < own]
+    architecture = capability[0] * 10 + capability[1]
+    if architecture in supported:
+        return f"sm_{architecture}"
+    older = [number for number in supported if number < architecture]
     if not older:
         raise Unsupported(
             f"NVRTC makes no code for GPUs of compute capability {capability[0]}.{capability[1]} any more: take an older one, "
@@ -115,8 +115,8 @@ def _compile(library: Any, source: str, name: str, arguments: Sequence[str]) -> 
         options = (ctypes.c_char_p * len(arguments))(*(argument.encode() for argument in arguments))
         result = library.nvrtcCompileProgram(program, len(arguments), options)
         if result:
-            told = _read(library, program, "ProgramLog").rstrip(b"\0\n").decode(errors="replace")
-            raise DeviceError(f"{name} cannot be compiled by NVRTC ({' '.join(arguments)}): {told}")
+            text = _read(library, program, "ProgramLog").rstrip(b"\0\n").decode(errors="replace")
+            raise DeviceError(f"{name} cannot be compiled by NVRTC ({' '.join(arguments)}): {text}")
         return _read(library, program, "CUBIN" if "=sm_" in arguments[0] else "PTX")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -132,8 +132,8 @@ def _read(library: Any, program: ctypes.c_void_p, what: str) -> bytes:
 
 def _check(library: Any, result: int, doing: str) -> None:
     if result:
-        told = library.nvrtcGetErrorString(result)
-        raise DeviceError(f"{doing} failed ({told.decode(errors='replace')}): {_CURE}")
+        text = library.nvrtcGetErrorString(result)
+        raise DeviceError(f"{doing} failed ({text.decode(errors='replace')}): {_CURE}")
 
 
 _FOLDER = Path(__file__).parent
@@ -158,12 +158,12 @@ class Kernels:
     def __init__(self, device: int, file: str, options: Mapping[str, int], types: Mapping[str, str]) -> None:
         self._device = device
         source = (_FOLDER / "half.cuh").read_text(encoding="utf-8") + (_FOLDER / file).read_text(encoding="utf-8")
-        told = [f"-D{name}={value}" for name, value in options.items()]
+        text = [f"-D{name}={value}" for name, value in options.items()]
         self._kernels: dict[str, Any] = {}
         with driver.current(device):
             with check("asking what the GPU is"):
                 capability = loaded().Device(device).compute_capability()
-            code = compile_cuda(source, file, tuple(capability), told)
+            code = compile_cuda(source, file, tuple(capability), text)
             with check(f"loading {file}"):
                 self._module: Any = loaded().module_from_buffer(code)
                 for name, arguments in types.items():

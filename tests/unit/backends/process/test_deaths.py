@@ -75,7 +75,7 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     answers: list[list[float]] = []
     asking = threading.Thread(target=lambda: answers.append(values(execution.run(x_of(3)))))
     asking.start()
-    eventually(lambda: model._process.gate._inside)
+    eventually(lambda: model._process.admission._inside)
     os.kill(child, signal.SIGKILL)
     asking.join(20)
     assert answers == [[6]]
@@ -116,7 +116,7 @@ def test_the_other_instances_lose_nothing(load: Load, tmp_path: Path) -> None:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
-    gate = model._process.gate
+    gate = model._process.admission
     eventually(lambda: len(gate._inside) == 3)
     (tmp_path / "go").touch()
     for thread in threads:
@@ -177,7 +177,7 @@ def test_a_keeper_that_dies_takes_the_model_with_it(
     def broken(*_arguments: object) -> float:
         raise SystemError("the keeper's own fault")
 
-    monkeypatch.setattr(supervisor.ModelProcess, "_count", broken)
+    monkeypatch.setattr(supervisor.ModelProcess, "_record_exit", broken)
     with pytest.raises(ModelFailed):
         execution.run(x_of(fragile.EXIT))
     with pytest.raises(ExecutionLost):

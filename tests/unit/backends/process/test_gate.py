@@ -77,7 +77,7 @@ def test_suspects_run_alone_and_before_anybody_else() -> None:
 
 
 def test_after_a_death_batches_enter_one_at_a_time_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_CAREFUL", 3)
+    monkeypatch.setattr(supervisor, "_SOLO_BATCHES", 3)
     gate = opened()
     gate.enter("a", wait=False)
     gate.shut("")
@@ -178,7 +178,7 @@ def test_only_one_suspect_is_ever_inside_and_none_with_others(steps: list[tuple[
             suspects.discard(batch)
         elif step == "die":
             assert gate.shut("") == len(inside)
-            careful = supervisor._CAREFUL if inside else careful
+            careful = supervisor._SOLO_BATCHES if inside else careful
             suspects = suspects | inside if len(inside) > 1 else suspects - inside
             inside = set()
             gate.open(number)
