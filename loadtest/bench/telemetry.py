@@ -12,14 +12,12 @@ from collections.abc import Callable
 from headrace.core.clock import monotonic_ns
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.core.telemetry import RequestLogMode, trace_context
-from headrace.core.tensor import ModelSpec
-from headrace.inference.request_context import RequestContext
-from headrace.inference.request_options import NOTHING
+from headrace.http.infer_endpoint import WIRE
+from headrace.inference.service import PendingRequest
 from headrace.observability.access_log import AccessRecord, RequestLog, as_json, fields
 from headrace.observability.counters import Recorder
 from headrace.observability.tracing import RequestObserver, Tracer
 
-_SPEC = ModelSpec("resnet50", "1", "onnxruntime_onnx", {}, {}, 8)
 _ROUNDS = 5
 _TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -50,30 +48,36 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
     """What a front end does of it for one request; traced one in `rate` if that is not 0."""
     log = RequestLog(mode, io.BytesIO(), capacity=1)
-    observer = RequestObserver(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
+    accounts = RequestObserver(Tracer("", spans=_Nowhere() if rate else None, rate=rate), log)
     response, recorder = InferResponse({}, BatchTimes(2, 3, 4, 5), 8, "full"), Recorder()
 
     def request() -> None:
-        sampling, queued_ns = None, 0
-        if observer.active:
-            sampling = observer.sample("resnet50", None)
+        choice, queued_ns = None, 0
+        if accounts.active:
+            choice = accounts.sample("resnet50", None)
             queued_ns = monotonic_ns()
-        if sampling:
-            story = RequestContext("http", "resnet50", "", 1, NOTHING, "id", 1, queued_ns)
-            account = story.answered(_SPEC, response, 6, monotonic_ns(), "200")
-            observer.answered(sampling, account, recorder)
+        if choice:
+            account = _pending(1, queued_ns, 6).account(WIRE, monotonic_ns(), response)
+            accounts.answered(choice, account, recorder)
 
     found = cpu_us(request, 20_000)
-    observer.close()
+    accounts.close()
     return found
+
+
+def _pending(received_ns: int, queued_ns: int, done_ns: int) -> PendingRequest:
+    """A request of one row whose response is there."""
+    pending = PendingRequest("resnet50", "1", received_ns)
+    pending.id, pending.rows, pending.queued_ns, pending.done_ns = "id", 1, queued_ns, done_ns
+    return pending
 
 
 def behind_it() -> list[tuple[str, float]]:
     """What the threads do for a request that is logged, or traced."""
     now_ns = monotonic_ns()
-    story = RequestContext("http", "resnet50", "", now_ns, NOTHING, "id", 1, now_ns + 1_000)
+    pending = _pending(now_ns, now_ns + 1_000, now_ns + 6_000)
     times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))
-    account = story.answered(_SPEC, InferResponse({}, times, 8, "full"), now_ns + 6_000, now_ns + 7_000, "200")
+    account = pending.account(WIRE, now_ns + 7_000, InferResponse({}, times, 8, "full"))
     found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]
     try:
         from headrace.observability.spans import SpanWriter

@@ -161,7 +161,7 @@ class LoopCompletion(Completion):
     def __await__(self) -> Generator[Any, None, InferResponse]:
         future = self._future
         if future is None:
-            future = self._future = self._mailbox.loop.create_future()
+            future = self._future = self._mailbox._loop.create_future()
             if self._woken:
                 self._resolve(future)
         return future.__await__()

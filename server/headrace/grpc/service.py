@@ -11,7 +11,7 @@ from headrace.grpc.control import (
     ReflectionService,
     control_methods,
 )
-from headrace.grpc.infer import InferService
+from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
@@ -28,7 +28,7 @@ def grpc_methods(services: Services, max_message_bytes: int, asked_headers: Aske
         max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
         asked_headers: parser of the request options in a call's metadata.
     """
-    infer = InferService(services, max_message_bytes)
+    infer = GrpcInference(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
     names = (SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES)
     reflection = ReflectionService(names)

@@ -9,6 +9,7 @@ a client that does not read its answers is not read, and an answer that waits fo
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from functools import partial
 
@@ -17,10 +18,13 @@ from tritonclient.grpc import service_pb2
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.errors import HeadraceError, Unavailable, forget_frames
 from headrace.grpc.codec import scan, varint
-from headrace.grpc.infer import InferService, Pending, fault
+from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import Message, StreamCall
+from headrace.inference.service import PendingRequest, fault
 from headrace.inference.status import retry_after_ms
 from headrace.observability.counters import ERRORS
+
+logger = logging.getLogger("headrace.grpc")
 
 # Requests of one stream between their arrival and the sending of their answers.
 MAX_IN_FLIGHT = 256
@@ -43,7 +47,7 @@ class InferStreams:
     """
 
     def __init__(
-        self, infer: InferService, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
+        self, infer: GrpcInference, max_bytes: int, max_in_flight: int = MAX_IN_FLIGHT, clock: Clock = monotonic_ns
     ) -> None:
         self._infer = infer
         self._max_bytes = max_bytes
@@ -86,7 +90,7 @@ class _Turn:
 
     def __init__(self, request_bytes: int) -> None:
         self.request_bytes = request_bytes
-        self.answer: Pending | Message | HeadraceError | None = None
+        self.answer: PendingRequest | Message | HeadraceError | None = None
 
 
 class _Stream:
@@ -96,7 +100,9 @@ class _Stream:
         refused: why the reader stopped before the client had half-closed.
     """
 
-    def __init__(self, infer: InferService, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock) -> None:
+    def __init__(
+        self, infer: GrpcInference, call: StreamCall, max_bytes: int, max_in_flight: int, clock: Clock
+    ) -> None:
         self._infer = infer
         self._call = call
         self._asked = call.asked
@@ -105,7 +111,7 @@ class _Stream:
         self._max_in_flight = max_in_flight
         self._in_flight = 0
         self._in_flight_bytes = 0
-        self._queued: set[Pending] = set()
+        self._queued: set[PendingRequest] = set()
         self._turns: deque[_Turn] = deque()  # in the order of arrival, without the unordered ones
         self._ready: deque[_Turn] = deque()  # answers that can be sent now
         self._anything_ready = asyncio.Event()
@@ -141,7 +147,7 @@ class _Stream:
             while ready:
                 turn = ready.popleft()
                 answer = turn.answer
-                if isinstance(answer, Pending):
+                if isinstance(answer, PendingRequest):
                     await self._call.write(self._finish(answer))
                     self._call.held.shrink(turn.request_bytes)
                 elif isinstance(answer, HeadraceError):
@@ -181,8 +187,8 @@ class _Stream:
             forget_frames(error)
             self._refused(turn, error, request_id)
             return
-        except Exception:
-            self._refused(turn, fault(), request_id)
+        except Exception as error:
+            self._refused(turn, fault(error, logger), request_id)
             return
         self._queued.add(pending)
         if pending.plan.unordered:
@@ -195,7 +201,7 @@ class _Stream:
         self._turns.append(turn)
         self._settled(turn, error if self._asked.ends_stream else _error(error, request_id))
 
-    def _settled(self, turn: _Turn, answer: Pending | Message | HeadraceError) -> None:
+    def _settled(self, turn: _Turn, answer: PendingRequest | Message | HeadraceError) -> None:
         turn.answer = answer
         turns = self._turns
         if turns[0] is not turn:
@@ -204,12 +210,12 @@ class _Stream:
             self._ready.append(turns.popleft())
         self._anything_ready.set()
 
-    def _overtake(self, turn: _Turn, pending: Pending) -> None:
+    def _overtake(self, turn: _Turn, pending: PendingRequest) -> None:
         turn.answer = pending
         self._ready.append(turn)
         self._anything_ready.set()
 
-    def _finish(self, pending: Pending) -> Message:
+    def _finish(self, pending: PendingRequest) -> Message:
         self._queued.discard(pending)
         try:
             parts = self._infer.finish(pending)

@@ -139,13 +139,18 @@ class ModelCodec:
         )
 
     def encode(
-        self, response: InferResponse, plan: Plan, parameters: Mapping[str, object] | None = None
+        self,
+        response: InferResponse,
+        plan: Plan,
+        request_id: str = "",
+        parameters: Mapping[str, object] | None = None,
     ) -> tuple[int | None, Body]:
         """An answer as the parts of a body.
 
         Args:
             response: every output of the model.
             plan: of the request, as `decode` gave it.
+            request_id: the caller's own, "" for none.
             parameters: of the answer.
 
         Returns:
@@ -181,8 +186,8 @@ class ModelCodec:
         }
         if parameters:
             header["parameters"] = parameters
-        if plan.request_id:
-            header = {"id": plan.request_id, **header}
+        if request_id or plan.request_id:
+            header = {"id": request_id or plan.request_id, **header}
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
         return (len(body[0]) if binary else None), body
 

@@ -6,33 +6,28 @@ No framework between the socket and the codec: no pydantic, no dependency inject
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import orjson
 
 from headrace.core.clock import Clock, monotonic_ns
 from headrace.core.completion import LoopCompletion
-from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed, Unavailable, forget_frames
+from headrace.core.errors import BadRequest, Cancelled, HeadraceError, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
-from headrace.core.request import InferRequest, InferResponse
+from headrace.core.request import InferResponse
 from headrace.http.codec import Body, ModelCodec
 from headrace.inference import compression
 from headrace.inference.body import BodyBytes
 from headrace.inference.load_report import Header, Headers, LoadHeaders, orca_headers
 from headrace.inference.models import Handle, Services
-from headrace.inference.request_context import RequestContext
 from headrace.inference.request_options import NOTHING, AskedHeaders
+from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
-from headrace.inference.timing import timing, timing_headers
+from headrace.inference.timing import timing_headers
 from headrace.observability.counters import ERRORS
-from headrace.observability.tracing import SamplingDecision
-
-logger = logging.getLogger("headrace.http")
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -101,18 +96,14 @@ class InferHeaders:
             self.asked = asked_headers.read(asked)
 
 
-class _Version(NamedTuple):
-    """What is kept of one version between its requests."""
-
-    codec: ModelCodec
-    load: LoadHeaders
+WIRE = Wire("http", "200", lambda error: str(http_status(error)), load_in_parameters=False)
 
 
 class InferEndpoint:
     """Serves inference requests.
 
     Args:
-        services: where versions are leased, shared memory is found, and the observer of requests.
+        services: where versions are leased, shared memory is found, and accounts go.
         client_limits: the limits on requests.
         asked_headers: what else is read of a request.
         clock: monotonic nanoseconds.
@@ -125,108 +116,60 @@ class InferEndpoint:
         asked_headers: AskedHeaders | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
-        self._models = services.models
-        self._regions = services.regions
-        self._observer = services.observer
+        regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
+        self._service = InferenceService(
+            services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits), clock
+        )
         self._client_limits = client_limits
         self._asked_headers = asked_headers or AskedHeaders()
         self._clock = clock
-        self._versions: WeakKeyDictionary[Handle, _Version] = WeakKeyDictionary()
+        self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, number: str) -> None:
         """Serve one request for a model; never raises for what the client did."""
-        received_ns = self._clock()
-        handle: Handle | None = None
-        request: InferRequest | None = None
-        sampling: SamplingDecision | None = None
-        asked, queued_ns, answering = NOTHING, 0, False
+        service, clock = self._service, self._clock
+        pending = PendingRequest(model, number, clock())
         try:
-            handle = self._models.lease(model, number)
-            handle.admit()
+            handle = service.lease(pending)
             headers = InferHeaders(scope["headers"], self._asked_headers)
-            asked = headers.asked
+            options = pending.options = headers.asked
             # From its first bytes on: a caller that waits so long counts the sending of its body, too.
-            deadline_ns = asked.deadline_ns(received_ns) if asked.timeout_ns else 0
+            deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
             body = await self._read(send, receive, connection, headers, scope.get("headrace.held"))
-            received_ns = self._clock()
-            version = self._version(handle)
-            request, plan = version.codec.decode(body, headers.header_size, received_ns, deadline_ns, asked.client)
-            if self._observer.active:
-                sampling = self._observer.sample(handle.spec.name, asked.trace)
-            queued_ns = self._clock()
-            response = await _wait(handle.infer(request), connection, receive)
-            now_ns = self._clock()
-            more, told = version.load.at(now_ns, handle), None
-            if plan.timing or asked is not NOTHING:
-                if plan.timing or asked.timing:
-                    told = timing(response, received_ns, now_ns)
-                    more = more.and_more(timing_headers(told))
-                if asked.load_format:
-                    more = more.and_more(orca_headers(handle.load(by_level=False), asked.load_format))
-            size, parts = version.codec.encode(response, plan, told)
-            ended_ns = self._clock()
-            handle.recorder.record_codec_times(queued_ns - received_ns, ended_ns - now_ns)
-            answering = True
-            await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
-            if sampling:
-                request_context = RequestContext(
-                    "http", model, number, received_ns, asked, request.id, request.rows, queued_ns
-                )
-                account = request_context.answered(handle.spec, response, now_ns, ended_ns, "200")
-                self._observer.answered(sampling, account, handle.recorder)
+            pending.received_ns = clock()
+            completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns)
+            await _wait(completion, connection, receive)
+            size, parts = service.finish(pending)
+            more = self._load_headers(handle, pending.done_ns)
+            if options is not NOTHING or pending.plan.timing:
+                more = _requested_headers(pending, more)
         except (Exception, asyncio.CancelledError) as error:
-            if answering and isinstance(error, asyncio.CancelledError):
-                raise
-            request_id, rows = (request.id, request.rows) if request else ("", 0)
-            request_context = RequestContext("http", model, number, received_ns, asked, request_id, rows, queued_ns)
-            await self._fail(scope, send, error, handle, request_context, sampling)
-        finally:
-            if handle is not None:
-                handle.release()
+            await self._fail(scope, send, error, pending)
+            return
+        try:
+            await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
+        except Exception as error:
+            await self._fail(scope, send, error, pending)
 
-    async def _fail(
-        self,
-        scope: Scope,
-        send: Send,
-        error: BaseException,
-        handle: Handle | None,
-        request_context: RequestContext,
-        sampling: SamplingDecision | None,
-    ) -> None:
+    async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
         """Answer with an error, and count it."""
-        if isinstance(error, HeadraceError):
-            failure = error
-        elif isinstance(
-            error, asyncio.CancelledError
-        ):  # the time to drain is over: who waits is told so, and that is the end
-            failure = Unavailable("the server is shutting down and could not wait for this request")
-        else:
-            reference = uuid.uuid4().hex[:12]
-            logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
-            failure = ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
+        if pending.options is NOTHING:  # refused before its headers were read
+            with suppress(BadRequest):
+                pending.options = InferHeaders(scope["headers"], self._asked_headers).asked
+        failure = self._service.fail(pending, error)
         forget_frames(error)
         busy: Sequence[Header] = ()
-        if handle is not None:
-            handle.failed(failure, request_context.received_ns)
-            if failure is error:
-                busy = self._version(handle).load.at(self._clock(), handle).pairs
-        if request_context.asked is NOTHING:  # refused before its headers were read
-            with suppress(BadRequest):
-                request_context.asked = InferHeaders(scope["headers"], self._asked_headers).asked
-        spec = None if handle is None else handle.spec
-        self._observer.failed(sampling, request_context.failed(spec, failure, self._clock(), str(http_status(failure))))
+        if pending.handle is not None and failure is error:
+            busy = self._load_headers(pending.handle, self._clock()).pairs
         if not isinstance(failure, Cancelled):
             await send_error(send, failure, busy)
 
-    def _version(self, handle: Handle) -> _Version:
-        version = self._versions.get(handle)
-        if version is None:
-            codec = ModelCodec(
-                handle.spec, self._regions, self._client_limits.limits.max_body_bytes, self._client_limits
-            )
-            version = self._versions[handle] = _Version(codec, LoadHeaders())
-        return version
+    def _load_headers(self, handle: Handle, now_ns: int) -> Headers:
+        load = self._loads.get(handle)
+        if load is None:
+            load = self._loads[handle] = LoadHeaders()
+        return load.at(now_ns, handle)
 
     async def _read(
         self,
@@ -295,6 +238,15 @@ async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferR
         return await completion
     finally:
         watcher.cancel()
+
+
+def _requested_headers(pending: PendingRequest, more: Headers) -> Headers:
+    """The headers of a response, and those that the request asks for: timing, load report."""
+    if pending.parameters:
+        more = more.and_more(timing_headers(pending.parameters))
+    if pending.load is not None:
+        more = more.and_more(orca_headers(pending.load, pending.options.load_format))
+    return more
 
 
 async def _send_answer(

@@ -11,8 +11,9 @@ from headrace.core.clock import NS_PER_MS, NS_PER_US
 from headrace.core.request import ModelLoad
 from headrace.inference.models import Handle
 
-# Within this time a version's load is told as it was: it changes with every request, and nobody steers by less.
-FRESH_NS = 5 * NS_PER_MS
+# The headers of a response repeat a load report for so long: computing it takes 30 to 70 us of a lone request, and
+# load balancers weigh replicas over seconds. A request that asks for the report (ORCA) gets a new one.
+FRESH_NS = 50 * NS_PER_MS
 Header = tuple[bytes, bytes]
 
 

@@ -152,10 +152,11 @@ class ModelHandle:
         Raises:
             Unavailable: no instance is left, or the model's process is not to be had for some time.
         """
-        if not self.ready:
-            raise self._instance_group.all_dead_error()
-        if self._instance_group.isolated is not None:
-            self._instance_group.admit()
+        instances = self._instance_group
+        if instances.alive <= 0 and not instances.evicted:  # as `ready`, without its call
+            raise instances.all_dead_error()
+        if instances.isolated is not None:
+            instances.admit()
 
     def infer(self, request: InferRequest) -> LoopCompletion:
         """Queue a request; await what is returned for the answer.

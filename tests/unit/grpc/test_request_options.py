@@ -11,7 +11,7 @@ import pytest
 from headrace.core.clock import monotonic_ns
 from headrace.core.errors import BadRequest
 from headrace.core.request import BatchTimes, InferResponse
-from headrace.grpc.infer import InferService
+from headrace.grpc.infer import GrpcInference
 from headrace.grpc.stream import InferStreams
 from headrace.inference.request_options import Asked
 from tritonclient.grpc import service_pb2
@@ -27,7 +27,7 @@ def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() ->
         call.asked = Asked("shop", timeout_ns=1_000, timing=True)
         call.received_ns = monotonic_ns()
         call.deadline_ns = call.received_ns + 5_000
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), call))
+        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
         await until(lambda: model.waiting)
         request, _ = model.waiting[0]
         assert (request.client, request.deadline_ns) == ("shop", call.received_ns + 1_000)
@@ -49,7 +49,7 @@ def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
         model = Model()
         call = Streaming()
         call.asked = Asked("shop", timeout_ns=10**9, timing=True)
-        serving = asyncio.ensure_future(InferStreams(InferService(model.services(), 1 << 20), 1 << 20).serve(call))
+        serving = asyncio.ensure_future(InferStreams(GrpcInference(model.services(), 1 << 20), 1 << 20).serve(call))
         call.sent.put_nowait(message("1"))
         call.sent.put_nowait(message("2"))
         call.sent.put_nowait(None)
@@ -68,7 +68,7 @@ def test_a_request_is_told_the_load_if_its_metadata_ask() -> None:
     async def test() -> None:
         model, call = Model(), Call()
         call.asked = Asked(load_format="text")
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), call))
+        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
         await until(lambda: model.waiting)
         model.answer()
         told = pb.ModelInferResponse.FromString(b"".join(await asking)).parameters
@@ -84,17 +84,18 @@ def test_what_is_kept_of_a_version_goes_with_it() -> None:
     async def test() -> None:
         models = [Model()]
         nothing: Any = None
-        service = InferService(replace(models[0].services(), regions=nothing), 1 << 20)
+        service = GrpcInference(replace(models[0].services(), regions=nothing), 1 << 20)
         asking = asyncio.ensure_future(service.infer(message(), Call()))
         await until(lambda: models[0].waiting)
         models[0].answer()
         await asking
-        assert len(service._codecs) == 1
-        service._models = service._traces = nothing
+        steps = service._service
+        assert len(steps._codecs) == 1
+        steps._models = nothing
         del asking
         models.clear()
         gc.collect()
-        assert not service._codecs
+        assert not steps._codecs
 
     run(test)
 
@@ -104,7 +105,7 @@ def test_a_request_may_ask_for_its_timing_itself() -> None:
         model = Model()
         asked = pb.ModelInferRequest.FromString(message())
         asked.parameters["headrace_timing"].bool_param = True
-        service = InferService(model.services(), 1 << 20)
+        service = GrpcInference(model.services(), 1 << 20)
         asking = asyncio.ensure_future(service.infer(asked.SerializeToString(), Call()))
         await until(lambda: model.waiting)
         model.answer()

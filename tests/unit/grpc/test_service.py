@@ -22,7 +22,7 @@ from headrace.core.errors import (
 from headrace.core.limits import ClientLimits
 from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import FP32, ModelSpec, TensorSpec
-from headrace.grpc.infer import InferService
+from headrace.grpc.infer import GrpcInference
 from headrace.grpc.status import error_status
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
@@ -144,7 +144,7 @@ async def until(what: Callable[[], object]) -> None:
 def test_a_request_from_message_to_message() -> None:
     async def test() -> None:
         model, call = Model(), Call()
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message("7"), call))
+        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
         await until(lambda: model.waiting)
         assert call.caller is model.waiting[0][1]
         model.answer()
@@ -160,7 +160,7 @@ def test_a_request_from_message_to_message() -> None:
 def test_what_fails_is_counted_and_gives_the_lease_back(outcome: HeadraceError) -> None:
     async def test() -> None:
         model = Model()
-        service = InferService(model.services(), 1 << 20)
+        service = GrpcInference(model.services(), 1 << 20)
         asking = asyncio.ensure_future(service.infer(message(), Call()))
         await until(lambda: model.waiting)
         model.answer(outcome=outcome)
@@ -177,7 +177,7 @@ def test_what_fails_is_counted_and_gives_the_lease_back(outcome: HeadraceError) 
 def test_a_method_that_is_cancelled_leaves_the_queue() -> None:
     async def test() -> None:
         model = Model()
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message(), Call()))
+        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), Call()))
         await until(lambda: model.waiting)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -193,7 +193,7 @@ def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture
         model = Model()
         model.raises = RuntimeError("secret path")
         with pytest.raises(ModelFailed) as caught:
-            await InferService(model.services(), 1 << 20).infer(message(), Call())
+            await GrpcInference(model.services(), 1 << 20).infer(message(), Call())
         assert "secret" not in str(caught.value)
         assert caught.value.reference in caplog.text
         assert "secret path" in caplog.text
@@ -206,7 +206,7 @@ def test_a_fault_of_ours_is_logged_and_not_told(caplog: pytest.LogCaptureFixture
 def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None:
     async def test() -> None:
         model = Model(active)
-        asking = asyncio.ensure_future(InferService(model.services(), 1 << 20).infer(message("t"), Call()))
+        asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("t"), Call()))
         await until(lambda: model.waiting)
         model.answer()
         await asking
@@ -216,7 +216,7 @@ def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None
         assert all((account.protocol, account.status, account.rows) == ("grpc", "OK", 1) for account in told)
         for wrong in (message("u", model="other"), b"\xff"):
             with pytest.raises(HeadraceError):
-                await InferService(model.services(), 1 << 20).infer(wrong, Call())
+                await GrpcInference(model.services(), 1 << 20).infer(wrong, Call())
         unknown, unreadable = model.observer.failures
         assert (unknown.request_id, unknown.model, unknown.status) == ("u", "other", "NOT_FOUND")
         assert (unreadable.model, unreadable.status) == ("", "INVALID_ARGUMENT")
@@ -226,7 +226,7 @@ def test_requests_are_told_of_while_somebody_wants_to_know(active: bool) -> None
 
 def stream(model: Model, **more: Any) -> tuple[Streaming, asyncio.Task[None]]:
     call = Streaming()
-    served = InferStreams(InferService(model.services(), 1 << 20), **{"max_bytes": 1 << 20, **more}).serve(call)
+    served = InferStreams(GrpcInference(model.services(), 1 << 20), **{"max_bytes": 1 << 20, **more}).serve(call)
     return call, asyncio.ensure_future(served)  # type: ignore[return-value]
 
 
@@ -282,7 +282,7 @@ def test_requests_of_a_stream_that_failed_are_given_back_at_once() -> None:
 
     with left_frames() as left:
         run(test)
-    assert not [name for name in left if name.startswith(("InferService", "_Stream"))]
+    assert not [name for name in left if name.startswith(("GrpcInference", "_Stream"))]
 
 
 def test_a_stream_reads_no_more_than_may_be_in_flight() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 from headrace.core.errors import ModelFailed
 from headrace.core.limits import ClientLimits, Limits
-from headrace.grpc.infer import InferService
+from headrace.grpc.infer import GrpcInference
 from headrace.grpc.stream import InferStreams
 from tritonclient.grpc import service_pb2
 
@@ -24,7 +24,7 @@ def test_what_a_stream_holds_is_given_back_request_by_request() -> None:
         size = len(message("a"))
         client_limits = ClientLimits(Limits(max_body_bytes=size, max_total_body_bytes=2 * size))
         model, call = Model(), Streaming(client_limits)
-        service = InferService(model.services(), 1 << 20)
+        service = GrpcInference(model.services(), 1 << 20)
         serving = asyncio.ensure_future(InferStreams(service, max_bytes=1 << 20).serve(call))  # type: ignore[arg-type]
         for asked in (b"\xff", message("x", "gone"), message("a"), message("b"), message("c")):
             call.sent.put_nowait(asked)
@@ -50,7 +50,7 @@ def test_what_a_stream_holds_is_given_back_request_by_request() -> None:
 def test_an_answer_that_waits_for_an_earlier_one_counts_as_in_flight() -> None:
     async def test() -> None:
         model, call = Model(), Streaming()
-        streams = InferStreams(InferService(model.services(), 1 << 20), max_bytes=1 << 20, max_in_flight=4)
+        streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20, max_in_flight=4)
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for number in range(8):
             call.sent.put_nowait(message(str(number)))
@@ -74,7 +74,7 @@ def test_an_answer_that_waits_for_an_earlier_one_counts_as_in_flight() -> None:
 def test_unordered_requests_are_answered_as_they_are_done() -> None:
     async def test() -> None:
         model, call = Model(), Streaming()
-        streams = InferStreams(InferService(model.services(), 1 << 20), max_bytes=1 << 20)
+        streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20)
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for asked in (message("0"), unordered("1"), message("2"), unordered("3")):
             call.sent.put_nowait(asked)
@@ -94,7 +94,7 @@ def test_unordered_requests_are_answered_as_they_are_done() -> None:
 def test_a_client_that_leaves_abandons_answers_that_wait_for_earlier_ones() -> None:
     async def test() -> None:
         model, call = Model(), Streaming()
-        streams = InferStreams(InferService(model.services(), 1 << 20), max_bytes=1 << 20)
+        streams = InferStreams(GrpcInference(model.services(), 1 << 20), max_bytes=1 << 20)
         serving = asyncio.ensure_future(streams.serve(call))  # type: ignore[arg-type]
         for number in range(3):
             call.sent.put_nowait(message(str(number)))

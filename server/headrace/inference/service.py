@@ -1,0 +1,312 @@
+"""The steps of an inference request, once for every protocol: lease, admit, decode, infer, encode, record.
+
+A front end makes a `PendingRequest`, leads it through `lease`, `enqueue` and `finish`, and writes what `finish` returns. After an
+exception in any of these steps it calls `fail`, after a disconnect that it sees itself `drop`. What differs between the protocols
+stays with them: reading bytes, waiting for the completion, writing the response. See
+docs/decisions/0004-one-inference-service.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from headrace.core.clock import Clock, monotonic_ns
+from headrace.core.completion import LoopCompletion
+from headrace.core.errors import Cancelled, HeadraceError, ModelFailed, Unavailable
+from headrace.core.request import InferRequest, InferResponse, ModelLoad
+from headrace.core.tensor import ModelSpec
+from headrace.inference.load_report import load_parameters
+from headrace.inference.models import Handle, Services
+from headrace.inference.request_options import NOTHING, Asked
+from headrace.inference.request_template import Plan
+from headrace.inference.timing import timing
+from headrace.observability.access_log import OK, AccessRecord
+from headrace.observability.tracing import SamplingDecision
+
+Content = TypeVar("Content", contravariant=True)
+Layout = TypeVar("Layout", contravariant=True)
+Encoded = TypeVar("Encoded", covariant=True)
+
+
+class Codec(Protocol[Content, Layout, Encoded]):
+    """Reads and writes the bytes of one wire format for one model version."""
+
+    def decode(
+        self, content: Content, layout: Layout, received_ns: int, deadline_ns: int, client: str, /
+    ) -> tuple[InferRequest, Plan]:
+        """Decode a request; inputs are views of `content`.
+
+        Args:
+            content: the body or message.
+            layout: where its parts are, e.g. the size of the JSON header.
+            received_ns: monotonic time at which it had arrived.
+            deadline_ns: the transport's, monotonic, 0 for none.
+            client: as in `InferRequest`.
+
+        Raises:
+            HeadraceError: the request is wrong.
+        """
+
+    def encode(
+        self, response: InferResponse, plan: Plan, request_id: str, parameters: Mapping[str, int | str] | None, /
+    ) -> Encoded:
+        """Encode a response.
+
+        Args:
+            response: every output of the model.
+            plan: of the request, from `decode`.
+            request_id: the caller's own, "" for none.
+            parameters: of the response.
+
+        Raises:
+            HeadraceError: an output cannot be sent in the requested form.
+        """
+
+
+class Wire(NamedTuple):
+    """How a protocol names outcomes.
+
+    Attributes:
+        name: http or grpc.
+        success: status of a response without error.
+        status: status of an error.
+        load_in_parameters: the load report goes into the parameters of the response, not into headers.
+    """
+
+    name: str
+    success: str
+    status: Callable[[HeadraceError], str]
+    load_in_parameters: bool
+
+
+class PendingRequest:
+    """One inference request, from the first step to its response or error.
+
+    Holds a lease between `lease` and one of `finish`, `fail` and `drop`.
+
+    Args:
+        model, version: as requested.
+        received_ns: monotonic.
+        options: of the request's headers or metadata.
+
+    Attributes:
+        handle: the leased version, None before `lease`.
+        id: the caller's own, "" for none.
+        rows: of the request, 0 before it is decoded.
+        plan: of the request, after `enqueue`.
+        completion: to wait for, after `enqueue`.
+        queued_ns: monotonic; 0 before `enqueue`.
+        done_ns: monotonic time at which its response was there; 0 before `finish`.
+        parameters: of its response, None for none.
+        load: of the version when the response was there, None where the request does not ask for it.
+        sampling: what traces or logs it, None for nothing.
+    """
+
+    __slots__ = (
+        "codec",
+        "completion",
+        "done_ns",
+        "handle",
+        "id",
+        "leased",
+        "load",
+        "model",
+        "options",
+        "parameters",
+        "plan",
+        "queued_ns",
+        "received_ns",
+        "rows",
+        "sampling",
+        "version",
+    )
+
+    codec: Codec[Any, Any, Any]
+    completion: LoopCompletion
+    plan: Plan
+
+    def __init__(self, model: str, version: str, received_ns: int, options: Asked = NOTHING) -> None:
+        self.model = model
+        self.version = version
+        self.received_ns = received_ns
+        self.options = options
+        self.handle: Handle | None = None
+        self.leased = False
+        self.id = ""
+        self.rows = 0
+        self.queued_ns = self.done_ns = 0
+        self.parameters: dict[str, int | str] | None = None
+        self.load: ModelLoad | None = None
+        self.sampling: SamplingDecision | None = None
+
+    def account(
+        self,
+        wire: Wire,
+        ended_ns: int,
+        response: InferResponse | None = None,
+        error: HeadraceError | None = None,
+    ) -> AccessRecord:
+        """The record for traces and the request log.
+
+        Args:
+            wire: its protocol.
+            ended_ns: monotonic.
+            response: what it was answered with, if it was.
+            error: or the error.
+        """
+        spec = None if self.handle is None else self.handle.spec
+        return AccessRecord(
+            protocol=wire.name,
+            model=self.model if spec is None else spec.name,
+            version=self.version if spec is None else spec.version,
+            status=wire.success if error is None else wire.status(error),
+            received_ns=self.received_ns,
+            ended_ns=ended_ns,
+            queued_ns=self.queued_ns,
+            done_ns=self.done_ns if error is None else 0,
+            request_id=self.id,
+            client=self.options.client,
+            rows=self.rows,
+            context=self.options.trace,
+            reason=OK if error is None else error.reason,
+            error="" if error is None else str(error) or error.reason,
+            times=None if response is None else response.times,
+            batch_rows=0 if response is None else response.batch_rows,
+            closed="" if response is None else response.closed,
+        )
+
+
+class InferenceService(Generic[Content, Layout, Encoded]):
+    """Runs inference requests of one protocol. Ownership: the event loop.
+
+    Args:
+        services: models, shared memory regions and the destination of request records.
+        wire: the protocol.
+        new_codec: makes the codec of a model version; codecs are kept as long as the version is.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        wire: Wire,
+        new_codec: Callable[[ModelSpec], Codec[Content, Layout, Encoded]],
+        clock: Clock = monotonic_ns,
+    ) -> None:
+        self._models = services.models
+        self._observer = services.observer
+        self._wire = wire
+        self._new_codec = new_codec
+        self._clock = clock
+        self._codecs: WeakKeyDictionary[Handle, Codec[Content, Layout, Encoded]] = WeakKeyDictionary()
+        self._logger = logging.getLogger(f"headrace.{wire.name}")
+
+    def lease(self, pending: PendingRequest) -> Handle:
+        """Lease the model version and check that it accepts requests, before the request is read or decoded.
+
+        Raises:
+            HeadraceError: no such version, or it does not serve now.
+        """
+        handle = pending.handle = self._models.lease(pending.model, pending.version)
+        pending.leased = True
+        handle.admit()
+        return handle
+
+    def enqueue(
+        self, pending: PendingRequest, handle: Handle, content: Content, layout: Layout, deadline_ns: int
+    ) -> LoopCompletion:
+        """Decode a request and queue it.
+
+        Args:
+            pending: the request, leased.
+            handle: what `lease` returned.
+            content, layout: as in `Codec.decode`; `content` must not change until the request is finished.
+            deadline_ns: the transport's, monotonic, 0 for none.
+
+        Raises:
+            HeadraceError: the request is wrong or refused.
+        """
+        codec = self._codecs.get(handle)
+        if codec is None:
+            codec = self._codecs[handle] = self._new_codec(handle.spec)
+        options = pending.options
+        request, plan = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client)
+        pending.codec, pending.plan, pending.id, pending.rows = codec, plan, request.id, request.rows
+        if self._observer.active:
+            pending.sampling = self._observer.sample(handle.spec.name, options.trace)
+        pending.queued_ns = self._clock()
+        completion = pending.completion = handle.infer(request)
+        return completion
+
+    def finish(self, pending: PendingRequest) -> Encoded:
+        """Encode the response of a request whose completion is settled, record it and give the lease back.
+
+        Raises:
+            HeadraceError: what the caller gets instead.
+        """
+        done_ns = pending.done_ns = self._clock()
+        handle, response = pending.handle, pending.completion.outcome
+        assert handle is not None
+        if not isinstance(response, InferResponse):
+            raise response if isinstance(response, HeadraceError) else Unavailable("the request was not answered")
+        options = pending.options
+        if options is not NOTHING or pending.plan.timing:
+            pending.parameters = self._parameters(pending, handle, response)
+        encoded: Encoded = pending.codec.encode(response, pending.plan, pending.id, pending.parameters)
+        ended_ns = self._clock()
+        handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
+        if pending.sampling is not None:
+            self._observer.answered(pending.sampling, pending.account(self._wire, ended_ns, response), handle.recorder)
+        pending.leased = False
+        handle.release()
+        return encoded
+
+    def fail(self, pending: PendingRequest, error: BaseException) -> HeadraceError:
+        """Count and record a request that ends with an exception, and give the lease back.
+
+        Returns:
+            The error for the caller: `error` itself, or for an exception that is not ours one with a reference to the log.
+        """
+        if isinstance(error, HeadraceError):
+            failure = error
+        elif isinstance(error, asyncio.CancelledError):  # the time to drain is over
+            failure = Unavailable("the server is shutting down and could not wait for this request")
+        else:
+            failure = fault(error, self._logger)
+        handle = pending.handle
+        if handle is not None and pending.leased:
+            pending.leased = False
+            handle.failed(failure, pending.received_ns)
+            handle.release()
+        self._observer.failed(pending.sampling, pending.account(self._wire, self._clock(), error=failure))
+        return failure
+
+    def drop(self, pending: PendingRequest) -> None:
+        """Take a request whose caller disconnected out of the queue, record it and give the lease back."""
+        pending.completion.abandon()
+        self.fail(pending, Cancelled("the caller has gone"))
+
+    def _parameters(
+        self, pending: PendingRequest, handle: Handle, response: InferResponse
+    ) -> dict[str, int | str] | None:
+        options = pending.options
+        parameters: dict[str, int | str] = {}
+        if options.timing or pending.plan.timing:
+            parameters = timing(response, pending.received_ns, pending.done_ns)
+        if options.load_format:
+            load = pending.load = handle.load(by_level=False)
+            if self._wire.load_in_parameters:
+                parameters |= load_parameters(load)
+        return parameters or None
+
+
+def fault(error: BaseException, logger: logging.Logger) -> ModelFailed:
+    """Log an exception under a reference; the error for the caller has the reference only."""
+    reference = uuid.uuid4().hex[:12]
+    logger.error("request failed in the front end (reference %s)", reference, exc_info=error)
+    return ModelFailed(f"the server failed on this request; its log has the cause ({reference})", reference)
