@@ -23,7 +23,7 @@ from headrace_engines.errors import BuildError, NoKernelError
 from headrace_engines.onnx_graph import OnnxRunner, read_onnx
 from headrace_engines.precision.lowering import ROWS, LoweredModel, lower_model
 from headrace_engines.progress import Report, part
-from headrace_engines.project import BUILD_RECIPE, BuildData, BuildSpec, Project, open_data
+from headrace_engines.project import BuildData, BuildSpec, Project, open_data
 from headrace_engines.simplify import simplify
 from headrace_engines.store import Store, StoreEntry
 from headrace_engines.targets.base import BatchTiming, Engine, Target, TargetSpec
@@ -232,9 +232,6 @@ class _Build:
             profiles=self._spec.profiles,
             workspace_bytes=self._spec.workspace_bytes,
             timing_cache=self._store.timing_cache(self._machine),
-            calibrate=lowered.calibrate,
-            calibration_table=self._store.tables
-            / f"tensorrt-{self._digest[:16]}-{self._data.digest[:16]}-{BUILD_RECIPE}.cache",
         )
 
     def _compare(self, reference: OnnxRunner, engine: Engine, report: Report) -> Accuracy:

@@ -140,10 +140,6 @@ def _folder(model: str, repository: Path) -> Path:
 BUILD_RECIPE = 5
 
 
-# Not a precision of its own, but worth a row in a comparison.
-CALIBRATOR = "int8-tensorrt"
-
-
 @dataclass(frozen=True, slots=True)
 class AccuracyLimits:
     """Accuracy that an artefact must reach against the FP32 model.
@@ -201,11 +197,8 @@ class BuildSpec:
         """Return the same specification in another precision.
 
         Args:
-            precision: one of `PRECISIONS`, or `CALIBRATOR`: INT8 by TensorRT 10's own calibrator.
+            precision: one of `PRECISIONS`.
         """
-        if precision == CALIBRATOR:
-            calibration = self.calibration.model_copy(update={"method": "tensorrt", "keep": ()})
-            return replace(self, precision="int8", calibration=calibration)
         return replace(self, precision=precision)
 
     def digest(self) -> str:

@@ -15,10 +15,10 @@ import onnx
 import pytest
 from headrace.config.manifest import BatchTiming
 from headrace_engines.build import BuildResult, build_engine
-from headrace_engines.errors import BuildError, NoKernelError
+from headrace_engines.errors import NoKernelError
 from headrace_engines.onnx_graph import read_onnx
 from headrace_engines.progress import silent
-from headrace_engines.project import CALIBRATOR, BuildSpec, Project, read_spec
+from headrace_engines.project import BuildSpec, Project, read_spec
 from headrace_engines.store import Store
 from headrace_engines.targets.base import Layer
 from headrace_engines.targets.tensorrt.target import TensorRtTarget
@@ -143,20 +143,6 @@ def test_a_layer_that_loses_too_much_is_found_and_kept(tmp_path: Path) -> None:
     layers = layers_of(built, project)
     assert "node_c" not in nodes_in(layers, "int8")
     assert "node_e" in nodes_in(layers, "int8")
-
-
-def test_the_calibrator_of_tensorrt_10_builds_too(tmp_path: Path) -> None:
-    project = project_of(tmp_path, residual())
-    spec = read_spec(project.config).at(CALIBRATOR)
-    if not TARGET.describe().version.startswith("10."):
-        with pytest.raises(BuildError, match="method: entropy"):
-            build(tmp_path, project, spec)
-        return
-    built = build(tmp_path, project, spec)
-    assert built.accuracy is not None
-    assert built.accuracy.cosine > 0.95
-    assert [path.suffix for path in (tmp_path / "store" / "tables").iterdir()] == [".cache"]
-    layers_of(built, project)
 
 
 def test_a_kernel_that_is_missing_costs_its_layer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

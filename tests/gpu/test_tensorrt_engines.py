@@ -233,26 +233,6 @@ def test_an_output_whose_shape_depends_on_the_values(tmp_path: Path) -> None:
         assert engine.time({"x": x}, 0.05).median_us > 1
 
 
-def test_the_calibrator_of_tensorrt_10(tmp_path: Path) -> None:
-    batches = tuple({"x": pictures(8, seed)} for seed in range(4))
-    table = tmp_path / "table.cache"
-    order = TargetSpec("int8", ORDER.profiles, calibrate=batches, calibration_table=table)
-    if TARGET.describe().version.startswith("11."):
-        with refused("method: entropy"):
-            TARGET.build(convolutions(), order, tmp_path / "model.plan", silent)
-        return
-    with built(tmp_path, convolutions(), order) as engine:
-        assert cosine(engine.run(batches[0])["logits"], answers(convolutions(), batches[0])["logits"]) > 0.97
-    first = table.read_bytes()
-    assert b"EntropyCalibration2" in first.splitlines()[0]
-    # From the table, without a sample being looked at.
-    blank = tuple({"x": np.zeros_like(batch["x"])} for batch in batches)
-    order = TargetSpec("int8", ORDER.profiles, calibrate=blank, calibration_table=table)
-    with built(tmp_path, convolutions(), order) as engine:
-        assert cosine(engine.run(batches[0])["logits"], answers(convolutions(), batches[0])["logits"]) > 0.97
-    assert table.read_bytes() == first
-
-
 def test_a_second_build_is_faster_by_the_timing_cache(tmp_path: Path) -> None:
     cache = tmp_path / "timing.cache"
     order = TargetSpec("fp32", ORDER.profiles, timing_cache=cache)

@@ -19,7 +19,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from tests.support.fake_cuda import FakeCuda
-from tests.support.fake_tensorrt_runtime import MAGIC, ONNX_TYPES, DataType, FakeRuntime, array_at
+from tests.support.fake_tensorrt_runtime import MAGIC, ONNX_TYPES, DataType, FakeRuntime
 
 
 class State:
@@ -33,7 +33,6 @@ class State:
         gpu: name of the GPU, which timing caches are for.
         network_flags: what networks were created with.
         config: the last builder configuration.
-        calibrated: sums over the batches that the calibrator has given.
         broken: True if executions fail.
         contexts, made: how many execution contexts were made, and these; as if somebody never let go of them.
         late_shapes: True if outputs' shapes are known only once they are computed.
@@ -48,7 +47,6 @@ class State:
         self.gpu = "Fake H1"
         self.network_flags: list[int] = []
         self.config: Any = None
-        self.calibrated: list[float] = []
         self.broken = False
         self.late_shapes = False
         self.steps = 0
@@ -82,9 +80,7 @@ def fake_tensorrt(cuda: FakeCuda, version: str = "10.6.0", state: State | None =
     for base in ("ILogger", "IProgressMonitor", "IOutputAllocator", "IProfiler"):
         setattr(trt, base, type(base, (), {}))
     trt.init_libnvinfer_plugins = lambda logger, namespace: True
-    if old:
-        trt.IInt8EntropyCalibrator2 = type("IInt8EntropyCalibrator2", (), {})
-    else:
+    if not old:
         trt.EngineStat = enum.Enum("EngineStat", "TOTAL_WEIGHTS_SIZE")
     trt.Builder = lambda logger: _Builder(trt, cuda, logger, old)
     trt.OnnxParser = lambda network, logger: _Parser(trt, network)
@@ -217,8 +213,6 @@ class _Config:
         "_state",
         "builder_optimization_level",
         "cache",
-        "calibration_profile",
-        "calibrator",
         "flags",
         "pools",
         "profiles",
@@ -233,27 +227,11 @@ class _Config:
         self.pools: dict[str, int] = {}
         self.profiles: list[_Profile] = []
         self.cache: _TimingCache | None = None
-        self.calibrator: Any = None
-        self.calibration_profile: _Profile | None = None
         self.progress_monitor: Any = None
         self.builder_optimization_level = 3
 
     def set_flag(self, flag: Any) -> None:
         self.flags.append(flag.name)
-
-    @property
-    def int8_calibrator(self) -> Any:
-        return self.calibrator
-
-    @int8_calibrator.setter
-    def int8_calibrator(self, calibrator: Any) -> None:
-        if not self._old:
-            raise AttributeError("int8_calibrator")
-        self.calibrator = calibrator
-
-    def set_calibration_profile(self, profile: _Profile) -> bool:
-        self.calibration_profile = profile
-        return True
 
     def set_memory_pool_limit(self, pool: Any, size: int) -> None:
         self.pools[pool.name] = size
@@ -312,8 +290,6 @@ class _Builder:
                 return None
         monitor.phase_finish("Timing")
         monitor.step_complete("Building Engine", 0)
-        if config.calibrator is not None:
-            self._calibrate(network, config)
         failure = [*self._state.failure, *filter(None, [self._state.refuses(model)])]
         for text in failure:
             self._logger.log(1, text)
@@ -330,19 +306,6 @@ class _Builder:
             "profiles": [profile.shapes for profile in config.profiles],
         }
         return MAGIC + json.dumps(told).encode()
-
-    def _calibrate(self, network: _Network, config: _Config) -> None:
-        calibrator = config.calibrator
-        if calibrator.read_calibration_cache() is not None:
-            return
-        names = [tensor.name for tensor in network.inputs]
-        shapes = config.calibration_profile.shapes if config.calibration_profile is not None else {}
-        while (addresses := calibrator.get_batch(names)) is not None:
-            for tensor, address in zip(network.inputs, addresses, strict=True):
-                shape = shapes[tensor.name][1] if tensor.name in shapes else tensor.shape
-                assert shape[0] == calibrator.get_batch_size()
-                self._state.calibrated.append(float(array_at(address, shape, tensor.dtype).sum()))
-        calibrator.write_calibration_cache(memoryview(b"TRT-100600-EntropyCalibration2\nx: 3c010a14\n"))
 
 
 def affine(rows: int | None = None, name: str = "affine", *, operator: str = "Relu") -> onnx.ModelProto:

@@ -16,7 +16,7 @@ from headrace_engines.commands import add_cache, add_model
 from headrace_engines.comparison import DEFAULT_PRECISIONS, Comparison, compare, default_sizes
 from headrace_engines.errors import CallError
 from headrace_engines.progress import Report
-from headrace_engines.project import CALIBRATOR, Project, open_project, read_spec
+from headrace_engines.project import Project, open_project, read_spec
 from headrace_engines.report.pages import (
     HEADINGS,
     SPEED_HEADINGS,
@@ -33,7 +33,9 @@ from headrace_engines.store import Store
 from headrace_engines.targets import choose_target
 from headrace_engines.targets.base import Target
 
-_COMPARABLE = (*(precision for precision in PRECISIONS if precision != "best"), CALIBRATOR)
+_COMPARABLE = tuple(precision for precision in PRECISIONS if precision != "best")
+# INT8 by TensorRT 10's own calibrator, which Headrace no longer builds.
+_CALIBRATOR = "int8-tensorrt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +142,10 @@ def _precisions(option: str | None, target: Target) -> list[str]:
     if option is None:
         return [precision for precision in DEFAULT_PRECISIONS if precision != "fp8" or not target.refuses(precision)]
     names = list(dict.fromkeys(word.strip().lower() for word in option.split(",") if word.strip()))
+    if _CALIBRATOR in names:
+        raise CallError(
+            f"--precisions has {_CALIBRATOR}, TensorRT 10's own calibrator, which is no longer used: write int8 in its place"
+        )
     unknown = [name for name in names if name not in _COMPARABLE]
     if unknown or not names:
         raise CallError(f"--precisions is '{option}': write some of {','.join(_COMPARABLE)}")

@@ -63,14 +63,12 @@ class LoweredModel:
     Attributes:
         model: in the requested precision.
         kept: nodes that stayed in floating point (int8, fp8) or FP32 (fp16, bf16).
-        calibrate: rows for TensorRT's own calibrator, which then makes the model INT8; None else.
         without: the same for a target that has no kernel for some nodes in 8 bits: they stay in floating point too; where they
             do already, or none is named, floating point is FP32. None where nothing is left to be tried.
     """
 
     model: onnx.ModelProto
     kept: tuple[str, ...] = ()
-    calibrate: tuple[dict[str, Array], ...] | None = None
     without: Callable[[Collection[str]], LoweredModel | None] | None = None
 
 
@@ -104,21 +102,11 @@ def lower_model(
         keep = must_stay_fp32(model, samples, spec.precision, report)
         return LoweredModel(cast_model(model, spec.precision, keep), tuple(sorted(keep)))
     if spec.calibration.method == "tensorrt":
-        return _leave_to_tensorrt(model, spec, target, data)
-    return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
-
-
-def _leave_to_tensorrt(model: onnx.ModelProto, spec: BuildSpec, target: str, data: BuildData) -> LoweredModel:
-    if target != "tensorrt" or spec.precision != "int8":
-        cure = "write calibration.method: entropy"
+        cure = "write calibration.method: entropy, which builds int8 and fp8 from Q/DQ"
         raise BuildError(
-            f"calibration.method tensorrt makes INT8 engines for TensorRT, not {spec.precision} for {target}: {cure}"
+            f"calibration.method is tensorrt, TensorRT 10's own calibrator, which is no longer used: {cure}"
         )
-    if spec.calibration.keep:
-        cure = "leave it out, or write calibration.method: entropy"
-        raise BuildError(f"calibration.keep names layers, but TensorRT's own calibrator takes them all: {cure}")
-    assert data.calibration is not None
-    return LoweredModel(model, calibrate=tuple(data.calibration.batches(ROWS)))
+    return _Quantizer(model, spec, target, data, tables, no_fp8_convolutions).run(report)
 
 
 class _Quantizer:

@@ -102,7 +102,7 @@ class TensorHistogram:
 
     Args:
         name: of the tensor, for messages.
-        method: "minmax", "percentile", "entropy", "mse" or "tensorrt", whose calibrator goes by entropy.
+        method: "minmax", "percentile", "entropy" or "mse".
         percentile: of the values that are inside of the range, 50..100, for "percentile".
     """
 
@@ -257,7 +257,7 @@ def calibrate(
         model: in FP32, is not changed.
         tensors: names of inner tensors, inputs, outputs or constants of the model.
         samples: all of them are run.
-        calibration: its method ("tensorrt" counts as "entropy", which is what TensorRT's calibrator does) and percentile.
+        calibration: its method and percentile.
         cache: the folder where tables are kept, made if missing; None keeps none. A table serves again for the same model,
             samples, method and tensors; one that cannot be read is made anew.
         report: called with the progress.
@@ -268,7 +268,7 @@ def calibrate(
     Raises:
         BuildError: a tensor does not exist or held NaN or infinity, a sample cannot be read or run, or a table not written.
     """
-    method = "entropy" if calibration.method == "tensorrt" else calibration.method
+    method = calibration.method
     names = list(dict.fromkeys(tensors))
     key = _key(model, names, samples, method, calibration.percentile)
     table = None if cache is None else cache / f"{key}.json"

@@ -41,16 +41,12 @@ class TargetSpec:
         profiles: at least one where an input has free dimensions.
         workspace_bytes: scratch memory that may be used, None: no bound.
         timing_cache: a file of measured kernels that may be read and is brought up to date, None: none.
-        calibrate: rows for TensorRT 10's own calibrator: the model is then FP32 and the target makes it INT8; None else.
-        calibration_table: where that calibrator keeps its table.
     """
 
     precision: str
     profiles: tuple[ShapeRange, ...] = ()
     workspace_bytes: int | None = None
     timing_cache: Path | None = None
-    calibrate: tuple[dict[str, Array], ...] | None = None
-    calibration_table: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Calibration(ConfigPart):
 
     method: Annotated[Method, *one_of(METHODS)] = Field(
         default="entropy",
-        description="`entropy`, `minmax`, `percentile` or `mse`; `tensorrt`: TensorRT 10's own calibrator.",
+        description="`entropy`, `minmax`, `percentile` or `mse`. `tensorrt` can no longer be built: write `entropy`.",
     )
     data: Text = Field(
         default="",

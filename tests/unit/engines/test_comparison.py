@@ -298,6 +298,7 @@ def test_the_status_is_that_of_fp32(project: Project, tmp_path: Path) -> None:
     [
         (("--precisions", "fp31"), "--precisions is 'fp31'"),
         (("--precisions", "best"), "write some of fp32"),
+        (("--precisions", "fp32,int8-tensorrt"), "no longer used: write int8 in its place"),
         (("--batch", "0"), "--batch is '0'"),
         (("--batch", "1,9"), "1 to 8 rows"),
         (("--seconds", "0"), "--seconds is 0"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from headrace.core.optimization_config import AccuracyBar, Calibration
 from headrace_engines import project as spec
-from headrace_engines.project import CALIBRATOR, BuildSpec
+from headrace_engines.project import BuildSpec
 from headrace_engines.quantization import calibration as ranges
 from headrace_engines.targets.base import ShapeRange
 
@@ -62,11 +62,6 @@ def test_the_digest_tells_all_that_makes_another_artefact(monkeypatch: pytest.Mo
 def test_the_calibration_makes_nothing_of_fp16() -> None:
     other = Calibration(data="a.npz", method="minmax")
     assert wanted(precision="fp16").digest() == wanted(precision="fp16", calibration=other).digest()
-
-
-def test_tensorrts_own_calibrator_keeps_no_layers() -> None:
-    asked = wanted(calibration=Calibration(data="a.npz", keep=("a",))).at(CALIBRATOR)
-    assert (asked.precision, asked.calibration.method, asked.calibration.keep) == ("int8", "tensorrt", ())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -107,9 +107,9 @@ class TensorRtApi:
         self.logger = tensorrt.make_logger(trt, self.log.take)
 
     @property
-    def calibrates(self) -> bool:
-        """True if TensorRT can quantise a model to INT8 itself: weak typing and calibrators, gone with TensorRT 11."""
-        return hasattr(self.trt, "IInt8EntropyCalibrator2") and hasattr(self.trt.BuilderFlag, "INT8")
+    def has_weak_typing(self) -> bool:
+        """True if networks are weakly typed by default, as in TensorRT 10; gone with TensorRT 11."""
+        return hasattr(self.trt.BuilderFlag, "INT8")
 
     @property
     def fp8_convolutions(self) -> bool:
@@ -135,34 +135,11 @@ class TensorRtApi:
                 f"TensorRT {self.version} does not start: {reason}: check driver and free memory"
             ) from error
 
-    def network(self, builder: Any, *, strongly_typed: bool) -> Any:
-        """An empty network; in TensorRT 11 every network is strongly typed without a flag."""
-        if strongly_typed and self.calibrates:
+    def network(self, builder: Any) -> Any:
+        """An empty strongly typed network; in TensorRT 11 every network is one, without a flag."""
+        if self.has_weak_typing:
             return builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         return builder.create_network(0)
-
-    def allow_int8(self, config: Any, calibrator: Any, profile: Any) -> None:
-        """Let TensorRT choose INT8 and FP16 where they are fast (weak typing).
-
-        Args:
-            config: IBuilderConfig.
-            calibrator: IInt8EntropyCalibrator2.
-            profile: IOptimizationProfile with the shapes of the calibrator's batches, None where all shapes are fixed.
-
-        Raises:
-            BuildError: this TensorRT cannot.
-        """
-        if not self.calibrates:
-            raise BuildError(
-                f"TensorRT {self.version} has no calibrator of its own: write optimization.calibration.method: entropy"
-            )
-        config.set_flag(self.trt.BuilderFlag.INT8)
-        config.set_flag(self.trt.BuilderFlag.FP16)
-        config.int8_calibrator = calibrator
-        if profile is not None and not config.set_calibration_profile(profile):
-            raise BuildError(
-                "TensorRT does not take the shapes of the calibration samples: check optimization.profiles"
-            )
 
     def scratch_bytes(self, engine: Any) -> int:
         """GPU memory for activations that an execution context works in."""

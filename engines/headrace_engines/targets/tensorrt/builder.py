@@ -28,7 +28,6 @@ from headrace_engines.targets.tensorrt.api import (
     signals_deferred,
     write_atomically,
 )
-from headrace_engines.targets.tensorrt.calibrator import CalibrationFeed, entropy_calibrator, even_batches
 from headrace_engines.targets.tensorrt.errors import ParserFault, build_failure, explain_parser, node_label
 
 _CURE = "correct optimization.profiles"
@@ -120,7 +119,7 @@ def _gib(size_bytes: int) -> str:
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
 
 
-_PARSED, _CALIBRATED = 0.02, 0.3
+_PARSED = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +147,20 @@ def build_plan(
     Raises:
         BuildError: the model or its parameters cannot be built, memory ran out, or the disk is full.
     """
-    if order.calibrate is not None and not api.calibrates:
-        raise BuildError(
-            f"TensorRT {api.version} has no calibrator of its own: write optimization.calibration.method: entropy"
-        )
-    report = _rising(report)
     report(0.0, "reading the ONNX model")
-    progress = BuildProgress(part(report, _PARSED if order.calibrate is None else _CALIBRATED, 0.99))
+    progress = BuildProgress(part(report, _PARSED, 0.99))
     api.log.raised = None
     with api.log.collect() as errors:
         with signals_deferred(progress):
             api.load_plugins()
             builder = api.builder(errors)
-            network = _parse(api, builder, model, order, path.parent)
+            network = _parse(api, builder, model, path.parent)
             config = _configure(api, builder, network, order, options, gpu)
             cache = TimingCache(api, order.timing_cache)
             cache.attach(config)
             progress.check()
             report(_PARSED, "building")
-            plan = _build(api, builder, network, config, order, report, progress)
+            plan = _build(api, builder, network, config, progress)
             if plan is None:
                 raise build_failure(errors, model, api.version, order.workspace_bytes, gpu.name)
             cache.save(config)
@@ -174,9 +168,9 @@ def build_plan(
     report(1.0, "done")
 
 
-def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, order: TargetSpec, folder: Path) -> Any:
+def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, folder: Path) -> Any:
     with _serialized(model, folder) as (data, file):
-        network = api.network(builder, strongly_typed=order.calibrate is None)
+        network = api.network(builder)
         parser = api.trt.OnnxParser(network, api.logger)
         if parser.parse(data) if data is not None else parser.parse_from_file(str(file)):
             return network
@@ -184,7 +178,7 @@ def _parse(api: TensorRtApi, builder: Any, model: onnx.ModelProto, order: Target
         if data is not None and any(fault.unsupported for fault in faults):
             # The parser may have stopped at the first; this one checks the whole model. Its network must outlive it: the
             # bindings let a network keep its parser, not a parser its network.
-            empty = api.network(builder, strongly_typed=order.calibrate is None)
+            empty = api.network(builder)
             again = api.trt.OnnxParser(empty, api.logger)
             again.supports_model_v2(data)
             faults += _faults(again, model) + _unsupported(again, model, faults)
@@ -263,69 +257,13 @@ def _configure(
     return config
 
 
-def _build(
-    api: TensorRtApi,
-    builder: Any,
-    network: Any,
-    config: Any,
-    order: TargetSpec,
-    report: Report,
-    progress: BuildProgress,
-) -> Any:
+def _build(api: TensorRtApi, builder: Any, network: Any, config: Any, progress: BuildProgress) -> Any:
     """Return the plan (IHostMemory), None if the build fails; an interrupt is raised."""
-    feed = None
-    # Both must outlive the build: TensorRT does not hold them.
+    # Must outlive the build: TensorRT does not hold it.
     monitor = progress_monitor(api.trt, progress)
     config.progress_monitor = monitor
-    try:
-        if order.calibrate is not None:
-            batches = even_batches(order.calibrate)
-            calibrating = part(report, _PARSED, _CALIBRATED)
-            feed = CalibrationFeed(batches, order.calibration_table, _stoppable(calibrating, progress))
-            calibrator = entropy_calibrator(api.trt, feed)
-            api.allow_int8(config, calibrator, _calibration_profile(builder, network, batches[0]))
-        plan = builder.build_serialized_network(network, config)
-    finally:
-        if feed is not None:
-            feed.close()
-    for raised in (progress.raised, api.log.raised, feed.raised if feed is not None else None):
+    plan = builder.build_serialized_network(network, config)
+    for raised in (progress.raised, api.log.raised):
         if raised is not None:
             raise raised
     return plan
-
-
-def _stoppable(report: Report, progress: BuildProgress) -> Report:
-    """A report that raises what has stopped the build."""
-
-    def checked(done: float, note: str) -> None:
-        if progress.raised is not None:
-            raise progress.raised
-        report(done, note)
-
-    return checked
-
-
-def _calibration_profile(builder: Any, network: Any, batch: dict[str, Any]) -> Any:
-    tensors = [network.get_input(index) for index in range(network.num_inputs)]
-    missing = [tensor.name for tensor in tensors if tensor.name not in batch]
-    if missing:
-        raise BuildError(f"the calibration samples lack the inputs {', '.join(missing)}")
-    if all(-1 not in tuple(tensor.shape) for tensor in tensors):
-        return None
-    profile = builder.create_optimization_profile()
-    for tensor in tensors:
-        shape = tuple(batch[tensor.name].shape)
-        set_shape(profile, tensor.name, (shape, shape, shape))
-    return profile
-
-
-def _rising(report: Report) -> Report:
-    """A report whose share never falls: the calibrator and the builder report by turns."""
-    best = 0.0
-
-    def rising(done: float, note: str) -> None:
-        nonlocal best
-        best = max(best, done)
-        report(best, note)
-
-    return rising

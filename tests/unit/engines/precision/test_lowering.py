@@ -163,11 +163,10 @@ def test_layers_are_not_searched_for_where_they_cannot_help(tmp_path: Path, monk
     assert lowered(networks.residual(), tmp_path, max_drop=0.1, min_cosine=0.0, min_top1_agreement=0.0).kept == ()
 
 
-def test_tensorrts_calibrator_keeps_nothing(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=r"calibration\.keep names layers, but TensorRT's own calibrator"):
-        lowered(networks.residual(), tmp_path, "tensorrt", method="tensorrt", keep=("node_a1",))
-    with pytest.raises(BuildError, match=r"not int8 for onnxruntime: write calibration\.method: entropy"):
-        lowered(networks.residual(), tmp_path, method="tensorrt")
+@pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])
+def test_tensorrts_own_calibrator_is_refused(tmp_path: Path, target: str) -> None:
+    with pytest.raises(BuildError, match=r"no longer used: write calibration\.method: entropy, which builds int8"):
+        lowered(networks.residual(), tmp_path, target, method="tensorrt")
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "tensorrt"])

@@ -241,19 +241,15 @@ def handlers() -> Iterator[tuple[Any, Any]]:
 
 
 @SIGNALS
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("step", [0, 3])
 def test_a_signal_stops_the_build(
-    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], calibrated: bool
+    trt: Any, tmp_path: Path, handlers: Any, number: int, raised: type[BaseException], step: int
 ) -> None:
-    if calibrated and not trt.__version__.startswith("10."):
-        return
     # What a handler raises inside of TensorRT does not come out of it.
-    trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == 3 * calibrated else None
-    rows = tuple({"x": np.full((2, 3), n, np.float32)} for n in (1, 2)) if calibrated else None
+    trt.state.on_step = lambda: signal.raise_signal(number) if trt.state.steps == step else None
     with pytest.raises(raised):
-        build(tmp_path, order=TargetSpec("int8" if calibrated else "fp32", ORDER.profiles, calibrate=rows))
-    assert trt.state.steps in (1, 4)
-    assert trt.state.calibrated == []
+        build(tmp_path, order=TargetSpec("fp32", ORDER.profiles))
+    assert trt.state.steps == step + 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -335,45 +331,3 @@ def test_a_full_disk_is_told(trt: Any, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(BuildError, match=r"model.plan cannot be written \(No space left on device\): free some space"):
         build(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@ten
-def test_the_calibrator_is_fed_and_its_table_kept(trt: Any, tmp_path: Path) -> None:
-    table = tmp_path / "tables" / "model.cache"
-    rows = tuple({"x": np.full((2, 3), number, np.float32)} for number in (1, 2))
-    odd = {"x": np.full((1, 3), 100, np.float32)}
-    order = TargetSpec("int8", ORDER.profiles, calibrate=(*rows, odd), calibration_table=table)
-    told: list[float] = []
-    build(tmp_path, order=order, report=lambda done, note: told.append(done))
-    assert trt.state.network_flags == [0]
-    assert trt.state.config.flags == ["INT8", "FP16"]
-    assert trt.state.config.calibration_profile.shapes == {"x": [[2, 3]] * 3}
-    assert trt.state.calibrated == [6.0, 12.0]
-    assert told == sorted(told)
-    assert table.read_bytes().startswith(b"TRT-100600-EntropyCalibration2")
-    build(tmp_path, order=order)
-    assert trt.state.calibrated == [6.0, 12.0]
-    table.write_text("rubbish")
-    build(tmp_path, order=order)
-    assert trt.state.calibrated == [6.0, 12.0, 6.0, 12.0]
-
-
-@ten
-def test_calibration_that_fails_is_told(trt: Any, tmp_path: Path, cuda: FakeCuda) -> None:
-    with pytest.raises(BuildError, match=r"needs samples: write optimization.calibration.data"):
-        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=()))
-    rows = ({"other": np.zeros((2, 3), np.float32)},)
-    with pytest.raises(BuildError, match="samples lack the inputs x"):
-        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
-    cuda.room_bytes = 4
-    rows = ({"x": np.zeros((2, 3), np.float32)},)
-    with pytest.raises(BuildError, match="the GPU's memory is full"):
-        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
-
-
-@eleven
-def test_11_has_no_calibrator(trt: Any, tmp_path: Path) -> None:
-    rows = ({"x": np.zeros((2, 3), np.float32)},)
-    with pytest.raises(BuildError, match=r"TensorRT 11.4.0 has no calibrator.*method: entropy"):
-        build(tmp_path, order=TargetSpec("int8", ORDER.profiles, calibrate=rows))
-    assert trt.state.network_flags == []
