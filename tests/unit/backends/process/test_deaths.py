@@ -95,7 +95,7 @@ def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Lo
     for _ in range(40):
         assert values(execution.finish(flights.pop(0))) == [4]
         flights.append(fly(execution, 2))
-        overlapped.append(flights[0].handle.generation is not None and flights[1].handle.generation is not None)  # type: ignore[attr-defined]
+        overlapped.append(flights[0].handle.child is not None and flights[1].handle.child is not None)  # type: ignore[attr-defined]
     assert not any(overlapped[:30]), "one at a time, for a while"
     assert all(overlapped[-5:])
     for flight in flights:

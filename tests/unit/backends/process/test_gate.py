@@ -151,7 +151,7 @@ def test_who_waits_is_told_of_a_refusal_and_of_the_end() -> None:
         thread.join(10)
         assert isinstance(found[0], Unavailable)
     thread, found = in_thread(lambda: (gate.shut(""), gate.enter("c", wait=True)))
-    gate.lose("never more")
+    gate.fail("never more")
     thread.join(10)
     assert isinstance(found[0], ExecutionLost)
 
