@@ -216,7 +216,7 @@ def test_messages_that_are_begun_and_given_up(small: Attacked) -> None:
             start = request(1, end=False, fields=grpc_head(SERVICE + method))
             whole = data_frame(1, message(grpc_request().SerializeToString()), end=True)
             peer.send(start + whole + frames.rst_stream(1, frames.ErrorCode.CANCEL))
-            ping = frames.FRAME_HEAD.pack(8 << 8 | frames.PING, 0, 0) + bytes(8)
+            ping = frames.FRAME_HEADER.pack(8 << 8 | frames.PING, 0, 0) + bytes(8)
             peer.send(ping)
             peer.until(frames.PING)
         until(lambda: held_bytes(small) == 0)

@@ -17,7 +17,7 @@ from headrace.observability.tracing import Exemplars, SamplingDecision
 
 
 class Profile(Protocol):
-    """How long batches of a version compute; see `headrace.scheduling.latency_table.Profile`."""
+    """How long batches of a version compute; see `headrace.scheduling.latency_table.LatencyTable`."""
 
     def table(self) -> Sequence[Mapping[str, object]]:
         """rows, median_us, p95_us, observations, source of each number of rows known."""

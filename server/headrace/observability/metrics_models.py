@@ -248,14 +248,14 @@ _COUNTERS: dict[str, Callable[[Totals], float]] = {
 
 
 class LatencySummary(Protocol):
-    """See `headrace.scheduling.latency_table.Profile`."""
+    """See `headrace.scheduling.latency_table.LatencyTable`."""
 
     def summary(self) -> Iterable[tuple[int, int, int]]:
         """Rows, expected nanoseconds, and what 95 of 100 batches keep to; a bounded number of sizes."""
 
 
 class ObservedProcess(Protocol):
-    """See `headrace.backends.base.Standing`."""
+    """See `headrace.backends.base.ProcessStatus`."""
 
     @property
     def up(self) -> bool:

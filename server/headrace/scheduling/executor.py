@@ -340,7 +340,7 @@ def split(outputs: dict[str, Array], entries: list[Entry], check: OutputCheck) -
 
 
 class SerialRunner:
-    """Runs an execution that takes one batch after the other; see `headrace.scheduling.instance.Runner`.
+    """Runs an execution that takes one batch after the other; see `headrace.scheduling.instance.BatchRunner`.
 
     Args:
         execution: what runs; used from the thread that calls `serve` (or `execute`).

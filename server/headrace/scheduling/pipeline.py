@@ -75,7 +75,7 @@ class _Finished(NamedTuple):
 
 
 class Pipeline:
-    """Runs an execution that overlaps batches; see `headrace.scheduling.instance.Runner`.
+    """Runs an execution that overlaps batches; see `headrace.scheduling.instance.BatchRunner`.
 
     Batches go through the execution's `run`, with nothing else under way, if they lack an optional input. Of a model without a
     batch dimension a batch is one request.
@@ -278,7 +278,7 @@ class Pipeline:
         execution.launch(in_flight)
         return True
 
-    # In the place of the instance's thread, while that sleeps in `next_batch`; see `headrace.scheduling.scheduler.Shortcut`
+    # In the place of the instance's thread, while that sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
 
     def accepts(self, entry: Entry, caller_waits: bool) -> bool:
         """True if nothing is under way, and the entry needs nothing but a flight, and is small or its caller stays with it."""

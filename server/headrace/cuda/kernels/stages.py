@@ -1,4 +1,4 @@
-"""Pictures and classes as stages of a model's way over a GPU; the contract is `headrace.backends.tensorrt.plan.Stage`."""
+"""Pictures and classes as stages of a model's way over a GPU; the contract is `headrace.backends.tensorrt.plan.GpuStage`."""
 
 from __future__ import annotations
 
