@@ -242,7 +242,7 @@ def test_a_caller_that_is_called_off_leaves_no_half_flight(handles: Make, monkey
     assert handle.alive == 0
 
 
-@pytest.mark.parametrize("end", ["close", "park"])
+@pytest.mark.parametrize("end", ["close", "evict"])
 def test_the_end_waits_for_it(handles: Make, threads: ThreadPoolExecutor, end: str) -> None:
     model = Watched(manual=True)
     handle = handles(model)
