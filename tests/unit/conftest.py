@@ -1,0 +1,11 @@
+"""Settings of all unit tests."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def child_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes, which start with -P and so without the current folder, import backends from `tests.support`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
