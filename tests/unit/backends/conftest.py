@@ -21,12 +21,6 @@ from tests.support.processes import own_children
 Load = Callable[..., IsolatedModel]
 
 
-@pytest.fixture(autouse=True)
-def children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes start with -P, which leaves the current folder out of the path: their backends are in `tests.support`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
-
-
 @pytest.fixture
 def load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Load]:
     """Loads the fragile model; all processes must have ended with the test."""

@@ -28,12 +28,6 @@ from tests.support.processes import eventually, own_children
 Scenario = Callable[[ModelHandle], Coroutine[Any, Any, None]]
 
 
-@pytest.fixture(autouse=True)
-def children_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Child processes start with -P, which leaves the current folder out of the path: their backends are in `tests.support`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[3]))
-
-
 def play(folder: Path, words: str, scenario: Scenario, limit_s: float = 20.0, **policy: Any) -> None:
     """A handle on the fragile model for the length of a scenario; its process must have ended then."""
 
