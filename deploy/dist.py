@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_ROOTS = ("server", "engines")
 # Files of a checkout that the source archive leaves out.
-NOT_IN_ARCHIVE = (".ci/", ".gitignore")
+NOT_IN_ARCHIVE = (".ci/", ".git-blame-ignore-revs", ".gitignore")
 # The models that `headrace models build` makes without training or weights.
 DEMO_MODELS = ("add_sub", "tiny")
 READY_TIMEOUT_S = 60.0
