@@ -324,7 +324,7 @@ KNOWN_CYCLES: set[tuple[str, ...]] = set()
 KNOWN_NAMESAKES = "Backend RateLimits"
 # Identifiers that say nothing to a reader (docs of the style are in CONTRIBUTING.md), refused in the packages below.
 REFUSED = (
-    "alarms asked asks berth berths crew dock client_limits everybody experience faithful flight hush leavers nobody "
+    "alarms asked asks berth berths crew dock door everybody experience faithful flight hush leavers nobody "
     "outlook parked patience residency shortcut somebody spoilers stillborn story tell tells tenant told "
     "underway whoever"
 )
