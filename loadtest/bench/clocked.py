@@ -117,9 +117,9 @@ class Timed(BatchRecorder):
         self._device = device
         self.added_ns: list[int] = []
 
-    def took(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
+    def record(self, batch_rows: int, reason: str, times: BatchTimes) -> None:
         """A batch was run and answered."""
-        super().took(batch_rows, reason, times)
+        super().record(batch_rows, reason, times)
         self.added_ns.append(times.split_ns - times.taken_ns - self._device.ns(batch_rows))
 
 

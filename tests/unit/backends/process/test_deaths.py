@@ -79,7 +79,7 @@ def test_a_batch_that_a_dead_process_never_began_is_not_to_blame(load: Load) -> 
     os.kill(child, signal.SIGKILL)
     asking.join(20)
     assert answers == [[6]]
-    assert model.process_status.restarts == 1
+    eventually(lambda: model.process_status.restarts == 1)
 
 
 def test_launches_during_the_restart_wait_for_it_and_then_overlap_again(load: Load, tmp_path: Path) -> None:
