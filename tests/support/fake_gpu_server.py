@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headrace import app
+from headrace import data_plane
 from headrace.__main__ import main
 from headrace.backends.tensorrt import backend as tensorrt_backend
 from headrace.core.tensor import Array
@@ -82,7 +82,9 @@ if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     if ORDERS in os.environ:  # a builder for tests, since the real one has no GPU
         patch.setattr(
-            app, "Reconciler", partial(app.Reconciler, builder=fake_builder.command(Path(os.environ[ORDERS])))
+            data_plane,
+            "Reconciler",
+            partial(data_plane.Reconciler, builder=fake_builder.command(Path(os.environ[ORDERS]))),
         )
     cuda = install_gpu(patch)
     cuda.exported = Exported()
