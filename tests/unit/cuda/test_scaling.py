@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-@given(st.floats(-300, 300, width=32), st.floats(0.0078125, 3e5, width=32))
+# Below 2**-142 a mean can meet the bit pattern for which `multiplies` returns False to be safe.
+@given(st.floats(-300, 300, width=32, allow_subnormal=False), st.floats(0.0078125, 3e5, width=32))
 def test_multiplying_is_exact_for_what_recipes_have(mean: float, std: float) -> None:
     assert launching.multiplies(np.float32(mean), np.float32(std))
 
