@@ -6,8 +6,10 @@ The rules are the tables below; the rest reads source files by `ast`, runs none 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -328,6 +330,15 @@ REFUSED = (
     "outlook parked patience residency shortcut somebody spoilers stillborn story tell tells tenant told "
     "underway whoever"
 )
+# Words for people in docstrings and comments, and first words of a docstring that make a riddle of it: refused in the folders
+# of PLAIN_PROSE.
+PEOPLE = re.compile(
+    r"\b(nobody|somebody|someone|anybody|anyone|everybody|whoever|whomever|told|tells?|telling|ask(s|ed|ing)?|knows?|knew|"
+    r"hears?|heard|patience)\b",
+    re.IGNORECASE,
+)
+RIDDLE = re.compile(r"(What|Who|Whom|Whose|Whoever|How|Where|Why|When|Whatever|All that|That which|The one)\b")
+PLAIN_PROSE: tuple[str, ...] = ()
 PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/scheduling",
     "server/headrace/simulation",
@@ -401,6 +412,21 @@ def refused_identifiers(source: str) -> list[tuple[int, str]]:
     return found
 
 
+def refused_prose(source: str) -> list[tuple[int, str]]:
+    """Line and text of every comment and docstring that speaks of people or begins as a riddle."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            line = node.body[0].lineno if text else 0
+            found += [(line, match.group()) for match in PEOPLE.finditer(text)]
+            found += [(line, f"{match.group()} ...") for match in [RIDDLE.match(text)] if match]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            found += [(token.start[0], match.group()) for match in PEOPLE.finditer(token.string)]
+    return found
+
+
 def _modules() -> dict[str, str]:
     """Source text of the product's modules by dotted name."""
     return {
@@ -434,6 +460,16 @@ def test_refused_identifiers_stay_away() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_docstrings_and_comments_are_plain() -> None:
+    found = [
+        f"{path}:{line}: {text}: write in the field's words (CONTRIBUTING.md)"
+        for path in _tree()
+        if _below(path, " ".join(PLAIN_PROSE))
+        for line, text in refused_prose((ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_cycles_and_refused_identifiers_are_reported() -> None:
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from headrace.a import A"
     assert import_cycles({"headrace.a": "from headrace import b", "headrace.b": hidden}) == {
@@ -446,6 +482,12 @@ def test_cycles_and_refused_identifiers_are_reported() -> None:
         (2, "Crew"),
     ]
     assert refused_identifiers("untold = detail.folder") == []
+    assert refused_prose('def f():\n    """What a model takes."""\n    # Tells nobody.') == [
+        (2, "What ..."),
+        (3, "Tells"),
+        (3, "nobody"),
+    ]
+    assert refused_prose('def f():\n    """Return the tasks of a model."""\n    return "told"  # taskset') == []
 
 
 # --- The checker's own test --------------------------------------------------------------------------------------------
