@@ -116,7 +116,7 @@ def resample(pixels: npt.NDArray[np.uint8], tables: Resampling) -> npt.NDArray[n
     """
     down, across = tables.down, tables.across
     # Only the rows that the vertical pass looks at.
-    top = int(down.first[0])
+    top = int(np.min(down.first))
     bottom = min(int(np.max(down.first)) + down.weights.shape[1], pixels.shape[0])
     part = _along(pixels[top:bottom], across, 1)
     return _along(part, Axis(down.first - top, down.weights), 0)
