@@ -46,7 +46,7 @@ _TOGETHER = 6
 Array = np.ndarray[Any, Any]
 
 # What a model may be told of that cannot take the batches that its configuration declares.
-_ERRORS = ("The model is at fault", "does not split larger requests", "no longer split")
+_ERRORS = ("The model is at fault", "send fewer rows in one request", "no longer split")
 
 
 @dataclass

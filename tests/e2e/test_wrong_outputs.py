@@ -161,7 +161,7 @@ def test_a_batch_size_alone_neither_merges_nor_splits_rows_that_depend_on_one_an
     x = np.eye(4, dtype=np.float32)
     expected = x.cumsum(0) if model == "running_sum_of_four" else np.transpose(np.nonzero(x))
     assert np.array_equal(ask(server, model, x), expected)
-    with pytest.raises(InferenceServerException, match="takes at most 4 and does not split larger requests"):
+    with pytest.raises(InferenceServerException, match="accepts at most 4: send fewer rows"):
         ask(server, model, np.ones((5, 4), np.float32))
 
 

@@ -1,21 +1,22 @@
 """Admission control: predicts a request's completion time and rejects requests that would miss their deadline.
 
-The prediction adds what instances run, what is queued ahead and the request's own batch, priced by the latency table, as
-Clockwork does (A. Gujarati and others, OSDI 2020). A request that would be late is rejected at once. Under overload the
-admitted requests are then answered in time, and a rejected client can try elsewhere. Prediction errors are learned from
-requests that were close to their limit, so that the promised percentile holds whatever the latency table does not cover.
+The prediction adds the remaining time of running batches, the queued batches ahead and the request's own batch. Compute times
+come from the latency table, as in Clockwork (A. Gujarati and others, OSDI 2020). A request that would be late is rejected on
+arrival. Under overload the admitted requests are then answered in time, and a rejected client can try another server.
+Prediction errors are learned from requests that were close to their deadline. The promised percentile therefore holds for
+delays that the latency table does not cover.
 
-A burst may fill the queue as far as there is time. A standing queue, where more arrives than can be served, is kept shorter: it
-serves no request, and its time is missing when something slows down (the idea of CoDel: K. Nichols, V. Jacobson, Controlling
-Queue Delay, ACM Queue 2012).
+A burst may fill the queue up to the time limit. A standing queue, where arrivals exceed capacity, is kept shorter: it raises
+latency without raising throughput, and leaves no time in reserve for a slow batch (the idea of CoDel: K. Nichols,
+V. Jacobson, Controlling Queue Delay, ACM Queue 2012).
 
-Requests that are never due do not pass through here.
+Requests without a due time are not checked here.
 
-`SafetyMargins` and `RecentArrivals` are kept apart by urgency class, where lower numbers are more urgent. Requests of a low
-priority or of a flooding client are overtaken by others, and what is learned from them does not hold for urgent requests.
+`SafetyMargins` and `RecentArrivals` keep separate values for each urgency class; lower classes are more urgent. Later arrivals
+overtake requests of a low priority or of a client above its share, so their errors do not apply to urgent requests.
 
-`Quotas` are token buckets of a bounded number of clients, whatever names clients invent. A bucket is one number, the time at
-which it is full again: the generic cell rate algorithm (ITU-T I.371, 1996), a comparison and an addition instead of a timer.
+`Quotas` holds token buckets for a bounded number of clients, even if clients invent names. A bucket is one number, the time at
+which it is full again: the generic cell rate algorithm (ITU-T I.371, 1996). It needs a comparison and an addition, no timer.
 """
 
 from __future__ import annotations
@@ -35,22 +36,21 @@ from headrace.scheduling.latency_table import WINDOW
 from headrace.scheduling.policy import BatchPolicy, Quota, RateLimits
 from headrace.scheduling.queue import FAR_NS, Entry
 
-_SIGMAS = 2.58 / 1.645  # from the 95th percentile of one normal variable to the 99.5th of a sum, by square roots
-_MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of the median of a window, in deviations of what is in it
-_STANDING = (
-    2  # batches of each instance that may wait, and half the time that is left, if more comes than can be served
-)
-_MOST_OVERTAKING = 0.9
-_OUTLIER = 4  # what takes so many times as long as it should counts no more than that
-_BATCH_SMOOTHING = 64  # a new measurement counts for one in so many
+_SIGMAS = 2.58 / 1.645  # scales a 95th percentile of one normal variable to the 99.5th of a sum
+_MEDIAN_SIGMA = 1.2533 / sqrt(WINDOW)  # standard error of a window's median, in standard deviations of its samples
+# Queued batches of each instance while arrivals exceed capacity; half the time left until the deadline, if that is longer.
+_STANDING = 2
+_MOST_OVERTAKING = 0.9  # upper bound of the share of capacity that overtaking requests use
+_OUTLIER = 4  # a busy time counts as at most this multiple of the compute time
+_BATCH_SMOOTHING = 64  # a new measurement has a weight of 1/64
 
 
 class InFlightWork(NamedTuple):
     """Batches that one instance runs.
 
     Attributes:
-        since_ns: monotonic, when it was done with what it ran before.
-        batches: when each was taken, and its rows; the oldest first.
+        since_ns: monotonic end of the batch before these.
+        batches: close time (monotonic ns) and rows of each batch, oldest first.
     """
 
     since_ns: int
@@ -58,36 +58,41 @@ class InFlightWork(NamedTuple):
 
 
 class QueueView(Protocol):
-    """The queue as far as it matters here; see `headrace.scheduling.scheduler.Scheduler`."""
+    """The methods of the queue that admission needs; implemented by `headrace.scheduling.scheduler.Scheduler`."""
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that wait."""
+        """Rows in the queue."""
 
     def place(self, entry: Entry) -> tuple[int, int, int]:
-        """Give an entry its key; rows before it if it were queued now, rows at the most that come later and go before it, and its
-        lag: who comes with less goes first."""
+        """Set the entry's sort key.
+
+        Returns:
+            Queued rows ahead of the entry, the largest number of rows that later arrivals may put ahead of it, and its lag in
+            nanoseconds. A later request with a smaller lag is served first.
+        """
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
-        """Rows that would be served before a request like this, if it were queued now."""
+        """Return the queued rows that would be served before such a request."""
 
 
 class AdmissionController:
     """Predicts completion times, rejects late requests and learns from the outcomes; any thread may call.
 
-    Ownership: `_lock` guards `_margins` and `late`, which are read without it; the rest is replaced whole, by whoever comes.
+    Ownership: `_lock` guards writes of `_margins` and `late`; they are read without it. Every other attribute is replaced as a
+    whole, by any thread.
 
     Args:
-        cost_model: knows what batches take, and is told of what they take besides computing.
-        policy: how they are formed.
-        queue: what waits.
-        in_flight_work: what each living instance runs.
-        shared: of those who come later, only clients that ask for less than their share go first.
+        cost_model: batch durations; its `overhead_ns` is set from measurements.
+        policy: batching rules.
+        queue: the queue of the model version.
+        in_flight_work: returns the batches of each live instance.
+        shared: clients share the model: only a client below its share overtakes requests that are queued.
 
     Attributes:
-        late: answers that came after they were due.
-        has_due_times: the model has an objective, or a request had a deadline.
-        changed: instances have begun or ended something since they were last looked at; set by whoever knows.
+        late: number of responses after their due time.
+        has_due_times: True if the model has an objective or a request had a deadline.
+        changed: True if a batch started or ended since the free times were computed; set by the instances.
     """
 
     def __init__(
@@ -107,27 +112,30 @@ class AdmissionController:
         self._policy = policy
         self._queue = queue
         self._lock = threading.Lock()
-        self._overhead_ns = 0.0  # smoothed: how much longer a batch keeps an instance busy than it computes as a rule
-        self._rows = 1.0  # smoothed, of a batch
+        self._overhead_ns = 0.0  # smoothed busy time of a batch beyond its usual compute time
+        self._rows = 1.0  # smoothed rows of a batch
         self._margins, self._arrivals = SafetyMargins(), RecentArrivals()
-        self._flowed_ns = 0  # when less than half a batch waited, as it is now and then where all can be served
+        self._flowed_ns = 0  # last time with less than half a batch queued; recurs whenever capacity exceeds arrivals
         self._probed_ns = -NS_PER_S
-        self._free: list[int] = []  # as of the last time that something changed
-        self._free_until_ns = 0  # until then, if nothing changes
+        self._free: list[int] = []  # cached result of `_free_ns`
+        self._free_until_ns = 0  # end of its validity, if no batch starts or ends
 
     def stop_merging(self) -> None:
-        """Predict as for a model that runs every request alone."""
+        """Predict for a model that runs every request alone."""
         self._policy = replace(self._policy, merge=False)
 
     def admit(self, entries: list[Entry], now_ns: int) -> None:
-        """Take a request that is due some time, before it is queued, or refuse it; notes what it is promised.
+        """Admit or reject a request with a due time, before it is queued; stores the prediction in its last entry.
 
-        Everything is taken while nothing is known of the times of batches, or the model is parked; and whenever an instance
-        has nothing else to do, since to refuse it then gains nobody anything, and what is wrongly believed of those times would
-        never be found out.
+        Admits every request while latencies are unmeasured or the model is evicted. Also admits while an instance is idle:
+        a rejection would gain nothing then, and a wrong prediction would never be corrected.
+
+        Args:
+            entries: the entries of one request.
+            now_ns: monotonic.
 
         Raises:
-            WouldMiss: it would be answered too late.
+            WouldMiss: the predicted completion is after the due time.
         """
         self.has_due_times = True
         last = entries[-1]
@@ -138,7 +146,7 @@ class AdmissionController:
         ahead, most, lag_ns = self._queue.place(last)
         if len(entries) > 1:
             ahead += sum([entry.rows for entry in entries[:-1]])
-            last.key = 0  # it comes behind the others
+            last.key = 0  # recomputed on push, after the keys of the other parts
         last.kind = kind = lag_ns.bit_length()
         rank = kind > 0 if self._shared else kind
         start = self._start(costs, free_ns, ahead, last.rows, now_ns)
@@ -149,9 +157,9 @@ class AdmissionController:
         start_ns, done_ns = start[0], self._completion_ns(costs, start, last, now_ns)
         margin_ns = self._margins.ns(kind)
         if done_ns + margin_ns > due_ns:
-            refusal = "it would be answered in {0:.3g} ms, and is due in {1:.3g} ms"
+            refusal = "predicted to complete in {0:.3g} ms, due in {1:.3g} ms; retry later, or allow a longer deadline"
         elif start_ns > now_ns + self._max_wait_ns(costs, len(free_ns), due_ns, now_ns):
-            refusal = "requests come faster than they can be served; it would be answered in {0:.3g} ms"
+            refusal = "requests arrive faster than the model serves them (predicted: {0:.3g} ms); retry later"
         else:
             last.predicted_ns = done_ns
             self._arrivals.came(rank, last.rows, now_ns)
@@ -163,28 +171,33 @@ class AdmissionController:
             if done_ns <= due_ns:
                 self._margins.reduce(kind, costs.estimates_ns[self._usual_rows(costs)])
             raise WouldMiss(
-                "the request is refused at once: " + refusal.format(done_ms, due_ms), self.retry_after_s(now_ns)
+                "request rejected by admission control: " + refusal.format(done_ms, due_ms), self.retry_after_s(now_ns)
             )
-        # Else nobody's request could be in time, and it is no use refusing them all.
+        # Otherwise the objective is shorter than a single compute: rejecting every request would serve none.
 
     def record_batch(self, rows: int, compute_ns: int, busy_ns: int) -> None:
-        """Record a batch that was run; only while `has_due_times`, as `learn`.
+        """Record the busy time of a batch; called only while `has_due_times`.
 
         Args:
-            rows: of all its members.
-            compute_ns: how long such a batch computes as a rule.
-            busy_ns: how long it kept its instance.
+            rows: rows of the batch.
+            compute_ns: usual compute time of such a batch.
+            busy_ns: time for which the batch occupied its instance.
         """
         overhead_ns = min(busy_ns, _OUTLIER * compute_ns) - compute_ns
-        # No lock: of two at the same time one is lost, which does not matter, and most models need none of it.
+        # No lock: of two concurrent updates one may be lost, which a smoothed value tolerates.
         self._rows += (rows - self._rows) / _BATCH_SMOOTHING
         self._overhead_ns = max(self._overhead_ns + (overhead_ns - self._overhead_ns) / _BATCH_SMOOTHING, 0.0)
         self._cost_model.overhead_ns = int(self._overhead_ns)
 
     def learn(self, entries: list[Entry], done_ns: int) -> None:
-        """Requests were answered together."""
+        """Learn prediction errors from the requests of one batch; called only while `has_due_times`.
+
+        Args:
+            entries: the batch's entries.
+            done_ns: monotonic completion time.
+        """
         late = sum([done_ns > entry.due_ns for entry in entries])
-        # Where much time is left it does not matter.
+        # Only requests predicted to use more than half of their time: for the others an error has no consequence.
         near = [
             e for e in entries if e.predicted_ns and 2 * (e.predicted_ns - e.enqueued_ns) > e.due_ns - e.enqueued_ns
         ]
@@ -194,15 +207,15 @@ class AdmissionController:
                 self._learn_errors(near, done_ns)
 
     def learn_dropped(self, entries: Sequence[Entry]) -> None:
-        """Requests were given up since they could not be answered in time any more."""
+        """Learn from requests that were dropped because their due time could not be met."""
         with self._lock:
             self._learn_errors([entry for entry in entries if entry.predicted_ns], FAR_NS)
 
     def wait_ns(self, level: int, now_ns: int) -> int:
-        """How long a request of one row would wait until it is run; 0 if nothing is known.
+        """Predict the queue time of a request of one row, in nanoseconds; 0 while latencies are unmeasured.
 
         Args:
-            level: its priority, from 0.
+            level: priority level, from 0.
             now_ns: monotonic.
         """
         costs = self._cost_model.current
@@ -214,7 +227,7 @@ class AdmissionController:
         return self._start(costs, free_ns, ahead, 1, now_ns)[0] - now_ns
 
     def drain_ns(self, now_ns: int) -> int:
-        """How long what waits and runs would take if nothing came; 0 if nothing is known."""
+        """Predict the time until the queue and all instances are empty, without new arrivals; 0 while unmeasured."""
         costs = self._cost_model.current
         free_ns = self._free_ns(costs, now_ns) if costs is not None else ()
         if costs is None or not free_ns:
@@ -224,13 +237,13 @@ class AdmissionController:
         return (busy_ns - (-self._queue.waiting_rows // usual) * costs.estimates_ns[usual]) // len(free_ns)
 
     def retry_after_s(self, now_ns: int) -> float:
-        """When who is refused should come back, in seconds: once what waits and runs is done, 1 s if nothing is known of it."""
+        """Return the delay for a `Retry-After` header in seconds: the drain time, or 1 s while latencies are unmeasured."""
         drain_ns = self.drain_ns(now_ns)
         return max(drain_ns, NS_PER_MS) / NS_PER_S if drain_ns else 1.0
 
     @property
     def rows_hz(self) -> float:
-        """Rows a second that an instance does under load; 0 if nothing is known."""
+        """Rows per second of one instance under load; 0 while latencies are unmeasured."""
         costs = self._cost_model.current
         if costs is None:
             return 0.0
@@ -238,7 +251,7 @@ class AdmissionController:
         return usual * NS_PER_S / costs.estimates_ns[usual]
 
     def _overtakers(self, costs: BatchCosts, instances: int, kind: int, now_ns: int, wait_ns: int) -> int:
-        """How many rows at most will come while a request waits, and go before it, if they come as of late."""
+        """Bound the rows that will arrive during `wait_ns` and be served first, at the recent arrival rate."""
         came = self._arrivals.below(kind, now_ns)
         if not came:
             return 0
@@ -252,12 +265,12 @@ class AdmissionController:
         return costs.best[-1] if self._policy.merge else min(max(round(self._rows), 1), self._policy.max_rows)
 
     def _completion_ns(self, costs: BatchCosts, start: tuple[int, int, int], entry: Entry, now_ns: int) -> int:
-        """When a request whose batch begins so (see `_start`) will be answered at the latest."""
+        """Return an upper bound of the completion time of a request whose batch starts at `start` (see `_start`)."""
         start_ns, rounds, before = start
         rows = min(before + entry.rows, self._policy.max_rows)
-        if start_ns > now_ns and self._policy.merge:  # others will come until then, and join it
+        if start_ns > now_ns and self._policy.merge:  # later arrivals join the batch until then
             rows = max(rows, costs.best[bisect_right(costs.promises_ns, (entry.due_ns - now_ns) // 2, 2) - 1])
-        # Variances of independent times add up; what the median of a window is wrong by, they have in common.
+        # Variances of independent times add up. The error of the median is common to all of them and scales linearly.
         usual, runs = costs.best[-1], rounds + 1
         spread_ns = costs.promises_ns[usual] - costs.estimates_ns[usual]
         spread_margin_ns = _SIGMAS * spread_ns * sqrt(runs + (_MEDIAN_SIGMA * runs) ** 2)
@@ -266,8 +279,12 @@ class AdmissionController:
     def _start(
         self, costs: BatchCosts, free_ns: Sequence[int], ahead: int, rows: int, now_ns: int
     ) -> tuple[int, int, int]:
-        """When the batch begins that has a request with so many rows ahead of it; how many its instance runs before, beyond what
-        is under way; and how many of those rows it has, too."""
+        """Predict the start of the batch that holds a request with `ahead` rows before it.
+
+        Returns:
+            Monotonic start time, batches that its instance runs before (without those in flight), and rows of `ahead` that
+            share the batch.
+        """
         usual, instances = self._usual_rows(costs), len(free_ns)
         batches, before = divmod(ahead, usual)
         if before and (before + rows > usual or not self._policy.merge):
@@ -279,7 +296,7 @@ class AdmissionController:
         return start_ns, batches // instances, before
 
     def _max_wait_ns(self, costs: BatchCosts, instances: int, due_ns: int, now_ns: int) -> int:
-        """How long a request may wait to be run: for ever, unless the queue stands."""
+        """Return the allowed queue time; unlimited while the queue is not a standing one."""
         usual = self._usual_rows(costs)
         if 2 * self._queue.waiting_rows < usual * instances:
             self._flowed_ns = now_ns
@@ -290,7 +307,7 @@ class AdmissionController:
         return max(left_ns // 2 - cycle_ns, _STANDING * cycle_ns)
 
     def _should_probe(self, costs: BatchCosts, free_ns: Sequence[int], ahead: int, entry: Entry, now_ns: int) -> bool:
-        """An instance has nothing else to do; of hard deadlines that cannot be met one a second is tried."""
+        """Return True if an instance is idle. Of deadlines that no batch can meet, one request a second is tried."""
         if ahead or free_ns[0]:
             return False
         if entry.due_ns < entry.deadline_ns or now_ns + costs.estimates_ns[entry.rows] <= entry.due_ns:
@@ -301,7 +318,7 @@ class AdmissionController:
         return True
 
     def _free_ns(self, costs: BatchCosts, now_ns: int) -> Sequence[int]:
-        """When each instance will have done what it has, ascending; 0 if it has nothing."""
+        """Return the time at which each instance becomes idle, ascending; 0 for an idle instance."""
         if not self.changed and now_ns < self._free_until_ns:
             return self._free
         self.changed = False
@@ -312,7 +329,7 @@ class AdmissionController:
                 end_ns = max(end_ns, taken_ns) + costs.estimates_ns[min(rows, most)]
                 if end_ns > now_ns:
                     until_ns = min(until_ns, end_ns)
-                else:  # it is late
+                else:  # the batch takes longer than predicted
                     end_ns = until_ns = now_ns
             free_ns.append(end_ns if batches else 0)
         free_ns.sort()
@@ -329,11 +346,11 @@ class AdmissionController:
 
 
 def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:
-    """When a batch begins, counted from 0, if whichever instance is free first takes the next; `free_ns` ascending."""
+    """Return the start time of the `number`-th batch (from 0), if each goes to the first idle instance; `free_ns` ascending."""
     last_ns = free_ns[-1]
-    if last_ns - free_ns[0] >= cycle_ns:  # some begin again before others begin at all
+    if last_ns - free_ns[0] >= cycle_ns:  # some instances run several batches before the last one is idle
         again = [(last_ns - time_ns) // cycle_ns for time_ns in free_ns]
-        if number < sum(again):  # the last one is not needed
+        if number < sum(again):  # the batch starts before the last instance is idle
             return _nth_start(number, free_ns[:-1], cycle_ns)
         number -= sum(again)
         free_ns = sorted([time_ns + count * cycle_ns for time_ns, count in zip(free_ns, again, strict=True)])
@@ -341,9 +358,9 @@ def _nth_start(number: int, free_ns: list[int], cycle_ns: int) -> int:
     return free_ns[instance] + rounds * cycle_ns
 
 
-_LATE_SHARE = 0.005  # of those that were promised most, what may be late: half of what a 99th percentile leaves
-_STEP = 8  # a batch that is late as a whole makes a reserve longer by one part in so many of what a batch takes
-LATELY_NS = NS_PER_S
+_LATE_SHARE = 0.005  # share of requests close to their deadline that may be late: half of what a 99th percentile allows
+_STEP = 8  # a batch whose members are all late raises the margin by 1/8 of a batch duration
+LATELY_NS = NS_PER_S  # window of `RecentArrivals`
 
 
 class SafetyMargins:
@@ -353,15 +370,15 @@ class SafetyMargins:
         self._ns: defaultdict[int, int] = defaultdict(int)
 
     def ns(self, kind: int) -> int:
-        """Nanoseconds to be added to what is predicted."""
+        """Return the margin to add to a prediction, in nanoseconds."""
         return self._ns[kind]
 
     def learn(self, errors_ns: Mapping[int, Sequence[int]], cycle_ns: int) -> None:
-        """Follow the quantile: H. Robbins, S. Monro, A stochastic approximation method, 1951.
+        """Move the margins towards the quantile (H. Robbins, S. Monro, A stochastic approximation method, 1951).
 
         Args:
-            errors_ns: by kind, how much later requests of one batch were answered than predicted without the reserve.
-            cycle_ns: what a batch takes.
+            errors_ns: by urgency class, completion time minus prediction without margin, for each request of one batch.
+            cycle_ns: duration of a batch.
         """
         for kind, wrong_ns in errors_ns.items():
             margin_ns = self._ns[kind]
@@ -369,25 +386,26 @@ class SafetyMargins:
             self._ns[kind] = max(margin_ns + int(cycle_ns / _STEP * (beyond - _LATE_SHARE)), 0)
 
     def reduce(self, kind: int, cycle_ns: int) -> None:
-        """A request was refused for the reserve's sake: nobody will know whether that was needed, and it must not stay so."""
+        """Shrink the margin after a rejection that it caused: no outcome can show that the margin is too large."""
         self._ns[kind] = max(self._ns[kind] - int(cycle_ns / _STEP * _LATE_SHARE / 4), 0)
 
 
 class RecentArrivals:
-    """Rows that have come of late, by kind; no lock: of two at the same time one is lost, which does not matter."""
+    """Decaying number of rows that arrived, by urgency class.
+
+    Without a lock: of two concurrent updates one may be lost, which an estimate tolerates.
+    """
 
     def __init__(self) -> None:
-        self._recent: dict[
-            int, tuple[float, int]
-        ] = {}  # rows, those of longer ago counting less, and when the last came
+        self._recent: dict[int, tuple[float, int]] = {}  # decayed rows, time of the last arrival
 
     def came(self, kind: int, rows: int, now_ns: int) -> None:
-        """Rows were queued."""
+        """Record rows that were queued."""
         before, last_ns = self._recent.get(kind, (0.0, now_ns))
         self._recent[kind] = _decayed(before, now_ns - last_ns) + rows, now_ns
 
     def below(self, kind: int, now_ns: int) -> float:
-        """Of kinds more urgent than this one, in about the last `LATELY_NS`."""
+        """Return the rows of more urgent classes in about the last `LATELY_NS`."""
         rows = 0.0
         for each, (came, last_ns) in list(self._recent.items()):
             if each < kind:
@@ -399,21 +417,21 @@ def _decayed(rows: float, age_ns: int) -> float:
     return rows * (1 - age_ns / LATELY_NS) if age_ns < LATELY_NS else 0.0
 
 
-# Clients that are not named in the configuration.
 MAX_CLIENTS = 4096
+"""Clients with a bucket of their own, besides those that the configuration names."""
 
 
 class Quotas:
     """Admits or rejects requests by client; any thread may call.
 
-    A client that has been quiet until its bucket was full is forgotten without loss. If there is no such client, and no room, all
-    that come anew share one bucket: a client that invents thousands of names gets no more than one client does.
+    A full bucket is equal to none, so the bucket of an idle client is removed once it is full. While there is no such bucket
+    and no room, all new clients share one bucket: thousands of invented names get no more than one client.
 
     Ownership: `_lock` guards the buckets.
 
     Args:
-        limits: what clients may ask for.
-        most: buckets that are kept of clients without a quota of their own.
+        limits: quotas by client.
+        most: number of buckets for clients without a configured quota.
     """
 
     def __init__(self, limits: RateLimits, most: int = MAX_CLIENTS) -> None:
@@ -421,18 +439,18 @@ class Quotas:
         self._most = most
         self._lock = threading.Lock()
         self._named: dict[str, int] = {}
-        self._others: OrderedDict[str, int] = OrderedDict()  # the one that was quiet for longest first
+        self._others: OrderedDict[str, int] = OrderedDict()  # the longest idle first
         self._shared_bucket_ns = 0
 
     def charge(self, client: str, now_ns: int) -> None:
-        """A client asks for something; counted whether it is served or not.
+        """Charge one request to its client's bucket, whether or not it is admitted later.
 
         Args:
-            client: who asks; "" for all who give no name, who are one client.
+            client: name of the client; all requests without a name ("") count as one client.
             now_ns: monotonic.
 
         Raises:
-            QuotaExceeded: more than it may. Not counted.
+            QuotaExceeded: the bucket is empty. The request is not charged.
         """
         quota = self._limits.clients.get(client)
         if quota is not None:
@@ -446,7 +464,10 @@ class Quotas:
         else:
             return
         if wait_ns:
-            message = f"{_client_label(client)} asks for more than {quota.rate_hz:g} requests a second ({quota.burst} at once)"
+            message = (
+                f"{_client_label(client)} exceeded the quota of {quota.rate_hz:g} requests/s (burst {quota.burst}): "
+                "retry later, or raise rate_limits in the model configuration"
+            )
             raise QuotaExceeded(message, wait_ns / NS_PER_S, client)
 
     def _charge_other(self, client: str, quota: Quota, now_ns: int) -> int:
@@ -456,7 +477,7 @@ class Quotas:
             full_ns = 0
             if len(others) >= self._most:
                 oldest, oldest_ns = next(iter(others.items()))
-                if oldest_ns > now_ns:  # it would come back with a full bucket that it has not waited for
+                if oldest_ns > now_ns:  # not full yet: removing it would refill it early
                     wait_ns, self._shared_bucket_ns = _charge(quota, self._shared_bucket_ns, now_ns)
                     return wait_ns
                 del others[oldest]
@@ -466,7 +487,7 @@ class Quotas:
 
 
 def _charge(quota: Quota, full_ns: int, now_ns: int) -> tuple[int, int]:
-    """How long to wait for a token (0: here it is), and when the bucket is full from here on."""
+    """Return the wait for a token (0 if there is one), and the new time at which the bucket is full."""
     token_ns = NS_PER_S / quota.rate_hz
     begins_ns = max(full_ns, now_ns)
     wait_ns = begins_ns - now_ns - int((quota.burst - 1) * token_ns)
@@ -474,4 +495,4 @@ def _charge(quota: Quota, full_ns: int, now_ns: int) -> tuple[int, int]:
 
 
 def _client_label(client: str) -> str:
-    return f"client '{client}'" if client else "the clients without a name together"
+    return f"client '{client}'" if client else "clients without a name (counted together)"

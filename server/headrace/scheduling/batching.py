@@ -3,22 +3,22 @@
 There is no clock, lock or queue in this module: the scheduler, the simulator and tests call `decide`, the last two in virtual
 time.
 
-Where nothing is due, the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"), for an
-idle instance: the largest preferred size that the queued requests reach; else a full batch; else all queued requests, once the
+Without due times the rules are those of Triton's dynamic batcher (its model configuration guide, "Dynamic Batcher"). An idle
+instance takes the largest preferred size that the queued requests reach, else a full batch, else all queued requests once the
 oldest has waited for the allowed delay.
 
-Where requests are due and latencies are known, due times decide (`_in_time`). Preferred sizes do not matter then, and the
-allowed delay ends at the latest start. No instance waits longer than allowed: simulated with batches of 450 + 60 n us, at most
-32 rows and an objective of 20 ms, Poisson arrivals at 0.3 and 0.8 of capacity, all in time with each rule:
+With due times and measured latencies, due times decide (`_in_time`). Preferred sizes are ignored, and the allowed delay ends at
+the latest start. An idle instance never waits longer than the allowed delay. Reason: a simulation of batches of 450 + 60 n us,
+at most 32 rows and an objective of 20 ms, with Poisson arrivals at 0.3 and 0.8 of capacity. Each rule meets every objective:
 
     rule                       p50 at 0.3   p99 at 0.3   p50 at 0.8   p99 at 0.8   device busy at 0.8
-    run what waits                0.94 ms      1.49 ms      2.00 ms      3.59 ms         100 %
+    run all queued requests       0.94 ms      1.49 ms      2.00 ms      3.59 ms         100 %
     wait for the latest start     5.80 ms     11.36 ms      3.70 ms      5.81 ms          80 %
     wait a quarter of 20 ms       4.11 ms      6.78 ms      3.70 ms      5.81 ms          81 %
 
-The device time that waiting saves helps only other models on the same device.
+Waiting saves device time, which helps only other models on the same device.
 
-`BatchCosts` holds the cost of each batch size as tables. `CostModel` rebuilds them from the latency table now and then, because
+`BatchCosts` holds the cost of each batch size as tables. `CostModel` rebuilds them from the latency table at intervals, because
 reading that table costs more than a decision.
 """
 
@@ -36,7 +36,7 @@ from headrace.scheduling.queue import FAR_NS
 
 
 class CloseReason(Enum):
-    """Why a batch was closed; the value is the label in the metrics."""
+    """Reason for closing a batch; the value is the label in the metrics."""
 
     FULL = "full"
     """The next request would not fit."""
@@ -45,48 +45,48 @@ class CloseReason(Enum):
     DELAY = "delay"
     """The oldest request had waited for the allowed delay."""
     IDLE = "idle"
-    """An instance was idle and waiting is not allowed."""
+    """An instance was idle and no delay is allowed."""
     SINGLE = "single"
     """The model does not merge requests."""
     DEADLINE = "deadline"
-    """One more row, or a moment longer, and a member would have been late."""
+    """One more row, or more delay, would have made a member late."""
     DRAIN = "drain"
-    """The model is being unloaded: nothing more will join."""
+    """The model is being unloaded: no request can join."""
 
 
 class ShapeQueueView(Protocol):
-    """What the decision may look at: requests that may share a batch, in the order in which they are to be served."""
+    """The methods of a shape queue that the decision needs: requests that may share a batch, in the order of serving."""
 
     @property
     def count(self) -> int:
-        """Requests waiting."""
+        """Queued requests."""
 
     @property
     def total_rows(self) -> int:
-        """Rows waiting, over all requests."""
+        """Queued rows, over all requests."""
 
     @property
     def oldest_ns(self) -> int:
-        """When the one that waits longest was queued."""
+        """Time at which the oldest request was queued."""
 
     def due_from_ns(self, count: int) -> int:
-        """None of the first `count` requests is due earlier."""
+        """Return a lower bound of the due times of the first `count` requests."""
 
     def row_counts(self) -> Iterable[int]:
-        """Rows of each request, first to be served first."""
+        """Yield the rows of each request, in the order of serving."""
 
     def members(self) -> Iterable[tuple[int, int]]:
-        """The same, and when each is due; `FAR_NS`: never, or it will be late in any case."""
+        """Yield rows and due time of each request; `FAR_NS` if it has none, or is certain to be late."""
 
 
 class BatchCosts(NamedTuple):
-    """What batches take; see `headrace.scheduling.batching`. All by rows from 0 to the most that a batch holds.
+    """Durations of batches from now to their responses, in tables indexed by rows, from 0 to the largest batch.
 
     Attributes:
-        promises_ns: what nearly all keep to, from now to the answers.
-        estimates_ns: what they take as a rule.
-        best: of the batches with no more rows, the one with the most rows a second that leaves time for who comes after it.
-        instances: how many pull.
+        promises_ns: 95th percentile of the duration.
+        estimates_ns: usual duration.
+        best: batch size of at most the index with the most rows per second that leaves time for later requests.
+        instances: number of instances that pull.
     """
 
     promises_ns: Sequence[int]
@@ -95,9 +95,9 @@ class BatchCosts(NamedTuple):
     instances: int = 1
 
 
-@dataclass(slots=True)  # not frozen, which would double what making one costs, once a batch
+@dataclass(slots=True)  # not frozen: that doubles the cost of the constructor, which runs once a batch
 class Take:
-    """Close a batch with the first `count` requests."""
+    """Decision to close a batch with the first `count` requests."""
 
     count: int
     reason: CloseReason
@@ -105,10 +105,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Some requests cannot be in time any more, or only at the cost of more others: put them last, and ask again.
+    """Decision to serve some requests last, since they miss their due time or would make others miss theirs. Decide again.
 
     Attributes:
-        places: theirs in the order of serving, from 0, ascending.
+        places: their positions in the order of serving, from 0, ascending.
     """
 
     places: tuple[int, ...]
@@ -116,14 +116,14 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Ask again at `time_ns` (monotonic), or when something was queued."""
+    """Decision to decide again at `time_ns` (monotonic), or when a request is queued."""
 
     time_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing waits."""
+    """Decision for an empty queue."""
 
 
 Decision = Take | Skip | WaitUntil | Idle
@@ -132,13 +132,13 @@ IDLE = Idle()
 
 
 def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts | None = None) -> Decision:
-    """What an idle instance should do with the requests in `view`.
+    """Return the action of an idle instance for the requests in `view`.
 
     Args:
-        view: what waits.
-        now_ns: monotonic, when a batch would begin to be computed.
-        policy: how requests may be merged.
-        costs: what batches take; None: unknown, or nothing is due, so that it does not matter when anything is.
+        view: queued requests that may share a batch.
+        now_ns: monotonic time at which the compute of a batch would start.
+        policy: batching rules.
+        costs: durations of batches; None to ignore due times (latencies are unmeasured, or no request has a due time).
     """
     count = view.count
     if count == 0:
@@ -166,12 +166,12 @@ def decide(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchC
 
 
 def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
-    """The best batch that has all its members in time, and those behind it."""
+    """Select the largest useful batch whose members, and the requests behind it, meet their due times."""
     most, promises_ns = policy.max_rows, costs.promises_ns
     wanted = costs.best[min(view.total_rows, most)] if policy.merge else 0
-    if view.total_rows > wanted > 0:  # as for most batches under load
+    if view.total_rows > wanted > 0:  # the fast path, taken for most batches under load
         first_rows = 1 if view.count == view.total_rows else next(iter(view.row_counts()))
-        size = max(wanted, min(first_rows, most))  # a request is never cut
+        size = max(wanted, min(first_rows, most))  # an entry is never split here
         if now_ns + promises_ns[size] <= view.due_from_ns(wanted):
             return Take(_fitting(view, wanted), CloseReason.FULL)
     rows = count = 0
@@ -188,7 +188,7 @@ def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Batc
         if rows >= costs.best[most]:
             return Take(count, CloseReason.FULL)
         return _take_or_wait(view, now_ns, policy, due_ns - promises_ns[rows + 1])
-    if count:  # a smaller batch would do for these: and for those behind it?
+    if count:  # a smaller batch meets its due times; check the requests behind it
         behind = costs.best[min(view.total_rows - rows, most)]
         if now_ns + promises_ns[min(rows, most)] // costs.instances + promises_ns[behind] <= member_due_ns:
             return Take(count, CloseReason.DEADLINE)
@@ -196,7 +196,7 @@ def _in_time(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Batc
 
 
 def _take_or_wait(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, latest_ns: int) -> Decision:
-    """All that wait fit: run them, or keep them for the allowed delay, but not beyond the latest start of a larger batch."""
+    """Decide for a queue that fits in one batch: run it, or wait for the allowed delay, up to a larger batch's latest start."""
     if policy.max_delay_ns <= 0 or not policy.merge:
         return Take(view.count, CloseReason.IDLE)
     closes_ns = view.oldest_ns + policy.max_delay_ns
@@ -208,10 +208,10 @@ def _take_or_wait(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, latest
 
 
 def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: BatchCosts) -> Decision:
-    """Rather than one small batch after the other for the sake of those who are nearly too late, go on with those who are not.
+    """Skip requests that would be late in the best batch of the whole queue.
 
-    Those that would be late in the batch that is best for all that wait give way: else everybody would be late by and by
-    (early drop in Nexus: H. Shen and others, SOSP 2019). Where others would take their place, so do those that may be late.
+    Small batches for the most urgent requests would cost throughput until all requests are late (early drop in Nexus: H. Shen
+    and others, SOSP 2019). If enough other requests fill the batch, requests that may be late (95th percentile) are skipped too.
     """
     most, left, rows = policy.max_rows, view.total_rows, 0
     late: list[int] = []
@@ -233,7 +233,7 @@ def _skip_late(view: ShapeQueueView, now_ns: int, policy: BatchPolicy, costs: Ba
 
 
 def _fitting(view: ShapeQueueView, max_rows: int) -> int:
-    """How many requests from the front fit in `max_rows`; at least one, since an oversized one can only go alone."""
+    """Return the number of requests from the front that fit in `max_rows`; at least 1, since an oversized request runs alone."""
     if view.count == view.total_rows:
         return min(view.count, max(max_rows, 1))
     rows = count = 0
@@ -246,7 +246,7 @@ def _fitting(view: ShapeQueueView, max_rows: int) -> int:
 
 
 def _preferred(view: ShapeQueueView, preferred_rows: tuple[int, ...]) -> int:
-    """How many requests from the front make the largest preferred size that can be made exactly; 0 if none can."""
+    """Return the number of requests from the front whose rows equal the largest reachable preferred size, or 0."""
     rows = best = 0
     for count, request_rows in enumerate(view.row_counts(), start=1):
         rows += request_rows
@@ -257,31 +257,32 @@ def _preferred(view: ShapeQueueView, preferred_rows: tuple[int, ...]) -> int:
     return best
 
 
-_REDRAW = 32  # batches between two drawings
+_REDRAW = 32  # batches between two rebuilds of the tables
 _REDRAW_NS = (
     50 * NS_PER_MS
-)  # or so much time of instances: a hundred times what drawing takes, and soon for slow models
-_WORSE = 0.97  # a smaller batch is better only if the larger has less than this share of its rows a second: times are measured
-# The smallest batch with this share of the most rows a second is the largest that is made: what is larger makes everybody wait
-# longer, and gains next to nothing. Where several clients ask, each waits for the others' batches, and more is given for that;
-# but not where the promise has made batches that much smaller already.
+)  # busy time between two rebuilds: a hundred times the cost of one, and short enough for slow models
+# Measured times vary: a smaller batch is preferred only if the larger has less than this share of its rows per second.
+_WORSE = 0.97
+# Batches are limited to the smallest size with this share of the best rows per second: larger ones raise latency and gain almost
+# no throughput. With several clients each waits for the batches of the others, so a smaller share is accepted. That share is
+# not applied on top of a size that the latency objective has limited as much already.
 _NEARLY = 0.98
 _NEARLY_SHARED = 0.92
-_ROOM = 0.9  # of the time that a batch may take, for what varies
-_LEAST = 0.8  # share of the most rows a second that is not given up to leave time for others
+_ROOM = 0.9  # usable share of the time that a batch may take; the rest covers variation
+_LEAST = 0.8  # share of the best rows per second that is kept when batches are limited for later requests
 
 
 class CostModel:
-    """Keeps a plan up to date; any thread may call, and what is drawn twice at the same time is the same.
+    """Rebuilds `BatchCosts` from the latency table at intervals. Any thread may call: two concurrent rebuilds are equal.
 
     Args:
-        profile: how long batches compute.
-        policy: how they are formed.
+        profile: compute times by rows.
+        policy: batching rules.
 
     Attributes:
-        instances: how many pull.
-        overhead_ns: what a batch takes from the decision to the answers besides computing.
-        crowded: several clients ask, and share.
+        instances: number of instances that pull.
+        overhead_ns: time from decision to responses of a batch, without its compute time.
+        crowded: True while several clients share the model.
     """
 
     def __init__(self, profile: LatencyTable, policy: BatchPolicy) -> None:
@@ -290,13 +291,13 @@ class CostModel:
         self.overhead_ns = 0
         self._profile = profile
         self._policy = policy
-        self._costs: tuple[BatchCosts, BatchCosts] | None = None  # for one client, and for several
-        self._batches = 0  # since they were drawn
-        self._busy_ns = 0  # likewise
+        self._costs: tuple[BatchCosts, BatchCosts] | None = None  # for one client, for several clients
+        self._batches = 0  # since the last rebuild
+        self._busy_ns = 0  # since the last rebuild
 
     @property
     def current(self) -> BatchCosts | None:
-        """What to decide by; None if nothing is known of the times of batches."""
+        """The costs for the present clients; None while latencies are unmeasured."""
         costs = self._current()
         return costs[self.crowded] if costs is not None else None
 
@@ -309,19 +310,19 @@ class CostModel:
         return self._costs
 
     def batch(self, busy_ns: int = 0) -> None:
-        """A batch was run, and kept its instance for so long: the profile knows more."""
+        """Count a batch that kept its instance busy for `busy_ns` towards the next rebuild."""
         self._batches += 1
         self._busy_ns += busy_ns
 
 
 def draw_costs(profile: LatencyTable, policy: BatchPolicy, instances: int = 1, overhead_ns: int = 0) -> BatchCosts:
-    """Make the tables from a profile that knows something.
+    """Build `BatchCosts` from a latency table with at least one measurement.
 
     Args:
-        profile: how long batches compute.
-        policy: how they are formed.
-        instances: how many pull.
-        overhead_ns: what a batch takes from the decision to the answers besides computing.
+        profile: compute times by rows.
+        policy: batching rules.
+        instances: number of instances that pull.
+        overhead_ns: time from decision to responses of a batch, without its compute time.
     """
     sizes = range(policy.max_rows + 1)
     promises_ns = [profile.promise_ns(rows) + overhead_ns for rows in sizes]
@@ -339,12 +340,12 @@ def draw_costs(profile: LatencyTable, policy: BatchPolicy, instances: int = 1, o
 
 
 def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
-    """The largest batch that leaves time for who comes after it.
+    """Return the rows of the largest batch that leaves later requests enough time.
 
-    Who comes just after a batch was taken must wait until an instance is free, and for a batch of its own. With instances that
-    work in turn the first is that part of a batch's time; so a batch may take no more than n / (n + 1) of what is promised. But
-    where that is too little for anything but slow small batches (other models may be at work on the device), these would only
-    make everybody later still.
+    A request that arrives just after a batch closed waits for an idle instance and for its own batch. With n instances whose
+    batches are staggered, the wait is 1/n of a batch duration. A batch may therefore take n / (n + 1) of the objective. If only
+    slow small batches meet that limit (other models may use the device), the limit is not applied: small batches would make
+    all requests later.
     """
     affordable_ns = objective_ns * costs.instances / (costs.instances + 1) * _ROOM
     most = max((rows for rows in costs.best[1:] if costs.promises_ns[rows] <= affordable_ns), default=1)
@@ -353,7 +354,7 @@ def _most_rows(costs: BatchCosts, objective_ns: int) -> int:
 
 
 def _limited(costs: BatchCosts, share: float, sizes: Sequence[int]) -> BatchCosts:
-    """The same without batches larger than the smallest of these sizes that has this share of the most rows a second."""
+    """Limit batches to the smallest of `sizes` that reaches `share` of the best rows per second."""
     most = _smallest(costs, sizes, share)
     return costs._replace(best=[min(rows, most) for rows in costs.best])
 

@@ -21,21 +21,21 @@ from headrace.scheduling.queue import Entry
 
 
 class EntryFactory:
-    """Makes entries, and has them answered in order where that is wanted; from any thread.
+    """Creates queue entries and registers them with the sequencer; any thread may call.
 
     Args:
-        spec: what callers may send.
-        max_rows: rows in the largest batch.
-        split: cut a request larger than a batch into parts, or refuse it.
-        max_parts: entries that the queue holds.
-        levels: number of priority levels, 1 if there are none.
-        default_level: 1-based level of a request that names none.
-        remove: gives an entry's place in the queue back.
-        sequencer: keeps the answers in order; None: they need not be.
-        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+        spec: tensor specs of the model.
+        max_rows: rows of the largest batch.
+        split: split a request with more rows than a batch; False rejects it.
+        max_parts: most entries of one request; the capacity of the queue.
+        levels: number of priority levels, at least 1.
+        default_level: 1-based level of requests without a priority.
+        remove: removes a settled entry from the queue.
+        sequencer: orders the responses; None returns them as they complete.
+        objective_ns: latency objective from arrival to response, 0 for none.
 
     Attributes:
-        mismatch: what the model returned that has put an end to splitting; None while requests may be split.
+        mismatch: output mismatch of the model that ended splitting; None while requests may be split.
     """
 
     def __init__(
@@ -62,12 +62,17 @@ class EntryFactory:
         self.mismatch: OutputMismatch | None = None
 
     def entries(self, request: InferRequest, completion: Completion, now_ns: int) -> list[Entry]:
-        """The entries of a request, whose answer goes to `completion`.
+        """Create the entries of a request; its outcome settles `completion`.
+
+        Args:
+            request: the request.
+            completion: completion of the whole request.
+            now_ns: monotonic time of arrival.
 
         Raises:
-            BadRequest: more rows than a batch holds, and the model does not split.
-            TooLarge: more rows than the queue holds.
-            ModelFailed: more rows than a batch holds, and the model has returned outputs that cannot be joined.
+            BadRequest: the request has more rows than a batch, and the model does not split.
+            TooLarge: the request has more rows than the queue holds.
+            ModelFailed: the request has more rows than a batch, and the model has returned outputs that cannot be joined.
         """
         level = 0 if self._levels == 1 else self._level(request)
         if request.rows <= self._max_rows:
@@ -82,26 +87,28 @@ class EntryFactory:
         return entries
 
     def _level(self, request: InferRequest) -> int:
-        # Triton's rule: 0 and numbers beyond the lowest level mean the default.
+        # Triton's rule: 0 and numbers beyond the lowest level select the default.
         return (request.priority if 0 < request.priority <= self._levels else self._default_level) - 1
 
     def _parts(self, request: InferRequest, whole: Completion, level: int, now_ns: int) -> list[Entry]:
         max_rows = self._max_rows
-        # The CPU may run fewer rows together than a request may have.
+        # On a CPU the largest batch may have fewer rows than max_batch_size, the most that one request may have.
         allowed = max(max_rows, self._spec.max_batch_size)
         if self._spec.max_batch_size == 0 or (not self._split and request.rows > allowed):
             raise BadRequest(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {allowed} and does not split "
-                "larger requests: send fewer rows at once, or write oversize: split in its configuration if rows are independent"
+                f"the request has {request.rows} rows, model '{self._spec.name}' accepts at most {allowed}: send fewer rows in "
+                "one request, or set oversize: split in the model configuration if rows are independent"
             )
         if self.mismatch is not None:
             raise ModelFailed(
-                f"the request has {request.rows} rows, model '{self._spec.name}' takes at most {max_rows} in one execution, and "
-                f"larger requests are no longer split: {self.mismatch}"
+                f"the request has {request.rows} rows, model '{self._spec.name}' runs at most {max_rows} in one execution, and "
+                f"larger requests are no longer split because its outputs are wrong: send fewer rows, or fix the model: "
+                f"{self.mismatch}"
             )
         if request.rows > max_rows * self._max_parts:
             raise TooLarge(
-                f"the request has {request.rows} rows, which is more than the whole queue of model '{self._spec.name}' holds"
+                f"the request has {request.rows} rows, the queue of model '{self._spec.name}' holds at most "
+                f"{max_rows * self._max_parts}: send several smaller requests"
             )
         pieces = cut(request.inputs, request.rows, max_rows)
         joiner = PartJoiner(whole, len(pieces), lambda: self.mismatch)
@@ -143,24 +150,24 @@ def _sequence(sequencer: Sequencer, completions: list[Completion]) -> None:
 
 
 def cut(inputs: dict[str, Array], rows: int, max_rows: int) -> list[dict[str, Array]]:
-    """The parts of an oversized request as views: full batches, and a rest that others may join."""
+    """Split inputs of shape (rows, ...) into views of at most `max_rows` rows; other requests may join the last one."""
     return [
         {name: array[start : start + max_rows] for name, array in inputs.items()} for start in range(0, rows, max_rows)
     ]
 
 
 def join(parts: list[dict[str, Array]]) -> dict[str, Array]:
-    """The outputs of the parts of one request, one below the other."""
+    """Concatenate the outputs of the parts of one request along the batch dimension."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class PartJoiner:
-    """Collects the outcomes of the parts and settles the whole: with all rows, or with the first error.
+    """Collects the outcomes of parts and settles the whole request with all rows or with the first error.
 
     Args:
-        whole: what the caller waits for.
-        parts: how many parts there are.
-        refusal: why the parts must not be joined any more; None while they may be.
+        whole: completion of the whole request.
+        parts: number of parts.
+        refusal: returns an error if parts of this model can no longer be joined, else None.
     """
 
     def __init__(
@@ -173,7 +180,7 @@ class PartJoiner:
         self._missing = parts
 
     def settle_part(self, index: int, outcome: Outcome) -> None:
-        """Part `index` is settled."""
+        """Record the outcome of part `index`."""
         if isinstance(outcome, Exception):
             self.whole.settle(outcome)
             return
@@ -193,11 +200,13 @@ class PartJoiner:
         except HeadraceError as error:
             return error
         except (ValueError, MemoryError) as error:
-            return ModelFailed(f"the parts of the request do not fit together: {error}")
+            return ModelFailed(
+                f"the outputs of a split request cannot be joined: {error}; send fewer rows in one request"
+            )
 
 
 class PartCompletion(Completion):
-    """The answer slot of one part; done as soon as the whole is."""
+    """Completion of one part; done as soon as the whole request is."""
 
     __slots__ = ("_index", "_joiner")
 
@@ -212,16 +221,18 @@ class PartCompletion(Completion):
         return super().done or self._joiner.whole.done
 
     def notify(self) -> None:
-        """Tell the joint."""
+        """Pass the outcome to the joiner."""
         if self.outcome is not None:
             self._joiner.settle_part(self._index, self.outcome)
 
 
 class Sequencer:
-    """Holds outcomes back until those of all earlier requests are out.
+    """Delays outcomes until those of all earlier requests are settled.
 
-    One thread releases at a time; whoever comes meanwhile leaves its outcomes to it. A request that was settled otherwise
-    (its caller left, its deadline passed) holds nobody up.
+    One thread releases at a time, and also releases outcomes that other threads deliver meanwhile. A request that was settled
+    otherwise (cancelled, past its deadline) does not delay the others.
+
+    Ownership: `_lock` guards every attribute.
     """
 
     def __init__(self) -> None:
@@ -231,18 +242,18 @@ class Sequencer:
         self._releasing = False
 
     def admit(self, completions: Iterable[Completion]) -> None:
-        """The next requests in order."""
+        """Append requests to the order."""
         with self._lock:
             self._waiting.extend(completions)
 
     def deliver(self, pairs: Iterable[tuple[Completion, Outcome]]) -> None:
-        """Take the outcomes of a batch and release what is in turn (who is taken is not known yet)."""
+        """Store the outcomes of a batch and settle those whose earlier requests are settled."""
         with self._lock:
             self._outcomes.update(pairs)
         self.release()
 
     def release(self) -> None:
-        """Settle, in order, all requests at the front whose outcome is known."""
+        """Settle all requests at the front whose outcome is stored, in order."""
         with self._lock:
             if self._releasing:
                 return

@@ -1,4 +1,4 @@
-"""How a model version treats its requests: made from its configuration, never changed."""
+"""Serving policy of a model version: batching, queue limits, priority levels, quotas. Built from its configuration, immutable."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class BatchPolicy:
-    """How requests may be merged.
+    """Batching rules.
 
     Attributes:
-        max_rows: rows in one batch, at least 1.
-        preferred_rows: sizes worth closing a batch for, ascending.
-        max_delay_ns: how long the oldest request may be kept waiting for company while an instance is idle.
+        max_rows: most rows of a batch, at least 1.
+        preferred_rows: batch sizes that close a batch at once, ascending.
+        max_delay_ns: longest time that an idle instance leaves the oldest request queued to form a larger batch.
         merge: False runs every request alone.
-        objective_ns: how long after its arrival a request should be answered, 0 if nothing is promised.
+        objective_ns: latency objective from arrival to response, 0 for none.
     """
 
     max_rows: int = 1
@@ -27,12 +27,12 @@ class BatchPolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait at most.
+    """Bounds of the queue.
 
     Attributes:
-        max_count: requests.
-        max_size_bytes: memory that waiting requests hold.
-        level_counts: requests of a priority level, by levels from 0, for those that have a bound of their own.
+        max_count: queued requests.
+        max_size_bytes: memory of queued requests.
+        level_counts: queued requests by priority level (from 0), for levels with a separate bound.
     """
 
     max_count: int = 4096
@@ -42,13 +42,13 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class LevelPolicy:
-    """How requests of one priority level may wait; each value takes the place of the handle's own.
+    """Queue policy of one priority level; each value replaces that of the model.
 
     Attributes:
-        max_count: requests of the level that may wait, 0: as many as `QueueLimits` has for all.
-        queue_timeout_ns: how long one may, 0 for ever.
-        demote_on_timeout: serve it last instead of refusing it.
-        timeout_override: a request's own timeout may shorten the queue's.
+        max_count: queued requests of the level, 0 for the bound in `QueueLimits`.
+        queue_timeout_ns: longest queue time, 0 for no limit.
+        demote_on_timeout: serve a request last after its timeout instead of rejecting it.
+        timeout_override: a request's timeout may shorten the queue's.
     """
 
     max_count: int = 0
@@ -59,11 +59,11 @@ class LevelPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How clients share a model within a priority level: in proportion to their weights, by rows.
+    """Weighted fair sharing between clients within a priority level, measured in rows.
 
     Attributes:
-        weights: by client.
-        default_weight: of each that is not named.
+        weights: weight by client.
+        default_weight: weight of every other client.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a client may ask for: a token bucket.
+    """Token bucket of one client.
 
     Attributes:
-        rate_hz: requests a second in the long run.
-        burst: requests at once, at least 1.
+        rate_hz: sustained requests per second.
+        burst: bucket size in requests, at least 1.
     """
 
     rate_hz: float
@@ -88,8 +88,8 @@ class RateLimits:
     """Quotas of clients.
 
     Attributes:
-        clients: by client.
-        default: of each that is not named; None: as much as it likes.
+        clients: quota by client.
+        default: quota of every other client; None for no limit.
     """
 
     clients: Mapping[str, Quota] = field(default_factory=dict)
@@ -98,24 +98,24 @@ class RateLimits:
 
 @dataclass(frozen=True, slots=True)
 class HandlePolicy:
-    """How a model version treats its requests; made from its configuration.
+    """Serving policy of a model version.
 
     Attributes:
-        batch: how requests may be merged.
-        limits: what may wait.
-        instances: how many run at the same time.
-        split_oversized: cut a request larger than a batch into parts, or refuse it.
-        preserve_ordering: answer in the order of arrival.
-        levels: number of priority levels, 1 if there are none.
-        default_level: 1-based level of a request that names none.
-        queue_timeout_ns: how long a request may wait, 0 for ever.
-        demote_on_timeout: serve it last instead of refusing it.
-        timeout_override: a request's own timeout may shorten the queue's.
-        fill_threads: that copy the rows of a large batch at the same time, for each instance whose batches overlap.
-        level_policies: of levels with their own, by 1-based level.
-        aging_ns: how long a request waits before it counts as of the next higher level, 0: levels do not age.
-        sharing: how clients share; None: a request is a request, whoever sent it.
-        rate_limits: what clients may ask for; None: as much as they like.
+        batch: batching rules.
+        limits: bounds of the queue.
+        instances: number of instances.
+        split_oversized: split a request with more rows than a batch; False rejects it.
+        preserve_ordering: return responses in the order of arrival.
+        levels: number of priority levels, at least 1.
+        default_level: 1-based level of requests without a priority.
+        queue_timeout_ns: longest queue time, 0 for no limit.
+        demote_on_timeout: serve a request last after its timeout instead of rejecting it.
+        timeout_override: a request's timeout may shorten the queue's.
+        fill_threads: threads that copy the rows of a large batch, for each instance that overlaps batches.
+        level_policies: policies by 1-based level, for levels that differ.
+        aging_ns: queue time after which a request counts as of the next higher level, 0 for no aging.
+        sharing: fair sharing between clients; None serves requests regardless of their client.
+        rate_limits: quotas of clients; None for no limits.
     """
 
     batch: BatchPolicy = field(default_factory=BatchPolicy)
@@ -136,6 +136,6 @@ class HandlePolicy:
 
     @property
     def queue_limits(self) -> QueueLimits:
-        """`limits` with those of the levels that have their own."""
+        """`limits`, with the bounds of priority levels added."""
         counts = {level - 1: own.max_count for level, own in self.level_policies.items() if own.max_count}
         return replace(self.limits, level_counts=counts) if counts else self.limits

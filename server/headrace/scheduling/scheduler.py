@@ -1,4 +1,4 @@
-"""The queue of a model version, from which idle instances pull batches: a lock around queue, decision and sleeping threads.
+"""Queue of a model version from which idle instances pull batches: one lock around queue, decision and sleeping threads.
 
 There is no scheduler thread. `next_batch` is the loop of an instance: call `poll`, sleep until its result can change, call it
 again. `poll` never blocks, so tests and the simulator call it in virtual time.
@@ -32,8 +32,8 @@ class Batch:
 
     Attributes:
         entries: live entries of one shape, in the order of serving.
-        reason: why the batch was closed.
-        taken_ns: monotonic, when it was closed.
+        reason: reason for closing the batch.
+        taken_ns: monotonic time at which the batch was closed.
     """
 
     entries: list[Entry]
@@ -45,15 +45,15 @@ class BatchSelector:
     """Selects the next batch from the queue of one model version.
 
     Args:
-        policy: how requests may be merged.
-        limits: what may wait at most.
+        policy: batching rules.
+        limits: bounds of the queue.
         levels: number of priority levels.
-        order: which goes first.
-        retry_s: when it makes sense to come back, in seconds, if the queue is full.
+        order: order of serving.
+        retry_s: returns the delay in seconds after which a client should retry if the queue is full.
 
     Attributes:
-        cost_model: knows what batches take; None: nobody does, and it does not matter when anything is due.
-        dropped: entries that were given up and why, for the caller to settle once the lock is released.
+        cost_model: durations of batches; None to ignore due times.
+        dropped: dropped entries with their errors; the caller settles them after it has released the lock.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BatchSelector:
         self.dropped: list[tuple[Entry, HeadraceError]] = []
 
     def push(self, entries: list[Entry]) -> None:
-        """Queue the entries of one request together, or none of them.
+        """Queue all entries of one request or none.
 
         Raises:
             Overloaded: the queue is full.
@@ -81,8 +81,8 @@ class BatchSelector:
         )
         if full and not self._make_room(entries, size_bytes):
             raise Overloaded(
-                f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait; "
-                f"{limits.max_count} requests of {limits.max_size_bytes} bytes may",
+                f"the queue is full: {queue.count} requests of {queue.size_bytes} bytes wait, "
+                f"{limits.max_count} requests of {limits.max_size_bytes} bytes are allowed: retry later",
                 self._retry_s(),
             )
         if len(entries) == 1:
@@ -92,17 +92,17 @@ class BatchSelector:
                 queue.push(entry)
 
     def poll(self, now_ns: int, begins_ns: int, closed: bool) -> Batch | WaitUntil | Idle:
-        """What to run.
+        """Select the next batch, or the time at which to poll again.
 
         Args:
             now_ns: monotonic.
-            begins_ns: when it would begin to be computed, if that is later.
-            closed: nothing more will come: there is nothing to wait for.
+            begins_ns: monotonic start of the batch's compute, if later than `now_ns`.
+            closed: True if no request will arrive, so that waiting gains nothing.
         """
         at_ns = begins_ns if begins_ns > now_ns else now_ns
         shape_queues = self.queue.shape_queues
         while self.queue.count:
-            if len(shape_queues) == 1:  # as for most models: there is nothing to compare
+            if len(shape_queues) == 1:  # the fast path of most models: no comparison
                 shape_queue = next(iter(shape_queues))
                 answer = self._decide(shape_queue, at_ns, closed)
             else:
@@ -119,7 +119,7 @@ class BatchSelector:
         return IDLE
 
     def ready(self, now_ns: int) -> bool:
-        """True if `poll` would find something to run."""
+        """Return True if `poll` would return a batch."""
         return any(
             isinstance(self._decide(shape_queue, now_ns, False), Take | Skip) for shape_queue in self.queue.shape_queues
         )
@@ -137,7 +137,7 @@ class BatchSelector:
         return answer
 
     def _first(self, at_ns: int, closed: bool) -> tuple[ShapeQueue, Take | Skip | WaitUntil | Idle]:
-        """The lane that goes first of those that are ready, and what to do with it; else that whose time comes first."""
+        """Return the most urgent shape queue that is ready, with its decision; else the one whose wait ends first."""
         answers = [
             (shape_queue, self._decide(shape_queue, at_ns, closed))
             for shape_queue in self.queue.shape_queues
@@ -149,23 +149,31 @@ class BatchSelector:
         return min(answers, key=lambda each: each[1].time_ns if type(each[1]) is WaitUntil else 0)
 
     def _skip(self, shape_queue: ShapeQueue, places: Sequence[int]) -> None:
-        """Put entries of a lane last, or refuse them if nobody would wait for the answer."""
+        """Serve entries of a shape queue last, or reject them if their deadline will have passed."""
         for entry in self.queue.skip(shape_queue, places):
             if entry.deadline_ns > entry.due_ns:
                 entry.last = True
                 self.queue.push(entry)
             else:
-                self._drop(entry, WouldMiss("the request can no longer be answered before its deadline"))
+                self._drop(
+                    entry,
+                    WouldMiss(
+                        "the request can no longer complete before its deadline: retry, or set a longer deadline"
+                    ),
+                )
 
     def _refuse_overdue(self, shape_queue: ShapeQueue, now_ns: int) -> None:
-        """There is more to do than can be done in time: those who come twice as late as promised need not wait any longer."""
+        """Under overload, drop entries that have waited longer than the objective beyond their due time."""
         before_ns = now_ns - self.policy.objective_ns
         while (entry := shape_queue.overdue(before_ns)) is not None:
             self.queue.discard(entry)
-            self._drop(entry, WouldMiss("the request can no longer be answered in the time that the model promises"))
+            self._drop(
+                entry,
+                WouldMiss("the request can no longer complete within twice the model's latency objective: retry later"),
+            )
 
     def _make_room(self, entries: list[Entry], size_bytes: int) -> bool:
-        """Where clients share, a full queue refuses who would be served last, not who comes last."""
+        """Drop the entry that would be served last, if clients share the model and the new request goes before it."""
         queue, limits = self.queue, self.limits
         if queue.order.shares is None or len(entries) > 1:
             return False
@@ -180,7 +188,10 @@ class BatchSelector:
         if queue.size_bytes - last_entry.size_bytes + size_bytes > limits.max_size_bytes:
             return False
         queue.discard(last_entry)
-        self._drop(last_entry, Overloaded("the queue is full, and other clients have less in it", self._retry_s()))
+        self._drop(
+            last_entry,
+            Overloaded("the queue is full, and this client uses more than its share: retry later", self._retry_s()),
+        )
         return True
 
     def _check_level(self, entries: list[Entry]) -> None:
@@ -189,7 +200,8 @@ class BatchSelector:
         count = self.queue.level(level)[0]
         if most and count + len(entries) > most:
             raise Overloaded(
-                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} may", self._retry_s()
+                f"the queue of priority level {level + 1} is full: {count} requests wait, {most} are allowed: retry later",
+                self._retry_s(),
             )
 
     def _drop(self, entry: Entry, error: HeadraceError) -> None:
@@ -198,53 +210,55 @@ class BatchSelector:
 
 
 class InlineDispatch(Protocol):
-    """Runs a batch for an instance whose thread sleeps, on the thread that queued the request: one or two wake-ups fewer."""
+    """Runs a batch for an instance whose thread sleeps, on the thread that queued the request. Saves one or two wake-ups."""
 
     def accepts(self, entry: Entry, caller_waits: bool) -> bool:
-        """Under the scheduler's lock: True if `dispatch` (or `run`, if `caller_waits`) may be called now with this entry."""
+        """Return True if this entry may be passed to `dispatch` (or `run`, if `caller_waits`). Called under the queue's lock."""
 
     def dispatch(self, batch: Batch) -> None:
         """Launch the batch; must not block or raise."""
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
-        """Run the batch to its end, on a thread that may block.
+        """Run the batch to completion, on a thread that may block.
 
         Calls `on_launched` in every case, once other batches may run behind this one.
         """
 
     def needs_wake_up(self) -> bool:
-        """Under the scheduler's lock, after `dispatch` or in `on_launched`: True if the instance's thread must wake up now.
+        """Return True if the instance's thread must wake up. Called under the queue's lock, after `dispatch` or in `on_launched`.
 
-        If it sleeps on, its next wake-up makes `next_batch` return None, since the state of the instance has changed.
+        If the thread continues to sleep, its next wake-up makes `next_batch` return None, since the state of the instance has
+        changed.
         """
 
 
 class InlineClaim(NamedTuple):
-    """A sleeping instance, the batch that runs in its place, and the dispatcher that runs it."""
+    """A sleeping instance, the dispatcher that runs a batch in its place, and that batch."""
 
     sleeper: threading.Lock
     inline_dispatch: InlineDispatch
     batch: Batch
 
 
-_FOREVER = -1.0
+_FOREVER = -1.0  # timeout of `Lock.acquire`
+_UNLOADING = "the model is being unloaded and accepts no requests: retry once it is loaded"
 
 
 class Scheduler:
-    """The queue of one model version and the instances that pull from it.
+    """The queue of one model version and the instances that pull from it; any thread may call.
 
     Args:
-        policy: how requests may be merged.
-        limits: what may wait at most.
-        levels: number of priority levels (one more is kept for demoted requests).
-        clock: monotonic nanoseconds.
-        defer: calls back once the caller of `enqueue` is done with what it has at hand: on an event loop `call_soon`, so that
-            requests which arrive together are woken for once and run together.
-        order: which request goes first; by priority, then by when it is due, if absent.
+        policy: batching rules.
+        limits: bounds of the queue.
+        levels: number of priority levels; one more is added for demoted requests.
+        clock: returns monotonic nanoseconds.
+        defer: schedules a callback after the caller of `enqueue` has finished its work at hand. On an event loop this is
+            `call_soon`: requests that arrive together cause one wake-up and share a batch.
+        order: order of serving; by default priority, then due time.
 
     Attributes:
-        on_dropped: told of entries that were given up since they could not be in time any more; called without the lock.
-        retry_after_s: when who finds the queue full should come back, in seconds; given the time, and called under the lock.
+        on_dropped: callback for entries that were dropped because they would miss their due time; called without the lock.
+        retry_after_s: returns the retry delay in seconds for a full queue, given the monotonic time; called under the lock.
     """
 
     def __init__(
@@ -263,12 +277,12 @@ class Scheduler:
         self._selector = BatchSelector(policy, limits or QueueLimits(), levels, order or QueueOrder(), self._retry_s)
         self._queue = self._selector.queue
         self._defer = defer
-        self._waking = False  # `_wake` is about to be called
+        self._waking = False  # a call of `_wake` is scheduled
         self._sleepers: list[threading.Lock] = []
         self._timed_sleepers = 0
-        self._inline_dispatches: dict[threading.Lock, InlineDispatch] = {}  # of sleepers without an alarm
-        self._dispatched: set[threading.Lock] = set()  # sleepers whose shortcut was taken
-        self._recent: threading.Lock | None = None  # the last of them
+        self._inline_dispatches: dict[threading.Lock, InlineDispatch] = {}  # of sleepers without a timeout
+        self._dispatched: set[threading.Lock] = set()  # sleepers in whose place a batch was run
+        self._recent: threading.Lock | None = None  # the latest of them
         self._closed = False
         self._paused = False
         self._failure: Exception | None = None
@@ -276,15 +290,15 @@ class Scheduler:
     # Called by front ends
 
     def enqueue(self, entries: list[Entry]) -> None:
-        """Queue the entries of one request together, or none of them.
+        """Queue all entries of one request or none.
 
         Raises:
             Overloaded: the queue is full.
-            Unavailable: the model is being unloaded, or all its instances have died.
+            Unavailable: the model is being unloaded, or all its instances have failed.
         """
         with self._lock:
             if self._closed:
-                raise self._failure or Unavailable("the model is being unloaded")
+                raise self._failure or Unavailable(_UNLOADING)
             self._selector.push(entries)
             waking, self._waking = self._waking, True
         if self._selector.dropped:
@@ -293,16 +307,20 @@ class Scheduler:
             self._defer(self._wake)
 
     def run(self, entries: list[Entry], caller_waits: bool) -> None:
-        """As `enqueue`, from any thread, and without waiting for others that may come.
+        """Queue all entries of one request or none, and wake an instance at once instead of through `defer`.
 
         Args:
-            entries: of one request.
-            caller_waits: the calling thread has nothing else to do. If there is only one entry, and an instance's dispatcher
-                accepts it, this thread runs it. On return it is settled, or handed to the sequencer.
+            entries: the entries of one request.
+            caller_waits: True if the calling thread would block until the response. If there is one entry, and an instance's
+                dispatcher accepts it, this thread runs it. On return the entry is settled or passed to the sequencer.
+
+        Raises:
+            Overloaded: the queue is full.
+            Unavailable: the model is being unloaded, or all its instances have failed.
         """
         with self._lock:
             if self._closed:
-                raise self._failure or Unavailable("the model is being unloaded")
+                raise self._failure or Unavailable(_UNLOADING)
             self._selector.push(entries)
             claim = self._claim(caller_waits=True) if caller_waits else None
         if self._selector.dropped:
@@ -313,7 +331,7 @@ class Scheduler:
             claim.inline_dispatch.run(claim.batch, partial(self._return_sleeper, claim))
 
     def _wake(self) -> None:
-        """Wake one instance for all that was queued since the last time; it wakes the next if it leaves work behind."""
+        """Wake one instance for all requests queued since the last call; it wakes the next if requests remain queued."""
         with self._lock:
             self._waking = False
             if not self._sleepers or not self._should_wake():
@@ -329,7 +347,7 @@ class Scheduler:
             sleeper.release()
 
     def _claim(self, caller_waits: bool) -> InlineClaim | None:
-        """The only request that waits, taken out, if it may be run at once by a shortcut."""
+        """Remove the only queued request, if an instance's dispatcher accepts it now."""
         entry = None if self._paused else self._queue.only
         if entry is None:
             return None
@@ -347,30 +365,32 @@ class Scheduler:
         return None
 
     def _dispatch_candidates(self) -> Iterable[threading.Lock]:
-        """Those who sleep, first the one whose shortcut was taken last: a single caller finds its threads and memory warm."""
+        """Return the sleepers, the most recently dispatched first: its memory is warm in the caches for a single caller."""
         recent, sleepers = self._recent, self._sleepers
         if recent is None or recent not in sleepers:
             return reversed(sleepers)
         return (recent, *reversed(sleepers)) if len(sleepers) > 1 else sleepers
 
     def _return_sleeper(self, claim: InlineClaim) -> None:
-        """Let the thread sleep on, or wake it up."""
+        """Return the claimed thread to the sleepers, or wake it up."""
         with self._lock:
-            # Whoever had to wake it meanwhile did not find it asleep.
+            # A wake-up meanwhile did not find this thread among the sleepers, so its reason is checked here.
             if not (self._closed or self._paused or self._queue.count or claim.inline_dispatch.needs_wake_up()):
-                self._sleepers.insert(0, claim.sleeper)  # busy: those that are not are woken first
+                self._sleepers.insert(0, claim.sleeper)  # busy: idle instances are woken first
                 return
         claim.sleeper.release()
 
     def discard(self, entry: Entry) -> None:
-        """Remove an entry whose caller has disconnected or whose deadline has passed; a no-op once it is being run."""
+        """Remove an entry that was cancelled or whose deadline has passed; a no-op once it is in a batch."""
         with self._lock:
             self._queue.discard(entry)
 
     def expire(self, entry: Entry, demote: bool) -> None:
-        """The queue policy's timeout of an entry has passed: refuse it, or serve it after all others.
+        """Reject an entry after the queue policy's timeout, or serve it last; a no-op once it is in a batch.
 
-        A no-op once the entry is being run.
+        Args:
+            entry: the entry.
+            demote: True to serve it after all others.
         """
         with self._lock:
             if demote:
@@ -379,49 +399,53 @@ class Scheduler:
             if not self._queue.discard(entry):
                 return
             retry_after_s = self._retry_s()
-        entry.completion.settle(QueueTimeout("the request waited longer than the queue policy allows", retry_after_s))
+        entry.completion.settle(
+            QueueTimeout(
+                "the request exceeded the timeout of the queue policy before it ran: retry later", retry_after_s
+            )
+        )
 
     @property
     def depth(self) -> int:
-        """Requests waiting now."""
+        """Number of queued requests."""
         return self._queue.count
 
     # Called by instances
 
     @property
     def waiting_rows(self) -> int:
-        """Rows waiting now."""
+        """Number of queued rows."""
         return self._queue.total_rows
 
     def waiting(self, level: int) -> tuple[int, int]:
-        """Requests of a priority level that wait, and their rows."""
+        """Return the queued requests of a priority level, and their rows."""
         with self._lock:
             return self._queue.level(level)
 
     def place(self, entry: Entry) -> tuple[int, int, int]:
-        """As `Queue.place`."""
+        """Call `Queue.place` under the lock."""
         with self._lock:
             return self._queue.place(entry)
 
     def rows_ahead(self, level: int, due_ns: int, client: str) -> int:
-        """About how many rows would be served before such a request, if it were queued now.
+        """Estimate the queued rows that would be served before such a request.
 
         Args:
-            level: its priority, from 0.
-            due_ns: monotonic; `FAR_NS`: never.
-            client: who asks.
+            level: priority level, from 0.
+            due_ns: monotonic due time; `FAR_NS` for none.
+            client: name of the client.
         """
         with self._lock:
             return self._queue.rows_ahead(level, due_ns, self._clock(), client)
 
     def poll(self, now_ns: int, begins_ns: int = 0) -> Batch | WaitUntil | Idle:
-        """What an idle instance should do at `now_ns`; never blocks.
+        """Return the action of an idle instance at `now_ns`; never blocks.
 
-        Of the lanes that are ready, that with the most urgent request wins; see `headrace.scheduling.queue`.
+        Of the shape queues that are ready, the one with the most urgent request is selected; see `headrace.scheduling.queue`.
 
         Args:
             now_ns: monotonic.
-            begins_ns: when a batch would begin to be computed, if that is later.
+            begins_ns: monotonic start of the batch's compute, if later than `now_ns`.
         """
         with self._lock:
             answer = self._selector.poll(now_ns, begins_ns, self._closed)
@@ -437,16 +461,18 @@ class Scheduler:
         inline_dispatch: InlineDispatch | None = None,
         begins_ns: int = 0,
     ) -> Batch | None:
-        """Block until there is a batch to run; None when the scheduler is closed and empty, or paused, or if there is none
-        and `interrupted` says so.
+        """Block until there is a batch to run.
 
         Args:
-            sleeper: a lock that the calling thread owns and holds, on which it sleeps.
-            interrupted: asked under the lock before the thread sleeps; `interrupt` has it asked again.
-            busy: the instance has batches under way: those that have none are woken first.
-            inline_dispatch: runs a batch in place of the sleeping thread, on the thread that calls `enqueue` or that `defer`
-                uses.
-            begins_ns: when a batch would begin to be computed, if it would not at once.
+            sleeper: a lock that the calling thread owns and holds, and on which it sleeps.
+            interrupted: called under the lock before the thread sleeps, and again after `interrupt`; True ends the wait.
+            busy: True if the instance has batches in flight: instances without any are woken first.
+            inline_dispatch: runs a batch in place of the sleeping thread, on the thread that calls `enqueue` or the
+                callback of `defer`.
+            begins_ns: monotonic start of the batch's compute, if later than now.
+
+        Returns:
+            The batch. None if the scheduler is closed and empty, paused, or interrupted.
         """
         while True:
             if self._selector.dropped:
@@ -459,7 +485,7 @@ class Scheduler:
                     return None
                 answer = IDLE if dispatched else self._selector.poll(self._clock(), begins_ns, self._closed)
                 if type(answer) is Batch or dispatched or interrupted():
-                    # Somebody must run what is left or keep the alarm for it, and it is not this thread any more.
+                    # This thread leaves: another one must run the remaining requests or keep the timeout for them.
                     if self._queue.count and self._sleepers and self._should_wake():
                         self._sleepers.pop().release()
                     return answer if type(answer) is Batch else None
@@ -471,7 +497,7 @@ class Scheduler:
                     self._timed_sleepers += 1
                 elif inline_dispatch is not None:
                     self._inline_dispatches[sleeper] = inline_dispatch
-                self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # woken from the end
+                self._sleepers.insert(0 if busy else len(self._sleepers), sleeper)  # threads are woken from the end
             woken = sleeper.acquire(timeout=timeout_s)
             if timeout_s is not _FOREVER:
                 with self._lock:
@@ -481,34 +507,34 @@ class Scheduler:
                     if sleeper in self._sleepers:
                         self._sleepers.remove(sleeper)
                         continue
-                sleeper.acquire()  # somebody woke us in the moment our time was up: consume that
+                sleeper.acquire()  # a wake-up arrived just after the timeout: consume it
 
     def interrupt(self, sleeper: threading.Lock) -> None:
-        """From any thread: have the `next_batch` that sleeps on `sleeper`, if one does, ask whether it is interrupted."""
+        """Make a `next_batch` that sleeps on `sleeper` call its `interrupted` again; any thread may call."""
         with self._lock:
             if sleeper not in self._sleepers:
-                return  # it is awake, or about to be: it asks anyway
+                return  # it is awake or waking up, and calls `interrupted` before it sleeps
             self._sleepers.remove(sleeper)
         sleeper.release()
 
     def set_cost_model(self, cost_model: CostModel) -> None:
-        """Keep to what requests are due, by what is known of the times of batches."""
+        """Decide by due times and measured latencies from now on."""
         self._selector.cost_model = cost_model
 
     def stop_merging(self) -> None:
-        """Run every request alone from here on; batches that were taken already are not affected."""
+        """Run every request alone from now on; batches that are closed already are not affected."""
         with self._lock:
             self._selector.policy = replace(self._selector.policy, merge=False)
 
     def set_instances(self, count: int) -> None:
-        """How many instances pull."""
+        """Set the number of instances that pull."""
         if self._selector.cost_model is not None:
             self._selector.cost_model.instances = max(count, 1)
 
     # Called by the owner
 
     def pause(self) -> None:
-        """Hand out nothing more until `resume`: `next_batch` answers None, whatever waits; requests are queued as before."""
+        """Return no batch until `resume`: `next_batch` returns None. Requests are queued as before."""
         with self._lock:
             self._paused = True
             sleepers, self._sleepers = self._sleepers, []
@@ -516,52 +542,56 @@ class Scheduler:
             sleeper.release()
 
     def resume(self) -> None:
-        """Hand out again; whoever is to pull asks `next_batch` from here on."""
+        """End `pause`; instances call `next_batch` after it."""
         with self._lock:
             self._paused = False
 
     def drop(self) -> list[Entry]:
-        """Give up what waits, and take more: the caller settles the entries returned."""
+        """Remove and return all queued entries, for the caller to settle; new requests are accepted."""
         with self._lock:
             return self._queue.clear()
 
     def close(self) -> None:
-        """Accept nothing more; what waits is still served, without delay."""
+        """Accept no more requests; queued ones are served without delay."""
         with self._lock:
             sleepers = self._shut()
         for sleeper in sleepers:
             sleeper.release()
 
     def fail(self, error: Exception) -> list[Entry]:
-        """Accept nothing more and give up what waits: the caller settles the entries returned."""
+        """Accept no more requests; remove and return all queued entries, for the caller to settle.
+
+        Args:
+            error: error of later requests.
+        """
         with self._lock:
             self._failure = error
             entries = self._queue.clear()
-            sleepers = self._shut()  # under the same lock: nothing may be queued after the clearing
+            sleepers = self._shut()  # under the same lock: no entry may be queued after `clear`
         for sleeper in sleepers:
             sleeper.release()
         return entries
 
     def reopen(self) -> None:
-        """Accept again after `fail`; a no-op after `close` alone."""
+        """Accept requests again after `fail`; a no-op after `close` alone."""
         with self._lock:
             if self._failure is not None:
                 self._closed, self._failure = False, None
 
     def _shut(self) -> list[threading.Lock]:
-        """Close, and give the sleepers to wake once the lock is released."""
+        """Close, and return the sleepers to wake once the lock is released."""
         self._closed = True
         sleepers, self._sleepers = self._sleepers, []
         return sleepers
 
     def _should_wake(self) -> bool:
-        """A sleeper can run something now, or something waits and nobody has set an alarm for it yet."""
+        """Return True if a batch is ready, or if requests wait and no thread sleeps with a timeout for them."""
         if not self._timed_sleepers:
             return bool(self._queue.count)
         return self._selector.ready(self._clock())
 
     def _settle_dropped(self) -> None:
-        """Without the lock: tell those whose requests were given up."""
+        """Settle dropped entries with their errors; called without the lock."""
         with self._lock:
             dropped, self._selector.dropped = self._selector.dropped, []
         settle_all([(entry.completion, error) for entry, error in dropped])

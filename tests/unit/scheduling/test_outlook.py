@@ -122,7 +122,7 @@ def test_who_would_be_late_is_told_when_to_come_back() -> None:
     case.line.waiting_rows = 6 * 8
     assert case.ask() == 50
     case.line.waiting_rows = 8 * 8
-    with pytest.raises(WouldMiss, match="answered in 60 ms, and is due in 50 ms") as refused:
+    with pytest.raises(WouldMiss, match="complete in 60 ms, due in 50 ms") as refused:
         case.ask()
     assert refused.value.retry_after_s == pytest.approx(0.05)
     with pytest.raises(WouldMiss, match="due in 20 ms"):

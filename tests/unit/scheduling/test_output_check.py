@@ -143,7 +143,7 @@ def test_nothing_is_merged_or_split_after_a_mismatch(make: Callable[[Change], An
         assert all(isinstance(each, InferResponse) for each in found)
         assert [len(batch) for batch in model.batches[before:]] == [1] * 5
         with pytest.raises(
-            ModelFailed, match=r"has 9 rows, model 'fake' takes at most 8 in one execution.*no longer split"
+            ModelFailed, match=r"has 9 rows, model 'fake' runs at most 8 in one execution.*no longer split"
         ):
             handle.infer(ask(1, rows=9))
 

@@ -37,7 +37,7 @@ def test_named_clients_have_their_own_and_without_a_default_others_have_none() -
     assert is_pulling(quotas, "poor", 0) == 1.0
     assert [is_pulling(quotas, "rich", 0) for _ in range(1000)] == [0] * 1000
     assert is_pulling(quotas, "", 0) == 0
-    with pytest.raises(QuotaExceeded, match=r"without a name together .* 2 requests a second"):
+    with pytest.raises(QuotaExceeded, match=r"without a name \(counted together\) .* 2 requests/s"):
         quotas.charge("", 0)
 
 
