@@ -1,20 +1,22 @@
-"""Runs several batches of one instance at a time: while one computes, the next is pulled, filled and launched.
+"""Overlaps several batches of one instance: while one computes, the next is pulled, filled and launched.
 
-Two threads: the instance's own thread pulls, begins, fills and launches; its finisher waits for each batch in the order of
-launch, splits and settles. Two queues connect them: `_launched` to the finisher, `_finished` back. A batch that fails as a
-whole comes back that way. Its members run again one by one, ahead of the queue, while later batches continue.
+An instance has two threads. Its first thread pulls, begins, fills and launches batches. Its finisher thread waits for each
+batch in the order of launch, splits the outputs and settles the requests. Two queues connect them: `_launched` to the finisher,
+`_finished` back. A batch that fails as a whole is returned that way. Its members run again one by one, ahead of the queue,
+while later batches continue.
 
-A caller that waits anyway may do the work of both threads for its own batch while they sleep (`run`), without waking a thread.
+A caller that would block until its response may do the work of both threads for its batch while they sleep (`run`). No thread
+is woken then.
 
-`Filler` copies rows into the memory of a batch, with several threads where they are many, or notes rows that the GPU fetches by
-itself. One thread does not use the memory bandwidth of a server (measured: 6 GB/s of pictures into pinned memory on a machine
-of 16 cores, where four threads copy 31 and eight no more), and a GPU takes 50.
+`Filler` copies rows into the memory of a batch, or records rows that the GPU fetches by itself. Large batches are copied by
+several threads, since one thread does not use the memory bandwidth of a server. Measured on 16 cores, images into pinned
+memory: 6 GB/s with one thread, 31 GB/s with four, no more with eight. A GPU reads 50 GB/s.
 
-`LaunchPacing` delays the next pull for as long as the device has work. A batch that is pulled as soon as there is a free slot
-is small, and requests that arrive a moment later wait for the next one. Pulled just before the device runs out of work, it
-holds all requests that have arrived by then, at no loss. Service times are learned by number of rows. An estimate that is too
-long costs no more than the overlap (a finished batch ends the wait), one that is too short no more than a smaller batch. A
-batch that cannot grow is never delayed.
+`LaunchPacing` delays the next pull while the device has work. A batch that is pulled as soon as a slot is free is small, and
+requests that arrive a moment later wait for the next one. A batch that is pulled just before the device runs out of work holds
+all requests that have arrived by then, at no loss. Service times are learned by number of rows. An estimate that is too long
+costs at most the overlap, because a finished batch ends the wait. One that is too short costs at most a smaller batch. A batch
+that cannot grow is never delayed.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from headrace.scheduling.instance import OnDeath
 from headrace.scheduling.queue import Entry
 from headrace.scheduling.scheduler import Batch, Scheduler
 
-# A request that is larger is copied by the instance's thread: the event loop has other callers.
+# Larger requests are copied by the instance's thread, so that the event loop is not blocked for other callers.
 _SHORT_BYTES = 1 << 18
 
 
 class _PendingBatch:
-    """A batch, or one member of a batch that failed, on its way.
+    """A batch that was pulled and is not settled, or one member of a batch that failed.
 
-    Ownership: the instance's thread until it is put into `_launched`, the finisher from then on.
+    Ownership: the instance's thread until it is put into `_launched`, the finisher thread afterwards.
     """
 
     __slots__ = ("assembled_ns", "entries", "in_flight", "instances", "reason", "rows", "taken_ns")
@@ -58,16 +60,16 @@ class _PendingBatch:
         self.reason = reason
         self.taken_ns = taken_ns
         self.assembled_ns = 0
-        self.instances = 1  # at work when it was launched
+        self.instances = 1  # running instances at launch
         self.in_flight: InFlightBatch | None = None
 
 
 class _Finished(NamedTuple):
-    """A flight is over.
+    """Result of an in-flight batch, for the instance's thread.
 
     Attributes:
-        done_ns: monotonic, when its outputs were there; 0 if it failed.
-        retries: its members, to be run singly, if it failed.
+        done_ns: monotonic time at which its outputs were complete; 0 if it failed.
+        retries: its members, to be run one by one, if it failed.
     """
 
     done_ns: int
@@ -77,24 +79,24 @@ class _Finished(NamedTuple):
 class Pipeline:
     """Runs an execution that overlaps batches; see `headrace.scheduling.instance.BatchRunner`.
 
-    Batches go through the execution's `run`, with nothing else under way, if they lack an optional input. Of a model without a
-    batch dimension a batch is one request.
+    A batch that lacks an optional input runs through the execution's `run`, with no other batch in flight. For a model without
+    a batch dimension a batch is one request.
 
     Ownership: `_open`, `_retries`, `_pacing` and `_last_done_ns` belong to one thread each, as noted below, or to the thread that
     runs in its place. A caller holds `_caller_lock` from before the launch of its batch until that batch is finished. `_pending`
-    has no lock: each change, and the copy that `give_up` takes, is one step of the interpreter.
+    needs no lock: each change, and the copy in `give_up`, is atomic under the interpreter's lock.
 
     Args:
-        name: of the instance.
-        execution: what runs.
-        scheduler: where batches come from.
-        inputs: how many inputs the model has.
-        serial: runs on the same execution what cannot be pipelined.
-        batch_results: settles what came of the batches.
-        on_death: called from the thread that dies, before anything else is waited for.
-        pacing: when to pull while flights are open; None: at once.
-        clock: monotonic nanoseconds.
-        fill_threads: that copy a large batch's rows at the same time at most.
+        name: name of the instance, for its threads and log lines.
+        execution: the loaded model.
+        scheduler: source of batches.
+        inputs: number of inputs of the model.
+        serial: runs batches that cannot be pipelined on the same execution.
+        batch_results: settles the requests of batches.
+        on_death: callback of a thread that fails, called before the thread waits for anything.
+        pacing: delays pulls while batches are in flight; None pulls at once.
+        clock: returns monotonic nanoseconds.
+        fill_threads: most threads that copy the rows of a large batch.
         batched: False if the model has no batch dimension.
     """
 
@@ -126,25 +128,24 @@ class Pipeline:
         self._launched: SimpleQueue[_PendingBatch | None] = SimpleQueue()
         self._finished: SimpleQueue[_Finished | BaseException] = SimpleQueue()
         self._prompt = never_blocks(execution)
-        self._launched_inline = (
-            False  # the instance's, as what follows: the event loop has launched a flight in its place
-        )
-        self._inline_error: BaseException | None = None  # and what it died of there
-        self._open = 0  # flights that were launched and have not come back through _landed
-        self._retries: deque[_PendingBatch] = deque()  # members to run singly
-        self._last_done_ns = 0  # the finisher's: when the flight before was done
+        # These four belong to the instance's thread:
+        self._launched_inline = False  # another thread has launched a batch in its place
+        self._inline_error: BaseException | None = None  # error of that launch
+        self._open = 0  # batches in flight: launched and not returned through `_finished`
+        self._retries: deque[_PendingBatch] = deque()  # members to run one by one
+        self._last_done_ns = 0  # the finisher's: completion of the batch before
         self._caller_lock = threading.Lock()
         self._sleeper = threading.Lock()
         self._sleeper.acquire()
         self._finisher = threading.Thread(target=self._finish_all, name=name + " finisher", daemon=True)
 
     def serve(self) -> None:
-        """Run batches until the scheduler is closed and empty and all flights have come back."""
+        """Run batches until the scheduler is closed and empty and no batch is in flight."""
         self._finisher.start()
         try:
             self._pull()
         except BaseException as error:
-            self._on_death(error)  # now: the flights that are still open may take as long as the device does
+            self._on_death(error)  # now, since batches in flight may take long to finish
             raise
         finally:
             self._filler.close()
@@ -154,11 +155,11 @@ class Pipeline:
             self._batch_results.busy_runners.discard(self)
 
     def give_up(self, error: Exception) -> None:
-        """From any thread: answer everything that was pulled and is not settled with an error."""
+        """Settle every pulled request that is not settled with `error`; any thread may call."""
         self._batch_results.give_up([entry for run in list(self._pending) for entry in run.entries], error)
 
     def in_flight_work(self) -> InFlightWork:
-        """From any thread: what was pulled and is not settled."""
+        """Return the batches that were pulled and are not settled; any thread may call."""
         pending_batches = list(self._pending)
         return InFlightWork(self._last_done_ns, sorted([(run.taken_ns, run.rows) for run in pending_batches]))
 
@@ -176,7 +177,7 @@ class Pipeline:
             if run is not None:
                 if self._start(run):
                     self._launched.put(run)
-                del run  # it may hold a client's memory, and the next may be long in coming
+                del run  # it may hold a client's memory, and the next batch may come late
             elif self._launched_inline or self._has_news():
                 continue
             elif self._open:
@@ -189,21 +190,22 @@ class Pipeline:
         return not self._finished.empty() or bool(self._retries) or self._inline_error is not None
 
     def _collect_finished(self, timeout_s: float | None = None) -> None:
-        """Wait for the finisher to be done with a flight.
+        """Wait until the finisher returns a batch.
 
         Raises:
-            Empty: none has come back after `timeout_s`.
+            Empty: none was returned within `timeout_s`.
+            RuntimeError: the finisher thread failed.
         """
         completed = self._finished.get(timeout=timeout_s)
         if isinstance(completed, BaseException):
-            raise RuntimeError("the finisher died") from completed
+            raise RuntimeError("the finisher thread failed") from completed
         self._open -= 1
         if self._pacing is not None:
             self._pacing.completed(completed.done_ns)
         self._retries.extend(completed.retries)
 
     def _wait_to_pull(self) -> bool:
-        """Wait until it is time to pull; True if a flight has landed first, which changes that time."""
+        """Wait until it is time to pull; True if a batch finished first, which changes that time."""
         if self._pacing is None or not self._open or self._retries:
             return False
         wait_ns = self._pacing.pull_ns(self._scheduler.waiting_rows) - self._clock()
@@ -216,7 +218,7 @@ class Pipeline:
         return True
 
     def _next(self) -> _PendingBatch | None:
-        """What to launch next; None if there is nothing more, or if there is news."""
+        """Return the next batch to launch; None if there is none, or if a finished batch or an error must be handled first."""
         if self._retries:
             run = self._retries.popleft()
             run.taken_ns = self._clock()
@@ -233,7 +235,7 @@ class Pipeline:
         return run
 
     def _start(self, run: _PendingBatch) -> bool:
-        """Launch a batch, or do with it what else is to be done; True if it is in the air and must be finished."""
+        """Launch a batch, run it serially, or drop it if no caller waits; True if it is in flight."""
         entries = [entry for entry in run.entries if not entry.completion.done]
         if len(entries) != len(run.entries):
             run.entries, run.rows = entries, sum([entry.rows for entry in entries])
@@ -249,7 +251,7 @@ class Pipeline:
                 launched = self._launch(run)
             except ExecutionLost:
                 raise
-            except Exception as error:  # whatever else a backend raises belongs to this batch alone
+            except Exception as error:  # every other error of a backend fails this batch only
                 self._retries.extend(self._failed(run, error))
                 return False
             if launched:
@@ -261,7 +263,7 @@ class Pipeline:
         return False
 
     def _launch(self, run: _PendingBatch) -> bool:
-        """Begin, fill and launch; False if all callers have left meanwhile."""
+        """Begin, fill and launch; False if every request was settled meanwhile."""
         execution, entries = self._execution, run.entries
         in_flight = execution.begin(entries[0].inputs, run.rows if self._batched else 0)
         try:
@@ -278,10 +280,10 @@ class Pipeline:
         execution.launch(in_flight)
         return True
 
-    # In the place of the instance's thread, while that sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
+    # On another thread, while the instance's thread sleeps in `next_batch`; see `headrace.scheduling.scheduler.InlineDispatch`
 
     def accepts(self, entry: Entry, caller_waits: bool) -> bool:
-        """True if nothing is under way, and the entry needs nothing but a flight, and is small or its caller stays with it."""
+        """Return True if no batch is in flight, and the entry has all inputs and is small or its caller blocks."""
         try:
             while not self._finished.empty():
                 self._collect_finished()
@@ -291,14 +293,14 @@ class Pipeline:
         return not busy and len(entry.inputs) == self._inputs and (caller_waits or entry.size_bytes <= _SHORT_BYTES)
 
     def dispatch(self, batch: Batch) -> None:
-        """Launch it from here: the thread need not wake up for it."""
+        """Launch a batch on the calling thread, without waking the instance's thread."""
         run = self._launch_inline(batch)
         if run is not None:
             self._launched.put(run)
 
     def run(self, batch: Batch, on_launched: Callable[[], None]) -> None:
-        """Launch it from here and see to its landing too: neither thread need wake up for it."""
-        with self._caller_lock:  # it is free while nothing is under way
+        """Launch and finish a batch on the calling thread, without waking a thread of the instance."""
+        with self._caller_lock:  # free while no batch is in flight
             try:
                 run = self._launch_inline(batch)
             finally:
@@ -307,25 +309,25 @@ class Pipeline:
                 return
             try:
                 self._complete(run)
-            except BaseException as error:  # as on the finisher's own thread
+            except BaseException as error:  # as in `_finish_all`
                 self._report_death(error)
-                if isinstance(error, KeyboardInterrupt):  # it is the caller's own
+                if isinstance(error, KeyboardInterrupt):  # meant for the calling thread
                     raise
 
     def _launch_inline(self, batch: Batch) -> _PendingBatch | None:
-        """The batch, if it is in the air now."""
+        """Launch a batch for the instance's thread; returns it if it is in flight."""
         run = self._add_pending(batch)
         try:
             is_launched = self._start(run)
             self._launched_inline = True
             return run if is_launched else None
-        except BaseException as error:  # as on the instance's own thread: it dies of it, and is woken to do so
+        except BaseException as error:  # ends the instance's thread, as if raised there: `needs_wake_up` wakes it
             self._inline_error = error
             self._on_death(error)
             return None
 
     def needs_wake_up(self) -> bool:
-        """True if the thread has something to do."""
+        """Return True if the instance's thread has a result, a retry or an error to handle."""
         return self._has_news()
 
     # On the finisher's thread
@@ -336,20 +338,20 @@ class Pipeline:
                 self._await_caller()
                 self._complete(run)
                 del run  # its arrays may be large, and the next batch may come late
-        except BaseException as error:  # every death is reported, whatever its cause
+        except BaseException as error:  # every failure of the thread is reported
             self._report_death(error)
 
-    # There, or in its place on the thread of a caller that waits for its own flight
+    # On the finisher's thread, or on the thread of a caller that finishes its own batch
 
     def _complete(self, run: _PendingBatch) -> None:
-        """Finish a flight and tell the instance's thread."""
+        """Finish a batch and pass the result to the instance's thread."""
         finished = self._finish(run)
         self._finished.put(finished)
         if finished.retries:
             self._scheduler.interrupt(self._sleeper)
 
     def _report_death(self, error: BaseException) -> None:
-        """Report the death of the finisher."""
+        """Report a failure of the finisher."""
         try:
             self._on_death(error)
         finally:
@@ -357,9 +359,9 @@ class Pipeline:
             self._scheduler.interrupt(self._sleeper)
 
     def _finish(self, run: _PendingBatch) -> _Finished:
-        """Wait for a flight and settle its members."""
+        """Wait for the outputs of a batch and settle its members."""
         in_flight, run.in_flight = run.in_flight, None
-        assert in_flight is not None, "a run is launched with its flight"
+        assert in_flight is not None, "a launched batch has an InFlightBatch"
         try:
             outputs = self._execution.finish(in_flight)
             computed_ns = self._clock()
@@ -369,26 +371,26 @@ class Pipeline:
         except Exception as error:
             return _Finished(0, self._failed(run, error))
         times = BatchTimes(run.taken_ns, run.assembled_ns, computed_ns, self._clock())
-        # The time for which it kept the instance from others is what does not overlap with the flight before.
+        # Busy time counts once: the overlap with the batch before is excluded.
         busy_ns = times.split_ns - max(run.taken_ns, self._last_done_ns)
         self._last_done_ns = times.split_ns
-        if len(self._pending) == 1:  # first: who has the answer may ask again before this thread goes on
+        if len(self._pending) == 1:  # before `settle`: its caller may send the next request at once
             self._batch_results.busy_runners.discard(self)
         self._batch_results.settle(run.entries, run.reason, times, results, busy_ns, run.instances)
         self._remove_pending(run)
         return _Finished(computed_ns, [])
 
-    # On either
+    # On either thread
 
     def _await_caller(self) -> None:
-        """Return once no caller sees to a flight of its own, which was launched before all others."""
+        """Wait until no caller finishes a batch of its own, which was launched before all others."""
         with self._caller_lock:
             pass
 
     def _remove_pending(self, run: _PendingBatch) -> None:
         """Remove a batch that is settled or dropped."""
         self._pending.discard(run)
-        if not self._pending:  # what is pulled in this moment counts as no work: the next one will
+        if not self._pending:  # a batch that is pulled at this moment is not counted; the next one is
             self._batch_results.busy_runners.discard(self)
 
     def _failed(self, run: _PendingBatch, error: Exception) -> list[_PendingBatch]:
@@ -401,22 +403,22 @@ class Pipeline:
 
 logger = logging.getLogger("headrace.instance")
 
-# A smaller share is copied by the time that another thread has woken up.
+# Waking another thread takes longer than copying less than this.
 _SHARE_BYTES = 1 << 19
 
-# Where to, and what, one below the other.
+# Destination, and the arrays that are concatenated into it.
 _Copy = tuple[Array, list[Array]]
 
 
 class Filler:
-    """Fills an instance's flights, large ones with helpers: daemon threads, which are started for the first of them.
+    """Fills the input buffers of an instance's batches; large ones with helper threads, which the first large batch starts.
 
-    Ownership: the instance's thread makes every call. A helper has work only during `fill`, which waits for it; whatever it
-    raises is raised there.
+    Ownership: the instance's thread makes every call. A helper has work only during `fill`, which waits for it and raises its
+    errors.
 
     Args:
-        name: of the instance.
-        threads: that copy at the same time at most, the instance's included.
+        name: name of the instance.
+        threads: most threads that copy at the same time, including the instance's.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:
@@ -425,20 +427,20 @@ class Filler:
         self._helpers: list[_Helper] = []
 
     def fill(self, in_flight: InFlightBatch, entries: list[Entry]) -> None:
-        """Copy the rows of all entries, one below the other, straight from where they lie into the flight.
+        """Copy the rows of all entries, in their order, from the request bodies into the batch's input buffers.
 
-        Rows that the flight's GPU reads by itself are not copied but noted in `in_flight.resident_inputs`. NumPy releases the
-        interpreter's lock while it copies a part of some 500 elements or more, aligned or not; smaller ones are copied faster
-        than the lock changes hands.
+        Rows that the batch's GPU reads by itself are recorded in `in_flight.resident_inputs` instead of copied. NumPy releases
+        the interpreter's lock while it copies a part of some 500 elements or more, aligned or not. Smaller parts are copied
+        faster than the lock changes threads.
 
         Args:
-            in_flight: of exactly as many rows as the entries have together.
-            entries: all with the same inputs, of the same row shape.
+            in_flight: a batch with buffers of shape (sum of the entries' rows, ...).
+            entries: entries with the same inputs, of the same row shape.
 
         Raises:
-            ValueError, TypeError: the flight's inputs are of another shape or dtype.
+            ValueError, TypeError: an input of an entry has another shape or dtype than its buffer.
             KeyError: an entry lacks an input.
-            HeadraceError: rows on a GPU that is not the flight's cannot be copied.
+            HeadraceError: rows lie on another GPU and cannot be copied.
         """
         copies = _copies(in_flight, entries)
         shares = 1
@@ -450,13 +452,13 @@ class Filler:
             _copy_all(copies)
 
     def close(self) -> None:
-        """End the helpers."""
+        """End the helper threads."""
         for helper in self._helpers:
             helper.tasks.put(None)
         self._helpers.clear()
 
     def _fill_parallel(self, copies: list[_Copy], shares: int) -> None:
-        # A share has none of an input that is a few numbers.
+        # An input of a few elements has no part in some shares.
         cut = zip(*(_shares(*copy, shares) for copy in copies), strict=True)
         work = [[copy for copy in share if copy[1]] for share in cut]
         helpers = self._start_helpers(shares - 1)
@@ -466,7 +468,7 @@ class Filler:
         for share in work[len(helpers) :]:
             try:
                 _copy_all(share)
-            except BaseException as error:  # raised below: nobody may leave while others write into the flight
+            except BaseException as error:  # raised below, once no helper writes into the buffers
                 outcomes.append(error)
         outcomes += [helper.done.get() for helper in helpers]
         try:
@@ -474,23 +476,26 @@ class Filler:
                 if outcome is not None:
                     raise outcome
         finally:
-            outcome = None  # an error and its frames in a circle would keep the arrays
+            outcome = None  # breaks the reference cycle of error and frame, which would keep the arrays alive
             outcomes.clear()
 
     def _start_helpers(self, number: int) -> list[_Helper]:
-        """So many helpers, or as many as there can be."""
+        """Return `number` helpers, or fewer if the system starts no more threads."""
         while len(self._helpers) < number:
             try:
                 self._helpers.append(_Helper(f"{self._name} filler {len(self._helpers)}"))
             except RuntimeError as error:
-                logger.warning("%s copies with %d threads: %s", self._name, len(self._helpers) + 1, error)
+                logger.warning(
+                    "%s: a copy thread could not be started (%s), continuing with %d of %d: raise the limit of threads",
+                    self._name, error, len(self._helpers) + 1, self._threads,
+                )  # fmt: skip
                 self._threads = len(self._helpers) + 1
                 break
         return self._helpers[:number]
 
 
 class _Helper:
-    """A thread that copies what it finds in `tasks`, and puts the error, or None, into `done`; None in `tasks` ends it."""
+    """Thread that runs the copies in `tasks` and puts the error, or None, into `done`; None in `tasks` ends it."""
 
     def __init__(self, name: str) -> None:
         self.tasks: SimpleQueue[list[_Copy] | None] = SimpleQueue()
@@ -502,7 +507,7 @@ class _Helper:
             failure: BaseException | None = None
             try:
                 _copy_all(copies)
-            except BaseException as error:  # raised again in the thread that waits
+            except BaseException as error:  # raised again by the thread that waits
                 failure = error
             del copies  # the arrays may be large, and the next batch may come late
             self.done.put(failure)
@@ -515,7 +520,7 @@ def _copy_all(copies: list[_Copy]) -> None:
 
 
 def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
-    """What is to be copied, once that is noted which is not."""
+    """Return the copies of a batch, and record the rows that its GPU reads by itself."""
     accepts_residents = in_flight.device is not None
     copies: list[_Copy] = []
     for name, buffer in in_flight.inputs.items():
@@ -530,9 +535,9 @@ def _copies(in_flight: InFlightBatch, entries: list[Entry]) -> list[_Copy]:
 
 
 def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array, parts: list[Array]) -> list[_Copy]:
-    """Note the parts that the flight's GPU reads by itself; the others between them are copied, neighbours together."""
+    """Record the parts that the batch's GPU reads by itself, and return one copy for each run of other parts."""
     dtype, row_shape, places = buffer.dtype, buffer.shape[1:], (PINNED, in_flight.device)
-    start = row = 0  # where the parts to be copied begin, and how far we are
+    start = row = 0  # first row of the present run, next row
     copied: list[Array] = []
     copies: list[_Copy] = []
     for part in parts:
@@ -547,25 +552,25 @@ def _copies_around_residents(in_flight: InFlightBatch, name: str, buffer: Array,
             copied.append(part)
         row = stop
     if row != buffer.shape[0]:
-        raise ValueError(f"input '{name}' has {row} rows for a flight of {buffer.shape[0]}")
+        raise ValueError(f"input '{name}' has {row} rows for a batch of {buffer.shape[0]}")
     if copied:
         copies.append((buffer[start:], copied))
     return copies
 
 
 def _parts_fit(buffer: Array, parts: list[Array]) -> bool:
-    """True if the parts are just the buffer's rows; if they are not, NumPy finds the words."""
+    """Return True if the parts fill the buffer exactly; otherwise NumPy raises the error."""
     row_shape = buffer.shape[1:]
     return all(part.shape[1:] == row_shape for part in parts) and sum(len(part) for part in parts) == len(buffer)
 
 
 def _shares(buffer: Array, parts: list[Array], number: int) -> Iterator[_Copy]:
-    """A copy cut into so many of about the same size: between rows, or within them where they are fewer."""
+    """Cut a copy into `number` copies of about the same size: between rows, or within them if there are fewer rows."""
     if len(buffer) < number:
         buffer, parts = buffer.reshape(-1), [part.reshape(-1) for part in parts]
     total = len(buffer)
     rest = iter(parts)
-    part, first, last = buffer[:0], 0, 0  # the part we are in, and the rows of the buffer that it fills
+    part, first, last = buffer[:0], 0, 0  # the present part, and the rows of the buffer that it fills
     for share in range(number):
         start, stop = total * share // number, total * (share + 1) // number
         parts_of_share: list[Array] = []
@@ -580,41 +585,40 @@ def _shares(buffer: Array, parts: list[Array], number: int) -> Iterator[_Copy]:
         yield buffer[start:stop], parts_of_share
 
 
-# From pulling to the first row on the device, besides filling: a thread that wakes, a launch, the head of the copy.
+# Time from pull to the first row on the device, without filling: thread wake-up, launch, start of the copy.
 _LEAD_NS = 150 * NS_PER_US
-_SMOOTHING = 4  # a new measurement counts for one in so many
+_SMOOTHING = 4  # a new measurement has a weight of 1/4
 
 
 class LaunchPacing:
-    """Belongs to the instance's thread.
+    """Predicts when the device runs out of work, to delay the next pull until then. Belongs to the instance's thread.
 
     Args:
-        full_rows: rows that make a batch worth launching at once.
+        full_rows: queued rows from which a batch is launched at once.
     """
 
     def __init__(self, full_rows: int) -> None:
         self._full_rows = full_rows
-        self._open: deque[tuple[int, int]] = deque()  # (launched, rows) of the flights under way, oldest first
+        self._open: deque[tuple[int, int]] = deque()  # (launch time, rows) of the batches in flight, oldest first
         self._done_ns = 0
-        self._service_ns: dict[
-            int, int
-        ] = {}  # by rows: smoothed time on the device, without waiting for the flight before
+        self._service_ns: dict[int, int] = {}  # by rows: smoothed device time, without the wait for the batch before
         self._measured_rows: list[int] = []  # its keys, ascending
-        self._fill_ns = 0.0  # smoothed, a row
+        self._fill_ns = 0.0  # smoothed fill time of a row
 
     def launched(self, rows: int, taken_ns: int, launched_ns: int) -> None:
-        """A flight has begun.
+        """Record the launch of a batch.
 
         Args:
-            rows: in its batch.
-            taken_ns, launched_ns: monotonic, when it was pulled, and when it was filled.
+            rows: rows of the batch.
+            taken_ns: monotonic time of the pull.
+            launched_ns: monotonic time at which it was filled.
         """
         self._open.append((launched_ns, rows))
         fill_ns = (launched_ns - taken_ns) / rows
         self._fill_ns += (fill_ns - self._fill_ns) / _SMOOTHING if self._fill_ns else fill_ns
 
     def completed(self, done_ns: int) -> None:
-        """The oldest flight is over: at `done_ns`, or 0 if it failed and nothing can be learned from it."""
+        """Record the end of the oldest batch in flight at `done_ns` (monotonic), or 0 if it failed."""
         launched_ns, rows = self._open.popleft()
         if not done_ns:
             return
@@ -629,23 +633,23 @@ class LaunchPacing:
 
     @property
     def free_ns(self) -> int:
-        """When the device will have done what is open: monotonic, in the past if nothing is."""
+        """Monotonic time at which the device finishes its batches; in the past if it is idle."""
         done_ns = self._done_ns
         for launched_ns, rows in self._open:
             done_ns = max(launched_ns, done_ns) + self._estimate_ns(rows)
         return done_ns
 
     def pull_ns(self, waiting_rows: int) -> int:
-        """When to pull: monotonic, in the past if at once.
+        """Return the monotonic time of the next pull; in the past to pull at once.
 
         Args:
-            waiting_rows: rows in the queue.
+            waiting_rows: queued rows.
         """
         if not self._open or waiting_rows >= self._full_rows:
             return 0
         return self.free_ns - _LEAD_NS - int(self._fill_ns * waiting_rows)
 
     def _estimate_ns(self, rows: int) -> int:
-        """That of the next smaller batch known, if need be: rather too short than too long."""
+        """Return the device time of the largest measured batch of at most `rows`: an underestimate if `rows` is unmeasured."""
         place = bisect_right(self._measured_rows, rows)
         return self._service_ns[self._measured_rows[place - 1]] if place else 0

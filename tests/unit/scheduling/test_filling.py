@@ -168,7 +168,7 @@ def test_where_no_thread_can_be_had_the_instance_copies_alone(
         buffer: Array = np.zeros((8, MIB), np.uint8)
         filler.fill(InFlightBatch({"x": buffer}, 8), [entry(x=part) for part in cut])
         assert np.array_equal(buffer, np.concatenate(cut))
-    assert caplog.text.count("copies with 1 threads") == 1
+    assert caplog.text.count("continuing with 1 of") == 1
 
 
 def test_an_instance_hires_them_for_its_large_batches_and_ends_them_with_itself() -> None:
