@@ -1,7 +1,7 @@
 """Counters and latency histograms of one model version, and counters of the whole server.
 
 The data plane pays for a lock and a few additions for each batch. Latencies are kept as raw nanoseconds. NumPy sorts them into
-histogram buckets, many at a time: when a few thousand have gathered, or when Prometheus scrapes.
+histogram buckets, many at a time: when a few thousand are pending, or when Prometheus scrapes.
 
 A classic histogram has a handful of bounds. A native one has many, which grow by a constant factor. Both are sums over the same
 fine buckets, whose bounds include all of theirs, so each duration is sorted once.
@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike
 
 from headrace.core.clock import NS_PER_MS, NS_PER_S, Clock, monotonic_ns
 from headrace.core.request import BatchTimes
@@ -63,66 +64,50 @@ class Exemplar:
 
 
 class Histogram:
-    """Durations in buckets; `observe` is cheap, `fold` does the work.
+    """Durations in buckets.
 
     Not thread-safe: its owner's lock guards it.
 
     Attributes:
-        fine: how many durations lie in each fine bucket, as far as they are folded.
-        sum_ns: of all that are folded.
+        fine: number of durations in each fine bucket.
+        sum_ns: sum of all durations.
         exemplars: the last one of each classic bucket.
     """
 
-    __slots__ = ("_pending_ns", "_pending_weights", "exemplars", "fine", "sum_ns")
+    __slots__ = ("exemplars", "fine", "sum_ns")
 
     def __init__(self) -> None:
-        self._pending_ns: list[int] = []
-        self._pending_weights: list[int] = []
         self.fine: Counts = np.zeros(_FINE, dtype=np.int64)
         self.sum_ns = 0
         self.exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, value_ns: int, weight: int = 1) -> None:
-        """`weight` requests took `value_ns` each."""
-        self._pending_ns.append(value_ns)
-        self._pending_weights.append(weight)
+    def observe(self, values_ns: ArrayLike, weights: ArrayLike = 1) -> None:
+        """Sort durations into the buckets (upper bounds included, as Prometheus counts): cheap for many at a time.
 
-    def observe_each(self, values_ns: list[int]) -> None:
-        """One request each."""
-        self._pending_ns.extend(values_ns)
-        self._pending_weights.extend([1] * len(values_ns))
+        Args:
+            values_ns: the durations.
+            weights: number of requests with each of them.
+        """
+        values = np.asarray(values_ns, dtype=np.int64)
+        counts = np.broadcast_to(np.asarray(weights, dtype=np.int64), values.shape)
+        places = np.searchsorted(_BOUNDS_NS, values, side="left")
+        self.fine += np.bincount(places, weights=counts, minlength=_FINE).astype(np.int64)
+        self.sum_ns += int((values * counts).sum())
 
     def exemplify(self, value_ns: int, trace_id: str) -> None:
         """A request that took `value_ns`, and is observed besides, was traced."""
         place = int(np.searchsorted(_CLASSIC_NS, value_ns))
         self.exemplars[place] = Exemplar(trace_id, value_ns, time.time())
 
-    @property
-    def pending(self) -> int:
-        """Observations that are not folded yet."""
-        return len(self._pending_ns)
-
-    def fold(self) -> None:
-        """Sort what was observed into the buckets (upper bounds included, as Prometheus counts)."""
-        if not self._pending_ns:
-            return
-        values = np.array(self._pending_ns, dtype=np.int64)
-        weights = np.array(self._pending_weights, dtype=np.int64)
-        places = np.searchsorted(_BOUNDS_NS, values, side="left")
-        self.fine += np.bincount(places, weights=weights, minlength=_FINE).astype(np.int64)
-        self.sum_ns += int((values * weights).sum())
-        self._pending_ns.clear()
-        self._pending_weights.clear()
-
     def add(self, other: Histogram) -> None:
-        """Take in what another one has folded."""
+        """Add the durations of another histogram."""
         self.fine += other.fine
         self.sum_ns += other.sum_ns
         self.exemplars |= other.exemplars
 
     @property
     def count(self) -> int:
-        """How many durations are folded."""
+        """Number of durations."""
         return int(self.fine.sum())
 
     @property
@@ -198,13 +183,6 @@ class SizeTotals:
     compute_ns: int = 0
     split_ns: int = 0
 
-    def add(self, assembly_ns: int, compute_ns: int, split_ns: int) -> None:
-        """One more."""
-        self.count += 1
-        self.assembly_ns += assembly_ns
-        self.compute_ns += compute_ns
-        self.split_ns += split_ns
-
 
 @dataclass(slots=True)
 class Totals:
@@ -250,7 +228,7 @@ class Totals:
     """The names of those that are plain sums."""
 
     def copy(self) -> Totals:
-        """One that does not change; what histograms hold is folded for it."""
+        """A copy that does not change."""
         copy = Totals(
             failures=Counter(self.failures),
             last_ms=self.last_ms,
@@ -263,7 +241,6 @@ class Totals:
         for name in self.SUMS:
             setattr(copy, name, getattr(self, name))
         for phase, histogram in self.phases.items():
-            histogram.fold()
             copy.phases[phase].add(histogram)
         return copy
 
@@ -349,7 +326,7 @@ def _difference(now: Totals, then: Totals) -> Totals:
     return found
 
 
-_FOLD_AT = 2048  # few enough that nobody notices the pause
+_FOLD_AT = 2048  # durations of a phase: few enough that sorting them makes no noticeable pause
 
 
 class Recorder:
@@ -367,10 +344,12 @@ class Recorder:
         self._shape: object = None  # of the last batch
         self._histograms = histograms
         self._totals = Totals()
-        # The same histograms as in the totals, without a look-up: those of batches, and those of bytes.
-        phases = self._totals.phases
-        self._of_batches = tuple(phases[name] for name in ("queue", "assembly", "compute", "split", "total"))
-        self._decode, self._encode = phases["decode"], phases["encode"]
+        # Durations that are not in the histograms yet: of each request, of each batch with its number of requests, and of each
+        # response (decode, encode). Appending to a deque needs no lock: the event loop must not wait for `_fold`.
+        self._queue_ns: list[int] = []
+        self._total_ns: list[int] = []
+        self._batches_ns: list[tuple[int, int, int, int]] = []
+        self._codecs_ns: deque[tuple[int, int]] = deque()
 
     def batch(
         self,
@@ -403,7 +382,7 @@ class Recorder:
         with self._lock:
             totals = self._totals
             if second > self._snapshots.second:
-                self._snapshots.put(second, totals.copy())
+                self._snapshots.put(second, self._copy())
             totals.busy_ns += busy_ns
             totals.shape_changes += shape != self._shape
             self._shape = shape
@@ -420,31 +399,28 @@ class Recorder:
             size = totals.sizes.get(batch_rows)
             if size is None:
                 size = totals.sizes[batch_rows] = SizeTotals()
-            size.add(assembly_ns, compute_ns, split_ns)
+            size.count += 1
+            size.assembly_ns += assembly_ns
+            size.compute_ns += compute_ns
+            size.split_ns += split_ns
             if self._histograms:
-                queue, assembly, compute, split, total = self._of_batches
-                queue.observe_each(queue_ns)
-                total.observe_each(total_ns)
-                assembly.observe(assembly_ns, members)
-                compute.observe(compute_ns, members)
-                split.observe(split_ns, members)
-                if queue.pending >= _FOLD_AT or compute.pending >= _FOLD_AT:
-                    for histogram in self._totals.phases.values():
-                        histogram.fold()
+                self._queue_ns += queue_ns
+                self._total_ns += total_ns
+                self._batches_ns.append((assembly_ns, compute_ns, split_ns, members))
+                if len(self._queue_ns) >= _FOLD_AT or len(self._batches_ns) >= _FOLD_AT:
+                    self._fold()
 
     def record_codec_times(self, decode_ns: int, encode_ns: int) -> None:
-        """An answer was written to a request that came as bytes, and is counted with its batch besides.
+        """A response to a request that came as bytes was encoded; the request is counted with its batch.
 
-        On the event loop, once a request; what gathers is folded with the batches.
+        On the event loop, once a request.
 
         Args:
-            decode_ns: from the request's arrival until it was handed to the queue.
-            encode_ns: from its outcome to the bytes of its answer.
+            decode_ns: from the request's arrival until it was queued.
+            encode_ns: from its outcome to the bytes of its response.
         """
         if self._histograms:
-            with self._lock:
-                self._decode.observe(decode_ns)
-                self._encode.observe(encode_ns)
+            self._codecs_ns.append((decode_ns, encode_ns))
 
     def failed_batch(self, reason: str) -> None:
         """A batch was run and raised."""
@@ -457,7 +433,7 @@ class Recorder:
         second = self._clock() // NS_PER_S
         with self._lock:
             if second > self._snapshots.second:
-                self._snapshots.put(second, self._totals.copy())
+                self._snapshots.put(second, self._copy())
             self._totals.failures[reason] += 1
             self._totals.failure_ns += time_ns
 
@@ -474,13 +450,34 @@ class Recorder:
     def totals(self) -> Totals:
         """A consistent copy of everything counted so far."""
         with self._lock:
-            return self._totals.copy()
+            return self._copy()
 
     def recent(self) -> RecentTotals:
         """What was counted over the last seconds."""
         now_ns = self._clock()
         with self._lock:
-            return self._snapshots.recent(now_ns, self._totals.copy())
+            return self._snapshots.recent(now_ns, self._copy())
+
+    def _copy(self) -> Totals:
+        """A copy of the totals with everything counted so far."""
+        self._fold()
+        return self._totals.copy()
+
+    def _fold(self) -> None:
+        """Sort pending durations into the histograms."""
+        phases = self._totals.phases
+        if self._batches_ns:
+            phases["queue"].observe(self._queue_ns)
+            phases["total"].observe(self._total_ns)
+            *columns, members = np.array(self._batches_ns, dtype=np.int64).T
+            for phase, values_ns in zip(("assembly", "compute", "split"), columns, strict=True):
+                phases[phase].observe(values_ns, members)
+            self._queue_ns, self._total_ns, self._batches_ns = [], [], []
+        codecs_ns = [self._codecs_ns.popleft() for _ in range(len(self._codecs_ns))]
+        if codecs_ns:
+            decode_ns, encode_ns = np.array(codecs_ns, dtype=np.int64).T
+            phases["decode"].observe(decode_ns)
+            phases["encode"].observe(encode_ns)
 
 
 def to_triton(name: str, version: str, totals: Totals) -> dict[str, object]:

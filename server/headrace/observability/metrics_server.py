@@ -61,13 +61,12 @@ class LoopLag:
         """A copy of what was found so far."""
         found = Histogram()
         with self._lock:
-            self._histogram.fold()
             found.add(self._histogram)
         return found
 
     def _observe(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock:
-            self._histogram.observe(max(self._clock() - self._due_ns, 0))
+            self._histogram.observe([max(self._clock() - self._due_ns, 0)])
         self.start(loop)
 
 

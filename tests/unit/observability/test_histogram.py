@@ -16,8 +16,7 @@ GROWTH = 2 ** (2**-SCHEMA)
 
 def filled(values: list[int]) -> Histogram:
     histogram = Histogram()
-    histogram.observe_each(values)
-    histogram.fold()
+    histogram.observe(values)
     return histogram
 
 

@@ -138,8 +138,7 @@ def test_many_scrapes_keep_few_snapshots() -> None:
 def test_an_estimate_is_within_nine_percent(share: float) -> None:
     values_ns = np.random.default_rng(1).lognormal(15, 1, 10_000).astype(np.int64)
     histogram = Histogram()
-    histogram.observe_each(values_ns.tolist())
-    histogram.fold()
+    histogram.observe(values_ns.tolist())
     assert quantiles_ns(histogram.fine, [share])[0] == pytest.approx(np.quantile(values_ns, share), rel=0.1)
 
 
