@@ -346,9 +346,10 @@ PLAIN_WORDS: tuple[str, ...] = (
     "server/headrace/observability",
     "server/headrace/backends",
     "server/headrace/cuda",
-    "server/headrace/grpc/control.py",
-    "server/headrace/grpc/status.py",
+    "server/headrace/inference",
+    "server/headrace/http",
     "server/headrace/http2",
+    "server/headrace/grpc",
     "server/headrace/config",
     "server/headrace/pipelines",
 )

@@ -57,7 +57,7 @@ def on_the_loop(mode: RequestLogMode, rate: int = 0) -> float:
             choice = accounts.sample("resnet50", None)
             queued_ns = monotonic_ns()
         if choice:
-            account = _pending(1, queued_ns, 6).account(WIRE, monotonic_ns(), response)
+            account = _pending(1, queued_ns, 6).access_record(WIRE, monotonic_ns(), response)
             accounts.answered(choice, account, recorder)
 
     found = cpu_us(request, 20_000)
@@ -77,7 +77,7 @@ def behind_it() -> list[tuple[str, float]]:
     now_ns = monotonic_ns()
     pending = _pending(now_ns, now_ns + 1_000, now_ns + 6_000)
     times = BatchTimes(*(now_ns + step * 1_000 for step in range(2, 6)))
-    account = pending.account(WIRE, now_ns + 7_000, InferResponse({}, times, 8, "full"))
+    account = pending.access_record(WIRE, now_ns + 7_000, InferResponse({}, times, 8, "full"))
     found = [("a line of the request log", cpu_us(lambda: as_json(fields(account, "", 0)), 5_000))]
     try:
         from headrace.observability.spans import SpanWriter

@@ -22,7 +22,7 @@ from headrace.cuda.shared_memory import find_client_memory
 from headrace.data_plane import DataPlane
 from headrace.http.application import HttpApplication
 from headrace.inference.models import Services
-from headrace.inference.request_options import AskedHeaders
+from headrace.inference.request_options import RequestOptionsReader
 from headrace.listen import (
     GrpcListener,
     UvicornServer,
@@ -66,7 +66,7 @@ class HeadraceServer:
         self._only = only or {}
         self._servers: list[UvicornServer] = []
         self._grpc: GrpcListener | None = None
-        self._asked_headers = AskedHeaders(settings.client_header)
+        self._options_reader = RequestOptionsReader(settings.client_header)
         self._lag = LoopLag()
         bodies = BodyMemory(settings.limits)
         self._http_limits = ClientLimits(settings.limits, "http", bodies)
@@ -144,7 +144,7 @@ class HeadraceServer:
         settings = self._settings
         page = self._metrics(tls).render if settings.metrics else None
         apart = settings.metrics_port is not None and settings.metrics_port != settings.http_port
-        application = HttpApplication(services, self._http_limits, None if apart else page, self._asked_headers)
+        application = HttpApplication(services, self._http_limits, None if apart else page, self._options_reader)
         context = None if tls is None else tls.ssl_context(("http/1.1",))
         sockets = [bind(settings.host, settings.http_port)]
         self._servers.append(UvicornServer(application, settings, self._http_limits, context))
@@ -172,7 +172,7 @@ class HeadraceServer:
         # Imported where it is wanted: without gRPC its library costs neither time nor memory.
         from headrace.grpc.service import grpc_methods
 
-        methods = grpc_methods(services, settings.limits.max_body_bytes, self._asked_headers)
+        methods = grpc_methods(services, settings.limits.max_body_bytes, self._options_reader)
         engine = grpc_engine(settings, methods, self._grpc_limits, tls)
         listener = GrpcListener(engine, settings.drain_timeout_s)
         port = await listener.start(settings.host, settings.grpc_port)

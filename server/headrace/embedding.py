@@ -24,7 +24,7 @@ from headrace.core.errors import BadRequest, ConfigError, Finding, HeadraceError
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BF16, BYTES, Array, ModelSpec, TensorSpec
 from headrace.data_plane import DataPlane
-from headrace.inference.request_template import Draft, PlanMaker
+from headrace.inference.request_template import TemplateBuilder, TemplateFactory
 from headrace.repository.folders import open_paths
 from headrace.scheduling.handle import ModelHandle
 from headrace.settings import Settings
@@ -374,10 +374,10 @@ class Model:
 class _CheckedShapes:
     """Rows and shape key of requests of one model version, by names and shapes of their inputs; at most MAX_CHECKED_SHAPES."""
 
-    __slots__ = ("_known", "_maker")
+    __slots__ = ("_factory", "_known")
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._maker = PlanMaker(spec, 0)
+        self._factory = TemplateFactory(spec, 0)
         self._known: dict[tuple[tuple[str, tuple[int, ...]], ...], tuple[int, object]] = {}
 
     def rows(self, arrays: Mapping[str, Array]) -> tuple[int, object]:
@@ -395,13 +395,15 @@ class _CheckedShapes:
         key = tuple([(name, array.shape) for name, array in arrays.items()])
         known = self._known.get(key)
         if known is None:
-            draft = Draft(self._maker)
+            builder = TemplateBuilder(self._factory)
             for name, array in arrays.items():
-                draft.add_given(draft.declare(name, self._maker.spec.inputs[name].datatype.name, array.shape), array)
-            plan = draft.finish((), False, {}, "")
+                builder.add_literal(
+                    builder.declare(name, self._factory.spec.inputs[name].datatype.name, array.shape), array
+                )
+            template = builder.finish((), False, {}, "")
             if len(self._known) >= MAX_CHECKED_SHAPES:
                 self._known.clear()
-            known = self._known[key] = plan.rows, plan.shape_key
+            known = self._known[key] = template.rows, template.shape_key
         return known
 
 

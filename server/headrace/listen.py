@@ -20,7 +20,7 @@ from headrace.core.errors import ConfigError, Finding
 from headrace.core.limits import ClientLimits
 from headrace.grpc.methods import GrpcEngine, Methods
 from headrace.http.connection import HeadraceHttpProtocol
-from headrace.http.lifetime import Lifetimes
+from headrace.http.lifetime import ConnectionTimeouts
 from headrace.settings import Settings
 from headrace.tls import TlsFiles
 
@@ -42,7 +42,9 @@ class UvicornServer(uvicorn.Server):
     def __init__(
         self, application: object, settings: Settings, client_limits: ClientLimits, tls: ssl.SSLContext | None = None
     ) -> None:
-        protocol = partial(HeadraceHttpProtocol, client_limits=client_limits, lifetimes=Lifetimes(client_limits))
+        protocol = partial(
+            HeadraceHttpProtocol, client_limits=client_limits, timeouts=ConnectionTimeouts(client_limits)
+        )
         config = uvicorn.Config(
             application,  # type: ignore[arg-type]
             http=protocol,  # type: ignore[arg-type]

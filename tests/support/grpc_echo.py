@@ -107,10 +107,10 @@ class EchoServer:
         return [message]
 
     async def _abandon(self, message: bytes, call: GrpcCall) -> Message:
-        call.caller = LoopCompletion(Mailbox(asyncio.get_running_loop()))
+        call.completion = LoopCompletion(Mailbox(asyncio.get_running_loop()))
         self.running += 1
         try:
-            await call.caller
+            await call.completion
         except Exception as error:
             self.ended.append(type(error).__name__)
             raise

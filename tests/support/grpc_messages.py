@@ -9,7 +9,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.grpc.codec import GrpcCodec, Plan, scan
+from headrace.grpc.codec import GrpcCodec, RequestTemplate, scan
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 
@@ -72,6 +72,6 @@ def request(
 
 def decode(
     message: pb.ModelInferRequest | bytes, of: GrpcCodec | None = None, deadline_ns: int = 0
-) -> tuple[InferRequest, Plan]:
+) -> tuple[InferRequest, RequestTemplate]:
     content = message if isinstance(message, bytes) else message.SerializeToString()
     return (of or codec()).decode(content, scan(content), 1_000, deadline_ns)

@@ -23,12 +23,19 @@ from headrace.grpc.methods import Message
 from headrace.inference import tensor_codec
 from headrace.inference.models import Regions
 from headrace.inference.request_parameters import request_parameters, tensor_parameters
-from headrace.inference.request_template import MAX_PLAN_BYTES, MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
+from headrace.inference.request_template import (
+    MAX_SHARED_BYTES,
+    MAX_TEMPLATE_BYTES,
+    RequestTemplate,
+    TemplateBuilder,
+    TemplateCache,
+    TemplateFactory,
+)
 
-__all__ = ["Envelope", "GrpcCodec", "Plan", "scan", "varint"]
+__all__ = ["Envelope", "GrpcCodec", "RequestTemplate", "scan", "varint"]
 
 # Tags of one byte: field number << 3 | wire type 2 (a length and as many bytes follow).
-_MODEL_NAME, _MODEL_VERSION, _ID, _RAW_INPUT, _LAST_KNOWN = 0x0A, 0x12, 0x1A, 0x3A, 0x3F
+_MODEL_NAME, _MODEL_VERSION, _ID, _RAW_INPUT, _MAX_KNOWN_TAG = 0x0A, 0x12, 0x1A, 0x3A, 0x3F
 _RESPONSE_ID, _RAW_OUTPUT = b"\x1a", b"\x32"
 _LENGTH_DELIMITED = 2
 _FIXED_BYTES = {1: 8, 5: 4}
@@ -71,14 +78,14 @@ def scan(message: bytes) -> Envelope:
     name = version = request_id = ""
     spans: list[tuple[int, int]] = []
     header: list[bytes] = []
-    kept = 0  # up to where the message is in `header`, or has been left out of it
+    copied_until = 0  # up to where the message is in `header`, or has been left out of it
     position, end = 0, len(message)
     try:
         for _ in range(_MAX_FIELDS):
             if position >= end:
                 break
             start, tag, size = position, message[position], message[position + 1]
-            if tag & 7 != _LENGTH_DELIMITED or tag > _LAST_KNOWN or tag < _MODEL_NAME:
+            if tag & 7 != _LENGTH_DELIMITED or tag > _MAX_KNOWN_TAG or tag < _MODEL_NAME:
                 position = _skip(message, position)
                 continue
             position += 2
@@ -97,9 +104,9 @@ def scan(message: bytes) -> Envelope:
                 request_id = message[position:stop].decode()
             position = stop
             if tag in (_RAW_INPUT, _ID):
-                if start > kept:
-                    header.append(message[kept:start])
-                kept = stop
+                if start > copied_until:
+                    header.append(message[copied_until:start])
+                copied_until = stop
         else:
             if position < end:
                 raise BadRequest(f"the request has more than {_MAX_FIELDS} fields")
@@ -107,8 +114,8 @@ def scan(message: bytes) -> Envelope:
         raise _truncated() from None
     except UnicodeDecodeError:
         raise BadRequest("the request's model_name, model_version and id must be UTF-8 text") from None
-    if kept < end:
-        header.append(message[kept:end])
+    if copied_until < end:
+        header.append(message[copied_until:end])
     return Envelope(name, version, request_id, header[0] if len(header) == 1 else b"".join(header), spans)
 
 
@@ -128,14 +135,14 @@ class GrpcCodec:
     ) -> None:
         self.spec = spec
         self._regions = regions
-        self._maker = PlanMaker(spec, max_shared_bytes)
-        self._plans = PlanCache()
+        self._factory = TemplateFactory(spec, max_shared_bytes)
+        self._templates = TemplateCache()
         self._head = _response(model_name=spec.name, model_version=spec.version)
         self._descriptions: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
 
     def decode(
         self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int = 0, client: str = ""
-    ) -> tuple[InferRequest, Plan]:
+    ) -> tuple[InferRequest, RequestTemplate]:
         """A request out of a message.
 
         Args:
@@ -150,57 +157,57 @@ class GrpcCodec:
             NotFound, Forbidden: no such region of shared memory, or all of it is off.
         """
         header, spans = envelope.header, envelope.spans
-        plan = self._plans.find(header) if len(header) <= MAX_PLAN_BYTES else None
-        if plan is None:
-            plan = self._plan(header, len(spans))
-            self._plans.keep(header, plan)
-        if len(plan.raw) != len(spans):
+        template = self._templates.find(header) if len(header) <= MAX_TEMPLATE_BYTES else None
+        if template is None:
+            template = self._parse_template(header, len(spans))
+            self._templates.add(header, template)
+        if len(template.raw) != len(spans):
             # Contents without elements may come as raw contents, or not at all: the same header has two plans.
-            plan = self._plan(header, len(spans))
-        if len(plan.raw) != len(spans):
+            template = self._parse_template(header, len(spans))
+        if len(template.raw) != len(spans):
             raise BadRequest(
-                f"{len(spans)} raw_input_contents came, expected {len(plan.raw)}: one for each input that has no "
+                f"{len(spans)} raw_input_contents came, expected {len(template.raw)}: one for each input that has no "
                 "contents and is not in shared memory, in their order"
             )
-        inputs = dict(plan.given)
-        for piece, (start, size_bytes) in zip(plan.raw, spans, strict=True):
-            inputs[piece.spec.name] = tensor_codec.from_binary(
-                piece.spec, piece.shape, piece.elements, message, start, size_bytes
+        inputs = dict(template.literals)
+        for entry, (start, size_bytes) in zip(template.raw, spans, strict=True):
+            inputs[entry.spec.name] = tensor_codec.from_binary(
+                entry.spec, entry.shape, entry.elements, message, start, size_bytes
             )
         shared_bytes = 0
-        if plan.needs_regions:
-            plan, shared_bytes = plan.attach(self._regions, inputs, self.spec.resident_devices)
+        if template.needs_regions:
+            template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
         return (
             InferRequest(
                 inputs=inputs,
-                rows=plan.rows,
-                shape_key=plan.shape_key,
+                rows=template.rows,
+                shape_key=template.shape_key,
                 received_ns=received_ns,
                 request_id=envelope.id,
-                priority=plan.priority,
-                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
-                queue_timeout_ns=plan.queue_timeout_ns,
+                priority=template.priority,
+                deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
+                queue_timeout_ns=template.queue_timeout_ns,
                 size_bytes=len(message) + shared_bytes,
                 client=client,
             ),
-            plan,
+            template,
         )
 
     def encode(
         self,
         response: InferResponse,
-        plan: Plan,
+        template: RequestTemplate,
         request_id: str,
         parameters: Mapping[str, int | str] | None = None,
     ) -> Message:
         """An answer as the parts of a message; outputs raw, as Triton sends them.
 
-        An output that is wanted in shared memory (`WantedOutput.shared`) is written there, and has empty raw contents, so that
+        An output that is wanted in shared memory (`RequestedOutput.shared`) is written there, and has empty raw contents, so that
         those of the others keep their places.
 
         Args:
             response: every output of the model.
-            plan: of the request, as `decode` gave it.
+            template: of the request, as `decode` gave it.
             request_id: the caller's own, "" for none.
             parameters: of the answer.
 
@@ -209,21 +216,21 @@ class GrpcCodec:
         """
         head = [self._head]
         data: Message = [b""]
-        for wanted in plan.wanted:
-            spec = wanted.spec
+        for output in template.outputs:
+            spec = output.spec
             array, datatype = response.outputs[spec.name], spec.datatype
-            if wanted.classes:
-                array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
+            if output.classes:
+                array, datatype = classify(array, spec, output.classes, self.spec.max_batch_size > 0), BYTES
             content = tensor_codec.to_binary(array, datatype)
-            if wanted.shared is not None:
-                head.append(_description(spec, datatype, array, plan.write(wanted, content)))
+            if output.shared is not None:
+                head.append(_description(spec, datatype, array, template.write_output(output, content)))
                 data.append(_RAW_OUTPUT + varint(0))
                 continue
             key = (spec.name, datatype.name, array.shape)
             head.append(self._descriptions.get(key) or self._describe(key, spec, datatype, array))
             data += (_RAW_OUTPUT + varint(len(content)), content)
         if parameters:
-            head.append(_answer_parameters(parameters))
+            head.append(_response_parameters(parameters))
         if request_id:
             text = request_id.encode()
             head.append(_RESPONSE_ID + varint(len(text)) + text)
@@ -238,7 +245,7 @@ class GrpcCodec:
         description = self._descriptions[key] = _description(spec, datatype, array, {})
         return description
 
-    def _plan(self, header: bytes, contents: int) -> Plan:
+    def _parse_template(self, header: bytes, contents: int) -> RequestTemplate:
         """The plan of a header.
 
         Args:
@@ -253,40 +260,40 @@ class GrpcCodec:
         # Triton's client asks with it for an empty last answer of models that answer several times: ours answer once.
         parameters.pop("triton_enable_empty_final_response", None)
         request_parameters(parameters)
-        draft = Draft(self._maker)
+        builder = TemplateBuilder(self._factory)
         for tensor in message.inputs:
-            piece = draft.declare(tensor.name, tensor.datatype, tensor.shape)
+            entry = builder.declare(tensor.name, tensor.datatype, tensor.shape)
             shared = tensor_parameters(_parameters(tensor.parameters), "input", tensor.name)
             if not tensor.HasField("contents"):
                 if shared is not None:
-                    draft.add_shared(piece, shared)
-                elif contents or piece.elements:
-                    draft.add_raw(piece, 0)
+                    builder.add_shared(entry, shared)
+                elif contents or entry.elements:
+                    builder.add_raw(entry, 0)
                 else:  # typed contents without elements are often left out
-                    draft.add_given(piece, np.empty(piece.shape, piece.spec.datatype.dtype))
+                    builder.add_literal(entry, np.empty(entry.shape, entry.spec.datatype.dtype))
             elif shared is not None:
                 raise BadRequest(f"input '{tensor.name}' is in shared memory, it takes no contents")
             elif contents:
                 raise BadRequest(f"input '{tensor.name}' has contents, but raw_input_contents came too: send one kind")
             else:
-                draft.add_given(piece, from_contents(piece.spec, piece.shape, piece.elements, tensor.contents))
+                builder.add_literal(entry, from_contents(entry.spec, entry.shape, entry.elements, tensor.contents))
         outputs: Iterable[tuple[str, dict[str, Any]]] = (
             (output.name, _parameters(output.parameters)) for output in message.outputs
         )
-        return draft.finish(outputs, True, parameters, "")
+        return builder.finish(outputs, True, parameters, "")
 
 
 def _parameters(parameters: Any) -> dict[str, bool | int | float | str]:
     """A map of InferParameter as plain values; raises BadRequest."""
     if len(parameters) > _MAX_PARAMETERS:
         raise BadRequest(f"{len(parameters)} parameters came, at most {_MAX_PARAMETERS} are taken")
-    plain: dict[str, bool | int | float | str] = {}
+    values: dict[str, bool | int | float | str] = {}
     for name, parameter in parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
         if kind is None:
             raise BadRequest(f"parameter {name[:64]!r} has no value")
-        plain[name] = getattr(parameter, kind)
-    return plain
+        values[name] = getattr(parameter, kind)
+    return values
 
 
 def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters: dict[str, str | int]) -> bytes:
@@ -296,7 +303,7 @@ def _description(spec: TensorSpec, datatype: Datatype, array: Array, parameters:
     return _response(outputs=[output])
 
 
-def _answer_parameters(parameters: Mapping[str, int | str]) -> bytes:
+def _response_parameters(parameters: Mapping[str, int | str]) -> bytes:
     """The fields of a ModelInferResponse that have its parameters."""
     response = service_pb2.ModelInferResponse()
     _fill(response.parameters, parameters)
@@ -327,7 +334,7 @@ def _skip(message: bytes, position: int) -> int:
     """
     tag, position = _read_varint(message, position, _MAX_LENGTH_BYTES)
     number, wire_type = tag >> 3, tag & 7
-    if not _LAST_KNOWN >> 3 < number < 1 << 29:
+    if not _MAX_KNOWN_TAG >> 3 < number < 1 << 29:
         raise BadRequest(
             f"the request is not a ModelInferRequest: field {number} is there with wire type {wire_type}, or its tag is "
             "longer than it needs to be"
@@ -346,16 +353,16 @@ def _skip(message: bytes, position: int) -> int:
     return position
 
 
-def _read_varint(message: bytes, position: int, most_bytes: int) -> tuple[int, int]:
+def _read_varint(message: bytes, position: int, max_bytes: int) -> tuple[int, int]:
     """A base-128 number, and where it ends; raises BadRequest, or IndexError if the message ends within it."""
     number = 0
-    for shift in range(0, 7 * most_bytes, 7):
+    for shift in range(0, 7 * max_bytes, 7):
         byte = message[position]
         position += 1
         number |= (byte & 0x7F) << shift
         if byte < 0x80:
             return number, position
-    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {most_bytes} bytes")
+    raise BadRequest(f"the request is not a ModelInferRequest: a number has more than {max_bytes} bytes")
 
 
 def varint(size_bytes: int) -> bytes:

@@ -189,10 +189,10 @@ class FastCall(Http2Stream):
 
     Attributes:
         deadline_ns: see `GrpcCall`.
-        caller: see `GrpcCall`.
-        asked: see `GrpcCall`.
+        completion: see `GrpcCall`.
+        options: see `GrpcCall`.
         received_ns: see `GrpcCall`.
-        held: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
+        reservation: reservation of the call's bytes in the budget for all bodies, from the first byte of a message on.
     """
 
     __slots__ = (
@@ -204,11 +204,11 @@ class FastCall(Http2Stream):
         "_headers_sent",
         "_reader",
         "_task",
-        "asked",
-        "caller",
+        "completion",
         "deadline_ns",
-        "held",
+        "options",
         "received_ns",
+        "reservation",
     )
 
     connection: Http2Connection
@@ -224,14 +224,14 @@ class FastCall(Http2Stream):
         super().__init__(connection, stream_id)
         self._head = head
         self._client_limits = client_limits
-        self.held = BodyReservation(client_limits)
-        self.asked = head.asked
+        self.reservation = BodyReservation(client_limits)
+        self.options = head.options
         self.received_ns = 0
         self._reader: MessageReader | None = None
         self._body_bytes = 0
         self._headers_sent = self._counted_cancelled = False
         self._task: asyncio.Task[None] | None = None
-        self.caller: LoopCompletion | None = None
+        self.completion: LoopCompletion | None = None
         self.deadline_ns = 0
         if head.timeout_ns >= 0:
             self.deadline_ns = monotonic_ns() + head.timeout_ns
@@ -266,20 +266,20 @@ class FastCall(Http2Stream):
         """Cancel the method of a closed stream. It counts against the limit of the connection until it has ended."""
         task = self._task
         if task is None:
-            self.held.end()
+            self.reservation.end()
         elif not task.done() and not self._counted_cancelled:
             self._counted_cancelled = True
             self.connection.cancelled_running += 1
             task.add_done_callback(self._on_method_done)
-            if self.caller is not None:
-                self.caller.settle(error)  # resumes the method with a more precise error than a cancellation
+            if self.completion is not None:
+                self.completion.settle(error)  # resumes the method with a more precise error than a cancellation
             else:
                 task.cancel()
 
     def _on_method_done(self, _task: asyncio.Task[None]) -> None:
         # The task holds its CancelledError, whose traceback holds this call: a reference cycle without this line.
         self._task = None
-        self.held.end()  # for a task that was cancelled before its first step
+        self.reservation.end()  # for a task that was cancelled before its first step
         self.connection.cancelled_running -= 1
 
     def _violates_content_length(self, size_bytes: int, end: bool) -> bool:
@@ -301,7 +301,7 @@ class FastCall(Http2Stream):
             BadRequest: the part is not valid.
             TooLarge: a message exceeds the limit.
         """
-        self.held.grow(stop - start)
+        self.reservation.grow(stop - start)
         before = reader.complete
         reader.feed(data, start, stop)
         credit = ((stop - start) >> _DATA_CREDIT_SHIFT) + _MESSAGE_CREDIT * (reader.complete - before)
@@ -325,7 +325,7 @@ class UnaryCall(FastCall):
                     and length <= self._client_limits.limits.max_body_bytes
                     and self._head.content_length in (-1, size_bytes)
                 ):
-                    self.held.grow(size_bytes)
+                    self.reservation.grow(size_bytes)
                     self._start_method(data[start + PREFIX_BYTES : stop])
                     return
             if self._violates_content_length(size_bytes, end):
@@ -333,7 +333,7 @@ class UnaryCall(FastCall):
             message = self._assemble_message(data, start, stop, end)
         except HeadraceError as error:
             self._send_error(StatusTrailers.of_error(error))
-            self.held.end()
+            self.reservation.end()
             return
         if message is not None:
             self._start_method(message)
@@ -357,8 +357,8 @@ class UnaryCall(FastCall):
         if not complete:
             raise BadRequest("no message for a unary method")
         message, wire_bytes = reader.pop()
-        self.held.shrink(wire_bytes)
-        self.held.grow(len(message))
+        self.reservation.shrink(wire_bytes)
+        self.reservation.grow(len(message))
         return message
 
     def _start_method(self, message: bytes) -> None:
@@ -382,7 +382,7 @@ class UnaryCall(FastCall):
             self._send_error(StatusTrailers.of_error(error))
             forget_frames(error)
         finally:
-            self.held.end()
+            self.reservation.end()
 
     def _send_response(self, message: Message) -> None:
         if self.closed:
@@ -462,7 +462,7 @@ class StreamingCall(FastCall):
                 raise Unavailable("the server is shutting down")
             if self._reader.complete:
                 message, wire_bytes = self._reader.pop()
-                self.held.shrink(wire_bytes)
+                self.reservation.shrink(wire_bytes)
                 if not self._reader.complete:
                     self._restore_window()
                 return message
@@ -534,7 +534,7 @@ class StreamingCall(FastCall):
             self._send_error(StatusTrailers.of_error(error))
             forget_frames(error)
         finally:
-            self.held.end()
+            self.reservation.end()
 
     def _send_ok(self) -> None:
         if not self.closed:

@@ -21,7 +21,7 @@ from headrace.http2.connection import MalformedHeadersError
 from headrace.http2.frames import DATA, END_HEADERS, END_STREAM, FRAME_HEADER, HEADERS
 from headrace.http2.hpack import HeaderField, encode
 from headrace.inference.compression import decompress
-from headrace.inference.request_options import NOTHING, Asked, AskedHeaders
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions, RequestOptionsReader
 
 _ENCODINGS = frozenset((b"identity", b"gzip", b"deflate"))
 _ACCEPT_ENCODING: HeaderField = (b"grpc-accept-encoding", b"identity, deflate, gzip")
@@ -148,7 +148,7 @@ class RequestHead:
         timeout_ns: grpc-timeout; -1 for none.
         encoding: of messages with the compressed flag; "" for none.
         content_length: body size in bytes from content-length; -1 for none.
-        asked: request options from the metadata.
+        options: request options from the metadata.
         rejection: status of the immediate response, None if the call can be served.
         exceeded_limit: name of the limit that the headers exceed, "" for none.
         http_status: HTTP status of the immediate response to a request that is not gRPC, 0 for none.
@@ -159,7 +159,7 @@ class RequestHead:
     timeout_ns: int = -1
     encoding: str = ""
     content_length: int = -1
-    asked: Asked = NOTHING
+    options: RequestOptions = NO_OPTIONS
     rejection: StatusTrailers | None = None
     http_status: int = 0
     exceeded_limit: str = ""
@@ -241,13 +241,13 @@ def _parse_grpc_headers(methods: Methods, headers: dict[bytes, bytes], content_l
         _timeout_ns(headers.get(b"grpc-timeout")),
         "" if encoding == b"identity" else encoding.decode(),
         content_length,
-        _request_options(methods.asked_headers, headers),
+        _request_options(methods.options_reader, headers),
     )
 
 
-def _request_options(asked_headers: AskedHeaders, headers: dict[bytes, bytes]) -> Asked:
-    return asked_headers.read(
-        {name: headers[wire].decode("latin-1") for wire, name in asked_headers.wire_names.items() if wire in headers}
+def _request_options(options_reader: RequestOptionsReader, headers: dict[bytes, bytes]) -> RequestOptions:
+    return options_reader.read(
+        {name: headers[wire].decode("latin-1") for wire, name in options_reader.wire_names.items() if wire in headers}
     )
 
 

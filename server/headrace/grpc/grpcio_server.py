@@ -20,7 +20,7 @@ from headrace.core.errors import Cancelled, Unavailable, forget_frames
 from headrace.core.limits import BodyReservation, ClientLimits
 from headrace.grpc.methods import Message, Methods, StreamMethod, UnaryMethod
 from headrace.grpc.status import error_status
-from headrace.inference.request_options import Asked, AskedHeaders
+from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 from headrace.tls import TlsFiles
 
 # Shortest interval between PINGs of a client, also without an open call. After two PINGs that come sooner, the connection is
@@ -99,8 +99,8 @@ class GrpcioServer:
         await asyncio.wait({server_stop}, timeout=grace_s)
         rejection = Unavailable("the server is shutting down and could not wait for this request")
         for call in list(self._calls):
-            if call.caller is not None:
-                call.caller.settle(rejection)
+            if call.completion is not None:
+                call.completion.settle(rejection)
         for stream in list(self._streams):
             stream.end(rejection)
         await server_stop
@@ -132,28 +132,28 @@ class GrpcioServer:
         return _Handlers(handlers)
 
     def _unary(self, method: UnaryMethod) -> Callable[[bytes, Any], Any]:
-        calls, asked_headers, client_limits = self._calls, self._methods.asked_headers, self._client_limits
+        calls, options_reader, client_limits = self._calls, self._methods.options_reader, self._client_limits
 
         async def serve(message: bytes, context: Any) -> bytes:
-            call, held = _UnaryCall(context, asked_headers), BodyReservation(client_limits)
+            call, reservation = _UnaryCall(context, options_reader), BodyReservation(client_limits)
             calls.add(call)
             try:
-                held.grow(len(message))
+                reservation.grow(len(message))
                 return b"".join(await method(message, call))
             except Exception as error:
                 await _abort(context, error)
                 raise
             finally:
-                held.end()
+                reservation.end()
                 calls.discard(call)
 
         return serve
 
     def _stream(self, method: StreamMethod) -> Callable[[Any, Any], Any]:
-        streams, asked_headers, client_limits = self._streams, self._methods.asked_headers, self._client_limits
+        streams, options_reader, client_limits = self._streams, self._methods.options_reader, self._client_limits
 
         async def serve(messages: Any, context: Any) -> None:
-            call = _StreamCall(context, asked_headers, BodyReservation(client_limits), self._stopping)
+            call = _StreamCall(context, options_reader, BodyReservation(client_limits), self._stopping)
             streams.add(call)
             try:
                 await method(call)
@@ -165,7 +165,7 @@ class GrpcioServer:
                 call.task.uncancel()
                 await _abort(context, call.end_reason)
             finally:
-                call.held.end()
+                call.reservation.end()
                 streams.discard(call)
 
         return serve
@@ -182,18 +182,18 @@ class _Handlers(grpc.GenericRpcHandler):
 class _UnaryCall:
     """`GrpcCall` of grpcio, which cancels the task of the method when the client disconnects."""
 
-    __slots__ = ("_asked_headers", "_context", "caller", "deadline_ns", "received_ns")
+    __slots__ = ("_context", "_options_reader", "completion", "deadline_ns", "received_ns")
 
-    def __init__(self, context: Any, asked_headers: AskedHeaders) -> None:
+    def __init__(self, context: Any, options_reader: RequestOptionsReader) -> None:
         self._context = context
-        self._asked_headers = asked_headers
+        self._options_reader = options_reader
         self.received_ns = monotonic_ns()
         self.deadline_ns = _deadline_ns(context, self.received_ns)
-        self.caller: LoopCompletion | None = None
+        self.completion: LoopCompletion | None = None
 
     @property
-    def asked(self) -> Asked:
-        return _request_options(self._asked_headers, self._context)
+    def options(self) -> RequestOptions:
+        return _request_options(self._options_reader, self._context)
 
 
 class _StreamCall:
@@ -204,19 +204,21 @@ class _StreamCall:
         end_reason: error with which `end` has cancelled the task, None if it has not.
     """
 
-    def __init__(self, context: Any, asked_headers: AskedHeaders, held: BodyReservation, stopping: bool) -> None:
+    def __init__(
+        self, context: Any, options_reader: RequestOptionsReader, reservation: BodyReservation, stopping: bool
+    ) -> None:
         self.deadline_ns = _deadline_ns(context, monotonic_ns())
         self.stopping = stopping
-        self.held = held
+        self.reservation = reservation
         self.task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]
         self.end_reason: Unavailable | None = None
         self._context = context
-        self._asked_headers = asked_headers
+        self._options_reader = options_reader
         self._reading = False
 
     @property
-    def asked(self) -> Asked:
-        return _request_options(self._asked_headers, self._context)
+    def options(self) -> RequestOptions:
+        return _request_options(self._options_reader, self._context)
 
     async def read(self) -> bytes | None:
         if self.stopping:
@@ -258,9 +260,9 @@ def _deadline_ns(context: Any, now_ns: int) -> int:
     return 0 if remaining_s is None else now_ns + int(remaining_s * NS_PER_S)
 
 
-def _request_options(asked_headers: AskedHeaders, context: Any) -> Asked:
-    names = asked_headers.names
-    return asked_headers.read({name: value for name, value in context.invocation_metadata() or () if name in names})
+def _request_options(options_reader: RequestOptionsReader, context: Any) -> RequestOptions:
+    names = options_reader.names
+    return options_reader.read({name: value for name, value in context.invocation_metadata() or () if name in names})
 
 
 def _shutting_down() -> Unavailable:

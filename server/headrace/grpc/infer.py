@@ -13,7 +13,7 @@ from headrace.core.errors import HeadraceError
 from headrace.grpc.codec import Envelope, GrpcCodec, scan
 from headrace.grpc.methods import GrpcCall, Message
 from headrace.inference.models import Services
-from headrace.inference.request_options import NOTHING, Asked
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.status import grpc_code
 
@@ -40,12 +40,12 @@ class GrpcInference:
             HeadraceError: for the caller.
         """
         try:
-            envelope, options = scan(message), call.asked
+            envelope, options = scan(message), call.options
         except HeadraceError as error:
-            self.refused(error, call.received_ns)
+            self.record_unreadable(error, call.received_ns)
             raise
         pending = self.begin(message, envelope, call.received_ns, call.deadline_ns, options)
-        call.caller = pending.completion
+        call.completion = pending.completion
         try:
             await pending.completion
         except asyncio.CancelledError:
@@ -54,14 +54,19 @@ class GrpcInference:
         except HeadraceError:
             pass  # `finish` counts and raises it
         finally:
-            call.caller = None
+            call.completion = None
         try:  # as in `finish`, without its call
             return self._service.finish(pending)
         except Exception as error:
             self._raise(pending, error)
 
     def begin(
-        self, message: bytes, envelope: Envelope, received_ns: int, deadline_ns: int, options: Asked = NOTHING
+        self,
+        message: bytes,
+        envelope: Envelope,
+        received_ns: int,
+        deadline_ns: int,
+        options: RequestOptions = NO_OPTIONS,
     ) -> PendingRequest:
         """Decode a request and queue it.
 
@@ -104,7 +109,7 @@ class GrpcInference:
         """Drop a request whose caller disconnected."""
         self._service.drop(pending)
 
-    def refused(self, error: HeadraceError, received_ns: int) -> None:
+    def record_unreadable(self, error: HeadraceError, received_ns: int) -> None:
         """Record a message that cannot be read."""
         self._service.fail(PendingRequest("", "", received_ns), error)
 

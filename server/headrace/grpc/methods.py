@@ -13,7 +13,7 @@ from typing import Protocol
 
 from headrace.core.completion import LoopCompletion
 from headrace.core.limits import BodyReservation
-from headrace.inference.request_options import Asked, AskedHeaders
+from headrace.inference.request_options import RequestOptions, RequestOptionsReader
 
 # The parts of one serialized message, in order.
 Message = list[bytes | memoryview]
@@ -25,17 +25,17 @@ class GrpcCall(Protocol):
     Attributes:
         received_ns: monotonic time at which the request had arrived.
         deadline_ns: monotonic time at which the client stops waiting; 0 for none.
-        asked: request options from the call's metadata; raises BadRequest if they are invalid.
-        caller: completion for which the method waits, set by the method. The engine settles or abandons it when the client
+        options: request options from the call's metadata; raises BadRequest if they are invalid.
+        completion: completion for which the method waits, set by the method. The engine settles or abandons it when the client
             disconnects.
     """
 
     received_ns: int
     deadline_ns: int
-    caller: LoopCompletion | None
+    completion: LoopCompletion | None
 
     @property
-    def asked(self) -> Asked:
+    def options(self) -> RequestOptions:
         """See the class."""
 
 
@@ -44,18 +44,18 @@ class StreamCall(Protocol):
 
     Attributes:
         deadline_ns: as in `GrpcCall`.
-        asked: as in `GrpcCall`; for each message of the stream.
-        held: reservation of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
+        options: as in `GrpcCall`; for each message of the stream.
+        reservation: of the stream in the budget for all bodies. `read` releases the bytes of its message; a method that
             keeps the message must grow the reservation and shrink it again. The engine releases the rest when the call ends.
         stopping: True once the server stops. The method then accepts no new request and ends as soon as it can.
     """
 
     deadline_ns: int
     stopping: bool
-    held: BodyReservation
+    reservation: BodyReservation
 
     @property
-    def asked(self) -> Asked:
+    def options(self) -> RequestOptions:
         """See the class."""
 
     async def read(self) -> bytes | None:
@@ -88,12 +88,12 @@ class Methods:
     Attributes:
         unary: methods with one request and one response message.
         streams: methods with streams of messages in both directions.
-        asked_headers: parser of the request options in a call's metadata.
+        options_reader: parser of the request options in a call's metadata.
     """
 
     unary: Mapping[str, UnaryMethod]
     streams: Mapping[str, StreamMethod]
-    asked_headers: AskedHeaders = field(default_factory=AskedHeaders)
+    options_reader: RequestOptionsReader = field(default_factory=RequestOptionsReader)
 
 
 class GrpcEngine(Protocol):

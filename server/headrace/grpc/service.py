@@ -15,18 +15,20 @@ from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import Methods, StreamMethod, UnaryMethod
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
-from headrace.inference.request_options import AskedHeaders
+from headrace.inference.request_options import RequestOptionsReader
 
 SERVICE: str = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 
 
-def grpc_methods(services: Services, max_message_bytes: int, asked_headers: AskedHeaders | None = None) -> Methods:
+def grpc_methods(
+    services: Services, max_message_bytes: int, options_reader: RequestOptionsReader | None = None
+) -> Methods:
     """Make all methods: inference, control, health, reflection.
 
     Args:
         services: of the server.
         max_message_bytes: largest request, which the engines enforce; also the bytes in flight on one stream.
-        asked_headers: parser of the request options in a call's metadata.
+        options_reader: parser of the request options in a call's metadata.
     """
     infer = GrpcInference(services, max_message_bytes)
     health = HealthService(services.models, SERVICE)
@@ -40,4 +42,4 @@ def grpc_methods(services: Services, max_message_bytes: int, asked_headers: Aske
     }
     streams[f"/{SERVICE}/ModelStreamInfer"] = InferStreams(infer, max_message_bytes).serve
     streams[f"/{HEALTH_SERVICE}/Watch"] = health.watch
-    return Methods(unary, streams, asked_headers or AskedHeaders())
+    return Methods(unary, streams, options_reader or RequestOptionsReader())

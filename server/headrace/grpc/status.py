@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.core.clock import NS_PER_S
 from headrace.core.errors import HeadraceError, QuotaExceeded
 from headrace.grpc.codec import varint
-from headrace.inference.service import fault
+from headrace.inference.service import internal_error
 from headrace.inference.status import grpc_code, retry_after_s, retry_delay_s
 from headrace.observability.counters import ERRORS
 
@@ -68,7 +68,7 @@ def error_status(error: Exception) -> ErrorStatus:
     Returns:
         Its status; that of an internal error with a reference to the log if it is not a HeadraceError.
     """
-    reported = error if isinstance(error, HeadraceError) else fault(error, logger)
+    reported = error if isinstance(error, HeadraceError) else internal_error(error, logger)
     text = str(reported).encode("utf-8", "replace").decode()
     ERRORS.count("grpc", reported.reason)
     limit = _MAX_ASCII if text.isascii() and text.isprintable() else _MAX_OTHER

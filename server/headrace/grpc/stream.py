@@ -20,7 +20,7 @@ from headrace.core.errors import HeadraceError, Unavailable, forget_frames
 from headrace.grpc.codec import scan, varint
 from headrace.grpc.infer import GrpcInference
 from headrace.grpc.methods import Message, StreamCall
-from headrace.inference.service import PendingRequest, fault
+from headrace.inference.service import PendingRequest, internal_error
 from headrace.inference.status import retry_after_ms
 from headrace.observability.counters import ERRORS
 
@@ -73,31 +73,31 @@ class InferStreams:
             raise errors.exceptions[0] from None
         finally:
             stream.close()
-        if stream.refused is not None:
-            raise stream.refused
+        if stream.rejection is not None:
+            raise stream.rejection
 
 
-class _Turn:
+class _StreamEntry:
     """One request of a stream, from its arrival until its answer is sent.
 
     Attributes:
         request_bytes: size of its message.
-        answer: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
+        response: an encoded error, or a request whose completion is settled; None while it is computed. The error itself where it
             ends the stream.
     """
 
-    __slots__ = ("answer", "request_bytes")
+    __slots__ = ("request_bytes", "response")
 
     def __init__(self, request_bytes: int) -> None:
         self.request_bytes = request_bytes
-        self.answer: PendingRequest | Message | HeadraceError | None = None
+        self.response: PendingRequest | Message | HeadraceError | None = None
 
 
 class _Stream:
     """The state of one stream; everything happens on the event loop.
 
     Attributes:
-        refused: why the reader stopped before the client had half-closed.
+        rejection: why the reader stopped before the client had half-closed.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class _Stream:
     ) -> None:
         self._infer = infer
         self._call = call
-        self._asked = call.asked
+        self._options = call.options
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_in_flight = max_in_flight
         self._in_flight = 0
         self._in_flight_bytes = 0
         self._queued: set[PendingRequest] = set()
-        self._turns: deque[_Turn] = deque()  # in the order of arrival, without the unordered ones
-        self._ready: deque[_Turn] = deque()  # answers that can be sent now
+        self._ordered: deque[_StreamEntry] = deque()  # in the order of arrival, without the unordered ones
+        self._ready: deque[_StreamEntry] = deque()  # answers that can be sent now
         self._anything_ready = asyncio.Event()
         self._room = asyncio.Event()
         self._read_all = False
-        self.refused: Unavailable | None = None
+        self.rejection: Unavailable | None = None
 
     async def read(self) -> None:
         """Queue requests until the client half-closes or the server stops."""
@@ -125,7 +125,7 @@ class _Stream:
             try:
                 message = await self._call.read()
             except Unavailable as error:
-                self.refused = error
+                self.rejection = error
                 message = None
             if message is None:
                 self._read_all = True
@@ -145,17 +145,17 @@ class _Stream:
         while self._in_flight or not self._read_all:
             self._anything_ready.clear()
             while ready:
-                turn = ready.popleft()
-                answer = turn.answer
-                if isinstance(answer, PendingRequest):
-                    await self._call.write(self._finish(answer))
-                    self._call.held.shrink(turn.request_bytes)
-                elif isinstance(answer, HeadraceError):
-                    raise answer
-                elif answer is not None:
-                    await self._call.write(answer)
+                entry = ready.popleft()
+                response = entry.response
+                if isinstance(response, PendingRequest):
+                    await self._call.write(self._finish(response))
+                    self._call.reservation.shrink(entry.request_bytes)
+                elif isinstance(response, HeadraceError):
+                    raise response
+                elif response is not None:
+                    await self._call.write(response)
                 self._in_flight -= 1
-                self._in_flight_bytes -= turn.request_bytes
+                self._in_flight_bytes -= entry.request_bytes
                 self._room.set()
             if self._in_flight or not self._read_all:
                 await self._anything_ready.wait()
@@ -167,52 +167,52 @@ class _Stream:
         self._queued.clear()
 
     def _begin(self, message: bytes) -> None:
-        received_ns, held, turn = self._clock(), self._call.held, _Turn(len(message))
+        received_ns, reservation, entry = self._clock(), self._call.reservation, _StreamEntry(len(message))
         request_id = ""
         try:
             try:
                 envelope = scan(message)
                 request_id = envelope.id
-                held.grow(len(message))
+                reservation.grow(len(message))
             except HeadraceError as error:
-                self._infer.refused(error, received_ns)
+                self._infer.record_unreadable(error, received_ns)
                 raise
             try:
                 # The engine ends the whole stream at its deadline; a request that had it too would only race with that.
-                pending = self._infer.begin(message, envelope, received_ns, 0, self._asked)
+                pending = self._infer.begin(message, envelope, received_ns, 0, self._options)
             except BaseException:
-                held.shrink(len(message))
+                reservation.shrink(len(message))
                 raise
         except HeadraceError as error:
             forget_frames(error)
-            self._refused(turn, error, request_id)
+            self._reject(entry, error, request_id)
             return
         except Exception as error:
-            self._refused(turn, fault(error, logger), request_id)
+            self._reject(entry, internal_error(error, logger), request_id)
             return
         self._queued.add(pending)
-        if pending.plan.unordered:
-            pending.completion.then(partial(self._overtake, turn, pending))
+        if pending.template.unordered:
+            pending.completion.then(partial(self._on_settled_unordered, entry, pending))
         else:
-            self._turns.append(turn)
-            pending.completion.then(partial(self._settled, turn, pending))
+            self._ordered.append(entry)
+            pending.completion.then(partial(self._on_settled, entry, pending))
 
-    def _refused(self, turn: _Turn, error: HeadraceError, request_id: str) -> None:
-        self._turns.append(turn)
-        self._settled(turn, error if self._asked.ends_stream else _error(error, request_id))
+    def _reject(self, entry: _StreamEntry, error: HeadraceError, request_id: str) -> None:
+        self._ordered.append(entry)
+        self._on_settled(entry, error if self._options.ends_stream else _error(error, request_id))
 
-    def _settled(self, turn: _Turn, answer: PendingRequest | Message | HeadraceError) -> None:
-        turn.answer = answer
-        turns = self._turns
-        if turns[0] is not turn:
+    def _on_settled(self, entry: _StreamEntry, response: PendingRequest | Message | HeadraceError) -> None:
+        entry.response = response
+        ordered = self._ordered
+        if ordered[0] is not entry:
             return
-        while turns and turns[0].answer is not None:
-            self._ready.append(turns.popleft())
+        while ordered and ordered[0].response is not None:
+            self._ready.append(ordered.popleft())
         self._anything_ready.set()
 
-    def _overtake(self, turn: _Turn, pending: PendingRequest) -> None:
-        turn.answer = pending
-        self._ready.append(turn)
+    def _on_settled_unordered(self, entry: _StreamEntry, pending: PendingRequest) -> None:
+        entry.response = pending
+        self._ready.append(entry)
         self._anything_ready.set()
 
     def _finish(self, pending: PendingRequest) -> Message:
@@ -221,7 +221,7 @@ class _Stream:
             parts = self._infer.finish(pending)
         except HeadraceError as error:
             forget_frames(error)
-            if self._asked.ends_stream:
+            if self._options.ends_stream:
                 raise
             return _error(error, pending.id)
         size = sum(map(len, parts)) + len(_FINAL)

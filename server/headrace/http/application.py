@@ -7,7 +7,7 @@ from headrace.core.limits import ClientLimits
 from headrace.http.control_api import Metrics, check_path, control_application
 from headrace.http.infer_endpoint import InferEndpoint, Receive, Scope, Send, send_error, send_method_not_allowed
 from headrace.inference.models import Services
-from headrace.inference.request_options import AskedHeaders
+from headrace.inference.request_options import RequestOptionsReader
 
 
 class HttpApplication:
@@ -18,7 +18,7 @@ class HttpApplication:
         client_limits: the limits on requests.
         metrics: given the header Accept, gives the page for Prometheus as (content type, body), on any thread; None if it is
             served elsewhere.
-        asked_headers: what is read of inference requests besides.
+        options_reader: what is read of inference requests besides.
     """
 
     def __init__(
@@ -26,9 +26,9 @@ class HttpApplication:
         services: Services,
         client_limits: ClientLimits,
         metrics: Metrics | None,
-        asked_headers: AskedHeaders | None = None,
+        options_reader: RequestOptionsReader | None = None,
     ) -> None:
-        self._infer = InferEndpoint(services, client_limits, asked_headers)
+        self._infer = InferEndpoint(services, client_limits, options_reader)
         self._control = control_application(services, client_limits, metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

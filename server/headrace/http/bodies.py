@@ -429,7 +429,7 @@ class ServingStatus(_Closed):
     instances: _Count = Field(description="configured instances")
     living: _Count = Field(description="instances that are alive")
     restarts: _Count = Field(description="of instances that had died")
-    parked: bool = Field(description="evicted from GPU memory; loaded at the next request")
+    is_evicted: bool = Field(alias="parked", description="evicted from GPU memory; loaded at the next request")
     queued: _Count = Field(description="requests in the queue")
     wait_ns: _Count = Field(description="queue time predicted for a request now; 0: none, or unknown")
     late: _Count = Field(description="responses after their deadline")

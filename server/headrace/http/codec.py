@@ -22,7 +22,13 @@ from headrace.inference import tensor_codec
 from headrace.inference.body import BodyBytes
 from headrace.inference.models import Regions
 from headrace.inference.request_parameters import flag, integer, request_parameters, tensor_parameters
-from headrace.inference.request_template import MAX_SHARED_BYTES, Draft, Plan, PlanCache, PlanMaker
+from headrace.inference.request_template import (
+    MAX_SHARED_BYTES,
+    RequestTemplate,
+    TemplateBuilder,
+    TemplateCache,
+    TemplateFactory,
+)
 
 Body = list[bytes | memoryview]
 
@@ -49,7 +55,7 @@ class _Request(msgspec.Struct):
 
 _decoder = msgspec.json.Decoder(_Request)
 # Characters of a parser's message: it may repeat what the client has sent.
-_MAX_SHOWN = 200
+_MAX_MESSAGE_CHARS = 200
 
 
 class ModelCodec:
@@ -73,9 +79,9 @@ class ModelCodec:
     ) -> None:
         self.spec = spec
         self._regions = regions
-        self._maker = PlanMaker(spec, max_shared_bytes)
-        self._plans = PlanCache()
-        self._raw_plans = PlanCache()
+        self._factory = TemplateFactory(spec, max_shared_bytes)
+        self._templates = TemplateCache()
+        self._raw_templates = TemplateCache()
         self._client_limits = client_limits or ClientLimits()
 
     def decode(
@@ -85,7 +91,7 @@ class ModelCodec:
         received_ns: int,
         deadline_ns: int = 0,
         client: str = "",
-    ) -> tuple[InferRequest, Plan]:
+    ) -> tuple[InferRequest, RequestTemplate]:
         """A request out of a body.
 
         Args:
@@ -104,44 +110,44 @@ class ModelCodec:
             raise BadRequest(f"Inference-Header-Content-Length is {size}, the body has only {len(body)} bytes")
         if size or header_size is None:
             header = bytes(body[:size])  # of `bytes` no copy if it is the whole
-            plan = self._plans.find(header) or self._plan(header)
+            template = self._templates.find(header) or self._parse_template(header)
             position = size
         else:
-            plan, position = self._raw_plan(body)
-        inputs = dict(plan.given)
-        for piece in plan.raw:
-            inputs[piece.spec.name] = tensor_codec.from_binary(
-                piece.spec, piece.shape, piece.elements, body, position, piece.size_bytes
+            template, position = self._raw_template(body)
+        inputs = dict(template.literals)
+        for entry in template.raw:
+            inputs[entry.spec.name] = tensor_codec.from_binary(
+                entry.spec, entry.shape, entry.elements, body, position, entry.size_bytes
             )
-            position += piece.size_bytes
+            position += entry.size_bytes
         if position != len(body):
             raise BadRequest(
                 f"{len(body) - position} bytes are left over behind the tensors: the inputs' binary_data_size add up to "
                 f"{position - size}, {len(body) - size} bytes came"
             )
         shared_bytes = 0
-        if plan.needs_regions:
-            plan, shared_bytes = plan.attach(self._regions, inputs, self.spec.resident_devices)
+        if template.needs_regions:
+            template, shared_bytes = template.attach(self._regions, inputs, self.spec.resident_devices)
         return (
             InferRequest(
                 inputs=inputs,
-                rows=plan.rows,
-                shape_key=plan.shape_key,
+                rows=template.rows,
+                shape_key=template.shape_key,
                 received_ns=received_ns,
-                request_id=plan.request_id,
-                priority=plan.priority,
-                deadline_ns=plan.deadline_ns(received_ns, deadline_ns) if plan.deadline_us else deadline_ns,
-                queue_timeout_ns=plan.queue_timeout_ns,
+                request_id=template.request_id,
+                priority=template.priority,
+                deadline_ns=template.deadline_ns(received_ns, deadline_ns) if template.deadline_us else deadline_ns,
+                queue_timeout_ns=template.queue_timeout_ns,
                 size_bytes=len(body) + shared_bytes,
                 client=client,
             ),
-            plan,
+            template,
         )
 
     def encode(
         self,
         response: InferResponse,
-        plan: Plan,
+        template: RequestTemplate,
         request_id: str = "",
         parameters: Mapping[str, object] | None = None,
     ) -> tuple[int | None, Body]:
@@ -149,7 +155,7 @@ class ModelCodec:
 
         Args:
             response: every output of the model.
-            plan: of the request, as `decode` gave it.
+            template: of the request, as `decode` gave it.
             request_id: the caller's own, "" for none.
             parameters: of the answer.
 
@@ -162,23 +168,23 @@ class ModelCodec:
         outputs: list[dict[str, object]] = []
         body: Body = [b""]
         binary = False
-        for wanted in plan.wanted:
-            spec = wanted.spec
+        for output in template.outputs:
+            spec = output.spec
             array, datatype = response.outputs[spec.name], spec.datatype
-            if wanted.classes:
-                array, datatype = classify(array, spec, wanted.classes, self.spec.max_batch_size > 0), BYTES
-            shown: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
-            if wanted.shared is not None:
+            if output.classes:
+                array, datatype = classify(array, spec, output.classes, self.spec.max_batch_size > 0), BYTES
+            description: dict[str, object] = {"name": spec.name, "datatype": datatype.name, "shape": array.shape}
+            if output.shared is not None:
                 # No parameters: Triton's C++ client takes any as a sign of binary data behind the header.
-                plan.write(wanted, tensor_codec.to_binary(array, datatype))
-            elif wanted.binary:
+                template.write_output(output, tensor_codec.to_binary(array, datatype))
+            elif output.binary:
                 data = tensor_codec.to_binary(array, datatype)
-                shown["parameters"] = {"binary_data_size": len(data)}
+                description["parameters"] = {"binary_data_size": len(data)}
                 body.append(data)
                 binary = True
             else:
-                shown["data"] = tensor_codec.to_json(array, datatype)
-            outputs.append(shown)
+                description["data"] = tensor_codec.to_json(array, datatype)
+            outputs.append(description)
         header: dict[str, object] = {
             "model_name": self.spec.name,
             "model_version": self.spec.version,
@@ -186,56 +192,56 @@ class ModelCodec:
         }
         if parameters:
             header["parameters"] = parameters
-        if request_id or plan.request_id:
-            header = {"id": request_id or plan.request_id, **header}
+        if request_id or template.request_id:
+            header = {"id": request_id or template.request_id, **header}
         body[0] = orjson.dumps(header, option=orjson.OPT_SERIALIZE_NUMPY)
         return (len(body[0]) if binary else None), body
 
-    def _raw_plan(self, body: bytes | BodyBytes) -> tuple[Plan, int]:
+    def _raw_template(self, body: bytes | BodyBytes) -> tuple[RequestTemplate, int]:
         """The plan of a raw binary request, and where in the body the tensors that it leaves to be read begin.
 
         One row, the shape by the size of the body, all outputs in binary.
         """
         key = b"%d" % len(body)
-        plan = self._raw_plans.find(key)
-        if plan is not None:
-            return plan, 0
+        template = self._raw_templates.find(key)
+        if template is not None:
+            return template, 0
         spec, shape = _raw_tensor(self.spec, len(body))
-        draft = Draft(self._maker)
-        piece = draft.declare(spec.name, spec.datatype.name, shape)
+        builder = TemplateBuilder(self._factory)
+        entry = builder.declare(spec.name, spec.datatype.name, shape)
         if spec.datatype is BYTES:
             text = np.empty(shape, dtype=object)
             text.reshape(-1)[0] = bytes(body)
-            draft.add_given(piece, text)
+            builder.add_literal(entry, text)
         else:
-            draft.add_raw(piece, len(body))
-        plan = draft.finish((), True, {}, "")
-        self._raw_plans.keep(key, plan)
-        return plan, 0 if plan.raw else len(body)
+            builder.add_raw(entry, len(body))
+        template = builder.finish((), True, {}, "")
+        self._raw_templates.add(key, template)
+        return template, 0 if template.raw else len(body)
 
-    def _plan(self, header: bytes) -> Plan:
+    def _parse_template(self, header: bytes) -> RequestTemplate:
         message = _parse(header, check_json(header, self._client_limits))
         parameters = message.parameters
         request_parameters(parameters)
-        draft = Draft(self._maker)
+        builder = TemplateBuilder(self._factory)
         for tensor in message.inputs:
-            piece = draft.declare(tensor.name, tensor.datatype, tensor.shape)
+            entry = builder.declare(tensor.name, tensor.datatype, tensor.shape)
             shared = tensor_parameters(tensor.parameters, "input", tensor.name) if tensor.parameters else None
             size_bytes = binary_size(tensor, shared is not None)
             if shared is not None:
-                draft.add_shared(piece, shared)
+                builder.add_shared(entry, shared)
             elif size_bytes is None:
-                draft.add_given(piece, tensor_codec.from_json(piece.spec, piece.shape, piece.elements, tensor.data))
+                builder.add_literal(entry, tensor_codec.from_json(entry.spec, entry.shape, entry.elements, tensor.data))
             else:
-                draft.add_raw(piece, size_bytes)
-        plan = draft.finish(
+                builder.add_raw(entry, size_bytes)
+        template = builder.finish(
             ((output.name, output.parameters) for output in message.outputs or ()),
             flag(parameters, "binary_data_output"),
             parameters,
             message.id,
         )
-        self._plans.keep(header, plan)
-        return plan
+        self._templates.add(header, template)
+        return template
 
 
 def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int]]:
@@ -244,32 +250,32 @@ def _raw_tensor(model: ModelSpec, size_bytes: int) -> tuple[TensorSpec, list[int
     Raises:
         BadRequest: the model has several inputs, or the size does not determine the shape.
     """
-    told = "a raw binary request (Inference-Header-Content-Length: 0)"
+    subject = "a raw binary request (Inference-Header-Content-Length: 0)"
     if len(model.inputs) != 1:
         raise BadRequest(
-            f"{told} is the data of one input, model '{model.name}' has {list(model.inputs)}: name them in a JSON header"
+            f"{subject} is the data of one input, model '{model.name}' has {list(model.inputs)}: name them in a JSON header"
         )
     (spec,) = model.inputs.values()
     shape = list(spec.shape)
     if model.max_batch_size:
         shape[0] = 1
     free = [index for index, size in enumerate(shape) if size == -1]
-    known = math.prod(size for size in shape if size != -1)
+    fixed_elements = math.prod(size for size in shape if size != -1)
     if spec.datatype is BYTES:
-        if free or known != 1:
+        if free or fixed_elements != 1:
             raise BadRequest(
-                f"{told} is one element of BYTES, input '{spec.name}' has shape {list(spec.shape)}: send it in a JSON header"
+                f"{subject} is one element of BYTES, input '{spec.name}' has shape {list(spec.shape)}: send it in a JSON header"
             )
         return spec, shape
     if len(free) > 1:
         raise BadRequest(
-            f"{told} does not tell the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
+            f"{subject} does not tell the shape of input '{spec.name}', {list(spec.shape)}: write it in a JSON header"
         )
     if free:
-        row_bytes = known * spec.datatype.size_bytes
+        row_bytes = fixed_elements * spec.datatype.size_bytes
         if size_bytes % row_bytes:
             raise BadRequest(
-                f"{told} of {size_bytes} bytes does not fill shape {list(spec.shape)} of {spec.datatype}: send a multiple of "
+                f"{subject} of {size_bytes} bytes does not fill shape {list(spec.shape)} of {spec.datatype}: send a multiple of "
                 f"{row_bytes} bytes"
             )
         shape[free[0]] = size_bytes // row_bytes
@@ -313,7 +319,7 @@ def _not_a_request(error: Exception) -> BadRequest:
 
 
 def _not_json(error: Exception) -> BadRequest:
-    return BadRequest(f"the request is not valid JSON: {str(error)[:_MAX_SHOWN]}")
+    return BadRequest(f"the request is not valid JSON: {str(error)[:_MAX_MESSAGE_CHARS]}")
 
 
 def _keys(message: _Request) -> int:

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from headrace.core.completion import LoopCompletion
 from headrace.core.errors import Overloaded
 from headrace.core.limits import ClientLimits
-from headrace.http.lifetime import Lifetimes, Stage
+from headrace.http.lifetime import ConnectionTimeouts, Stage
 from headrace.inference.body import MIN_DIRECT_BYTES, READ_BYTES, BodyBytes, SocketReader
 
 # Larger answers are written in parts: joining them would cost more than another entry in the write queue.
@@ -42,26 +42,26 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
 
     Args:
         client_limits: the limits. A Content-Length beyond them is left to the parser, and to the endpoint to refuse.
-        lifetimes: of the listener's connections.
+        timeouts: of the listener's connections.
 
     Attributes:
-        stage, since: see `http_lifetime.Mortal`.
+        stage, since: see `http_lifetime.TimedConnection`.
     """
 
-    def __init__(self, *args: Any, client_limits: ClientLimits, lifetimes: Lifetimes, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, client_limits: ClientLimits, timeouts: ConnectionTimeouts, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.caller: LoopCompletion | None = None
-        self.stage, self.since = Stage.HEADERS, lifetimes.epoch
+        self.completion: LoopCompletion | None = None
+        self.stage, self.since = Stage.HEADERS, timeouts.epoch
         self._client_limits = client_limits
-        self._lifetimes = lifetimes
+        self._timeouts = timeouts
         self._reader = SocketReader(self, self._direct_data)
-        self._large: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
-        self._seen: RequestResponseCycle | None = None
+        self._direct_body: tuple[RequestResponseCycle, asyncio.Future[BodyBytes | None]] | None = None
+        self._checked_cycle: RequestResponseCycle | None = None
         # With requests in a row it is not the last one, which is all that uvicorn knows of.
-        self._answering: RequestResponseCycle | None = None
+        self._active_cycle: RequestResponseCycle | None = None
         self._refusal = (0, "")
-        self._heard = False
-        self._held = client_limits.reserve()  # of the message that is being read; its scope has it too
+        self._has_received = False
+        self._reservation = client_limits.reserve()  # of the message that is being read; its scope has it too
         # Of the message that is being read: its headers, less the read that they began in; chunks; and bytes of the body as they
         # came, with all that frames them, and as they are.
         self._header_bytes = self._chunks = self._wire_bytes = self._body_bytes = 0
@@ -70,7 +70,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """From here on the reader decides where bytes go."""
         super().connection_made(transport)
         transport.set_protocol(self._reader)
-        self._lifetimes.add(self)
+        self._timeouts.add(self)
         if not self._client_limits.enter():
             self._refuse(
                 503, f"the server has {self._client_limits.limits.max_connections} connections and takes no more"
@@ -79,20 +79,20 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone: nobody waits for the answer any more."""
         self._client_limits.leave()
-        self._lifetimes.discard(self)
-        self._client_left()
+        self._timeouts.discard(self)
+        self._mark_disconnected()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        if self.caller is not None:
-            self.caller.abandon()
+        if self.completion is not None:
+            self.completion.abandon()
         for cycle, _ in self.pipeline:  # nobody will serve them
-            cycle.scope["headrace.held"].end()  # type: ignore[typeddict-item]
+            cycle.scope["headrace.reservation"].end()  # type: ignore[typeddict-item]
         self.pipeline.clear()
         # The garbage collector comes by rarely: what leads back here must not keep a body until it does.
-        self.cycle = self.scope = self._reader = self._large = self._seen = None  # type: ignore[assignment]
+        self.cycle = self.scope = self._reader = self._direct_body = self._checked_cycle = None  # type: ignore[assignment]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answering = cycle
+        self._active_cycle = cycle
         super()._start_asgi_task(cycle, self._serve)
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
@@ -100,24 +100,24 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         try:
             await self.app(scope, receive, send)
         finally:
-            scope["headrace.held"].end()
+            scope["headrace.reservation"].end()
 
-    def _client_left(self) -> None:
+    def _mark_disconnected(self) -> None:
         """Nothing can be written any more: an answer that waits until it can would find that out by an exception."""
-        cycle = self._answering
+        cycle = self._active_cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-        self._answering = None
+        self._active_cycle = None
 
     # --- The parser's callbacks ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """A request begins: its scope gets a way back to this connection."""
         super().on_message_begin()
-        self.stage, self.since, self._header_bytes = Stage.HEADERS, self._lifetimes.epoch, 0
+        self.stage, self.since, self._header_bytes = Stage.HEADERS, self._timeouts.epoch, 0
         self.scope["headrace.connection"] = self  # type: ignore[typeddict-unknown-key]
-        self._held = self.scope["headrace.held"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
+        self._reservation = self.scope["headrace.reservation"] = self._client_limits.reserve()  # type: ignore[typeddict-unknown-key]
 
     def on_headers_complete(self) -> None:
         """The headers are in."""
@@ -127,7 +127,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             if size > limit:
                 self._client_limits.hit(_HEADERS)
                 self._refuse_from_parser(431, f"the headers are larger than {limit} bytes")
-        self.stage, self.since = Stage.BODY, self._lifetimes.epoch
+        self.stage, self.since = Stage.BODY, self._timeouts.epoch
         self._chunks = self._wire_bytes = self._body_bytes = 0
         super().on_headers_complete()
         self.headers = []  # trailers would be added to the list that the application reads
@@ -145,7 +145,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """A part of the body, without what frames it."""
         self._body_bytes += len(body)
         try:
-            self._held.grow(len(body))
+            self._reservation.grow(len(body))
         except Overloaded as error:
             self._refuse_from_parser(503, str(error))
         super().on_body(body)
@@ -165,17 +165,17 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         """Bytes for the parser; if they leave a large body incomplete, the rest of it takes the short way."""
         if self.parser is None:
             return
-        before, scope = self.stage, self.scope
-        self._heard = True
+        stage_before, scope = self.stage, self.scope
+        self._has_received = True
         super().data_received(data)
-        if self.stage is before and self.scope is scope and before is not Stage.BETWEEN:
+        if self.stage is stage_before and self.scope is scope and stage_before is not Stage.BETWEEN:
             self._count(len(data))
         if self.stage is Stage.HEADERS:
             return
         cycle = self.cycle
-        if cycle is not None and cycle.more_body and cycle is not self._seen and self.parser is not None:
+        if cycle is not None and cycle.more_body and cycle is not self._checked_cycle and self.parser is not None:
             # Only now, right after its headers: once its task has run, the body is the business of `receive`.
-            self._seen = cycle
+            self._checked_cycle = cycle
             if not self.pipeline:
                 self._receive_directly(cycle)
 
@@ -202,38 +202,38 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
     # --- http_lifetime.Mortal -----------------------------------------------------------------------------------------
 
     def unread_bytes(self) -> int:
-        """See `Mortal`."""
+        """See `TimedConnection`."""
         return self.transport.get_write_buffer_size()
 
-    def forgotten(self) -> bool:
-        """See `Mortal`: the timer between two requests is off, an empty line may have done that."""
+    def is_idle_without_timer(self) -> bool:
+        """See `TimedConnection`: the timer between two requests is off, an empty line may have done that."""
         cycle = self.cycle
         return cycle is not None and cycle.response_complete and self.timeout_keep_alive_task is None
 
-    def excused(self) -> bool:
-        """See `Mortal`."""
+    def is_waiting_for_server(self) -> bool:
+        """See `TimedConnection`."""
         return bool(self.pipeline)
 
     def time_out(self, text: str) -> None:
-        """See `Mortal`."""
-        if self._heard:
+        """See `TimedConnection`."""
+        if self._has_received:
             self._refuse(408, text)
         else:
             self.transport.close()  # there was no request that could be answered
 
-    def cut(self) -> None:
-        """See `Mortal`."""
-        self._client_left()
+    def abort(self) -> None:
+        """See `TimedConnection`."""
+        self._mark_disconnected()
         self.transport.abort()
 
     # --- The short cuts -----------------------------------------------------------------------------------------------
 
-    async def whole_body(self, send: Any) -> bytes | BodyBytes | None:
+    async def read_body(self, send: Any) -> bytes | BodyBytes | None:
         """The body of the request that `send` answers, or None if `receive` has it (or the client's leaving)."""
         cycle: RequestResponseCycle = send.__self__
-        if self._large is not None and self._large[0] is cycle:
-            whole = await self._large[1]
-            self._large = None
+        if self._direct_body is not None and self._direct_body[0] is cycle:
+            whole = await self._direct_body[1]
+            self._direct_body = None
             cycle.body = bytearray()
             return whole
         if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
@@ -241,7 +241,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         body, cycle.body = bytes(cycle.body), bytearray()  # a connection that idles keeps nothing
         return body
 
-    def answer(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+    def write_response(self, send: Any, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         """Write a whole answer; False if the client reads slowly and the answer must wait its turn through `send`.
 
         Args:
@@ -275,14 +275,14 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             return
 
         try:
-            self._held.check(size_bytes - len(cycle.body))
+            self._reservation.check(size_bytes - len(cycle.body))
         except Overloaded as error:  # told before it is read
             self._refuse(503, str(error))
             return
 
         def complete(body: BodyBytes | None) -> None:
             if cycle.response_complete or body is None:
-                self._large = None  # nobody wants it
+                self._direct_body = None  # nobody wants it
             else:
                 cycle.body = body  # type: ignore[assignment]
             cycle.more_body = False
@@ -292,7 +292,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
-        self._large = cycle, self._reader.expect(size_bytes, cycle.body, complete)
+        self._direct_body = cycle, self._reader.receive_body(size_bytes, cycle.body, complete)
 
     def _direct_data(self, size_bytes: int) -> None:
         """A part of a large body has come the short way."""
@@ -301,7 +301,7 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
             self._reader.drop_body()
             return
         try:
-            self._held.grow(size_bytes)
+            self._reservation.grow(size_bytes)
         except Overloaded as error:
             self._refuse(503, str(error))
 
@@ -316,17 +316,17 @@ class HeadraceHttpProtocol(HttpToolsProtocol):
         cycle = self.cycle
         # Where an answer is still to come on the connection, or was given already, words would be taken for another.
         if self.stage is Stage.BODY:
-            silent = bool(self.pipeline) or cycle.response_started
+            is_silent = bool(self.pipeline) or cycle.response_started
         else:
-            silent = cycle is not None and not cycle.response_complete
-        self.stage, self.since = Stage.ENDING, self._lifetimes.epoch
+            is_silent = cycle is not None and not cycle.response_complete
+        self.stage, self.since = Stage.ENDING, self._timeouts.epoch
         self.parser = None  # type: ignore[assignment]  # what comes is dropped
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-        self._reader.forget_body()
+        self._reader.end_body()
         self.flow.resume_reading()
-        if silent:
+        if is_silent:
             transport.close()
             return
         body = orjson.dumps({"error": text})

@@ -21,7 +21,7 @@ from starlette.routing import Match
 
 from headrace.core.errors import BadRequest, Cancelled, HeadraceError, ModelFailed
 from headrace.core.limits import REGION_PATTERN, ClientLimits
-from headrace.http.infer_endpoint import error_answer
+from headrace.http.infer_endpoint import error_response
 from headrace.http.json_bounds import check_json, unique
 from headrace.http.openapi import TAGS, add_route, document, infer_routes
 from headrace.http.pages import page_routes
@@ -37,7 +37,7 @@ _MEDIA_TYPES = ("", JSON, "text/plain", "application/octet-stream", "application
 # A slash, a backslash or a control character that hides in one segment of the path: nothing here has such a name.
 _HIDDEN = re.compile(rb"%(?:2f|5c|[01][0-9a-f]|7f)", re.IGNORECASE)
 # As much of a decoder's message as is shown: it may repeat a key that the client has chosen.
-_MAX_SHOWN = 200
+_MAX_MESSAGE_CHARS = 200
 
 
 def control_application(services: Services, client_limits: ClientLimits, metrics: Metrics | None) -> FastAPI:
@@ -81,12 +81,12 @@ def check_path(raw_path: bytes) -> None:
 
 def _endpoint(route: Route, client_limits: ClientLimits) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        return await _answer(route, request, client_limits)
+        return await _respond(route, request, client_limits)
 
     return endpoint
 
 
-async def _answer(route: Route, request: Request, client_limits: ClientLimits) -> Response:
+async def _respond(route: Route, request: Request, client_limits: ClientLimits) -> Response:
     """Run a route; never raises for what the client did."""
     try:
         result = route.run(**await _arguments(route, request, client_limits))
@@ -165,9 +165,9 @@ def _decode(content: bytes, route: Route, client_limits: ClientLimits) -> Any:
             json.dumps(parsed, ensure_ascii=False).encode()
         return msgspec.convert(parsed, route.body)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the body is not what is expected here: {_shown(error)}") from None
+        raise BadRequest(f"the body is not what is expected here: {_shorten(error)}") from None
     except (ValueError, RecursionError) as error:  # the codec's errors are ValueErrors too
-        raise BadRequest(f"the body is not valid JSON: {_shown(error)}") from None
+        raise BadRequest(f"the body is not valid JSON: {_shorten(error)}") from None
 
 
 def _number(text: str) -> float | int:
@@ -180,26 +180,30 @@ def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no number in JSON")
 
 
-def _shown(error: Exception) -> str:
+def _shorten(error: Exception) -> str:
     text = str(error)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 2 :]}"
+    return (
+        text
+        if len(text) <= _MAX_MESSAGE_CHARS
+        else f"{text[: _MAX_MESSAGE_CHARS // 2]}...{text[-_MAX_MESSAGE_CHARS // 2 :]}"
+    )
 
 
 def _json(result: object) -> bytes:
     try:
-        return orjson.dumps(result, default=_plain)
+        return orjson.dumps(result, default=_to_dict)
     except TypeError:  # a name that is not UTF-8, as a file system may have it, or a number beyond 64 bits
-        return json.dumps(result, default=_plain, ensure_ascii=False).encode("utf-8", "replace")
+        return json.dumps(result, default=_to_dict, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def _plain(value: object) -> object:
+def _to_dict(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _error(error: HeadraceError) -> Response:
-    status, headers, content = error_answer(error)
+    status, headers, content = error_response(error)
     return Response(content, status, {name.decode(): value.decode() for name, value in headers})
 
 

@@ -23,7 +23,7 @@ from headrace.inference import compression
 from headrace.inference.body import BodyBytes
 from headrace.inference.load_report import Header, Headers, LoadHeaders, orca_headers
 from headrace.inference.models import Handle, Services
-from headrace.inference.request_options import NOTHING, AskedHeaders
+from headrace.inference.request_options import NO_OPTIONS, RequestOptionsReader
 from headrace.inference.service import InferenceService, PendingRequest, Wire
 from headrace.inference.status import http_status, retry_after_ms, retry_after_s
 from headrace.inference.timing import timing_headers
@@ -34,7 +34,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_OWN_NAMES = frozenset((b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length"))
+_ENDPOINT_HEADERS = frozenset(
+    (b"accept-encoding", b"content-encoding", b"content-length", b"inference-header-content-length")
+)
 _JSON_TYPE = (b"content-type", b"application/json")
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -47,12 +49,12 @@ _BINARY_HEAD = (
 class Connection(Protocol):
     """The short cuts that our own HTTP protocol offers; see `headrace.http.connection`."""
 
-    caller: LoopCompletion | None
+    completion: LoopCompletion | None
 
-    async def whole_body(self, send: Send) -> bytes | BodyBytes | None:
+    async def read_body(self, send: Send) -> bytes | BodyBytes | None:
         """The body, or None if `receive` has it."""
 
-    def answer(self, send: Send, head: bytes, parts: Body) -> bool:
+    def write_response(self, send: Send, head: bytes, parts: Body) -> bool:
         """Write a whole answer; False if it must go through `send`."""
 
 
@@ -60,12 +62,12 @@ class InferHeaders:
     """The headers of a request that matter here.
 
     Attributes:
-        asked: what else they ask.
+        options: request options.
     """
 
-    __slots__ = ("accept_encoding", "asked", "content_encoding", "content_length", "header_size")
+    __slots__ = ("accept_encoding", "content_encoding", "content_length", "header_size", "options")
 
-    def __init__(self, headers: list[tuple[bytes, bytes]], asked_headers: AskedHeaders) -> None:
+    def __init__(self, headers: list[tuple[bytes, bytes]], options_reader: RequestOptionsReader) -> None:
         """Read them.
 
         Raises:
@@ -75,13 +77,13 @@ class InferHeaders:
         self.content_encoding = ""
         self.content_length = 0
         self.header_size: int | None = None
-        self.asked = NOTHING
-        asked: dict[str, str] = {}
-        names = asked_headers.wire_names
+        self.options = NO_OPTIONS
+        option_values: dict[str, str] = {}
+        names = options_reader.wire_names
         for name, value in headers:
             if name in names:
-                asked[names[name]] = value.decode("latin-1")
-            elif name not in _OWN_NAMES:
+                option_values[names[name]] = value.decode("latin-1")
+            elif name not in _ENDPOINT_HEADERS:
                 continue
             elif name == b"inference-header-content-length":
                 self.header_size = _length(name, value)
@@ -92,8 +94,8 @@ class InferHeaders:
             else:
                 accepted = value.decode("latin-1")
                 self.accept_encoding = f"{self.accept_encoding},{accepted}" if self.accept_encoding else accepted
-        if asked:
-            self.asked = asked_headers.read(asked)
+        if option_values:
+            self.options = options_reader.read(option_values)
 
 
 WIRE = Wire("http", "200", lambda error: str(http_status(error)), load_in_parameters=False)
@@ -105,7 +107,7 @@ class InferEndpoint:
     Args:
         services: where versions are leased, shared memory is found, and accounts go.
         client_limits: the limits on requests.
-        asked_headers: what else is read of a request.
+        options_reader: what else is read of a request.
         clock: monotonic nanoseconds.
     """
 
@@ -113,7 +115,7 @@ class InferEndpoint:
         self,
         services: Services,
         client_limits: ClientLimits,
-        asked_headers: AskedHeaders | None = None,
+        options_reader: RequestOptionsReader | None = None,
         clock: Clock = monotonic_ns,
     ) -> None:
         regions, max_bytes = services.regions, client_limits.limits.max_body_bytes
@@ -121,49 +123,49 @@ class InferEndpoint:
             services, WIRE, lambda spec: ModelCodec(spec, regions, max_bytes, client_limits), clock
         )
         self._client_limits = client_limits
-        self._asked_headers = asked_headers or AskedHeaders()
+        self._options_reader = options_reader or RequestOptionsReader()
         self._clock = clock
         self._loads: WeakKeyDictionary[Handle, LoadHeaders] = WeakKeyDictionary()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, number: str) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, model: str, version: str) -> None:
         """Serve one request for a model; never raises for what the client did."""
         service, clock = self._service, self._clock
-        pending = PendingRequest(model, number, clock())
+        pending = PendingRequest(model, version, clock())
         try:
             handle = service.lease(pending)
-            headers = InferHeaders(scope["headers"], self._asked_headers)
-            options = pending.options = headers.asked
+            headers = InferHeaders(scope["headers"], self._options_reader)
+            options = pending.options = headers.options
             # From its first bytes on: a caller that waits so long counts the sending of its body, too.
             deadline_ns = options.deadline_ns(pending.received_ns) if options.timeout_ns else 0
             connection: Connection | None = scope.get("headrace.connection")
-            body = await self._read(send, receive, connection, headers, scope.get("headrace.held"))
+            body = await self._read(send, receive, connection, headers, scope.get("headrace.reservation"))
             pending.received_ns = clock()
             completion = service.enqueue(pending, handle, body, headers.header_size, deadline_ns)
             await _wait(completion, connection, receive)
             size, parts = service.finish(pending)
-            more = self._load_headers(handle, pending.done_ns)
-            if options is not NOTHING or pending.plan.timing:
-                more = _requested_headers(pending, more)
+            extra_headers = self._load_headers(handle, pending.done_ns)
+            if options is not NO_OPTIONS or pending.template.timing:
+                extra_headers = _requested_headers(pending, extra_headers)
         except (Exception, asyncio.CancelledError) as error:
             await self._fail(scope, send, error, pending)
             return
         try:
-            await _send_answer(send, connection, size, parts, headers.accept_encoding, more)
+            await _send_response(send, connection, size, parts, headers.accept_encoding, extra_headers)
         except Exception as error:
             await self._fail(scope, send, error, pending)
 
     async def _fail(self, scope: Scope, send: Send, error: BaseException, pending: PendingRequest) -> None:
         """Answer with an error, and count it."""
-        if pending.options is NOTHING:  # refused before its headers were read
+        if pending.options is NO_OPTIONS:  # refused before its headers were read
             with suppress(BadRequest):
-                pending.options = InferHeaders(scope["headers"], self._asked_headers).asked
+                pending.options = InferHeaders(scope["headers"], self._options_reader).options
         failure = self._service.fail(pending, error)
         forget_frames(error)
-        busy: Sequence[Header] = ()
+        load_headers: Sequence[Header] = ()
         if pending.handle is not None and failure is error:
-            busy = self._load_headers(pending.handle, self._clock()).pairs
+            load_headers = self._load_headers(pending.handle, self._clock()).pairs
         if not isinstance(failure, Cancelled):
-            await send_error(send, failure, busy)
+            await send_error(send, failure, load_headers)
 
     def _load_headers(self, handle: Handle, now_ns: int) -> Headers:
         load = self._loads.get(handle)
@@ -177,21 +179,21 @@ class InferEndpoint:
         receive: Receive,
         connection: Connection | None,
         headers: InferHeaders,
-        held: BodyReservation | None,
+        reservation: BodyReservation | None,
     ) -> bytes | BodyBytes:
         limit = self._client_limits.limits.max_body_bytes
         if headers.content_length > limit:
             text = f"the body has {headers.content_length} bytes, at most {limit} are taken"
             raise self._client_limits.too_large("max_body_bytes", text)
-        body = None if connection is None else await connection.whole_body(send)
+        body = None if connection is None else await connection.read_body(send)
         if body is None:
             body = await _receive_all(receive, self._client_limits)
         elif len(body) > limit:
             raise self._client_limits.too_large("max_body_bytes", f"the body is larger than {limit} bytes")
         if headers.content_encoding:
             body = compression.decompress(bytes(body), headers.content_encoding, self._client_limits)
-            if held is not None:
-                held.grow(len(body))
+            if reservation is not None:
+                reservation.grow(len(body))
         return body
 
 
@@ -214,18 +216,18 @@ async def _receive_all(receive: Receive, client_limits: ClientLimits) -> bytes:
 
 async def _wait(completion: LoopCompletion, connection: Connection | None, receive: Receive) -> InferResponse:
     if connection is None:
-        return await _wait_watching(completion, receive)
-    connection.caller = completion
+        return await _wait_for_disconnect(completion, receive)
+    connection.completion = completion
     try:
         return await completion
     except asyncio.CancelledError:  # the server is being shut down by force
         completion.abandon()
         raise
     finally:
-        connection.caller = None
+        connection.completion = None
 
 
-async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferResponse:
+async def _wait_for_disconnect(completion: LoopCompletion, receive: Receive) -> InferResponse:
     """Wait behind an ASGI server that is not ours: its disconnect message is watched by a task."""
 
     async def watch() -> None:
@@ -240,31 +242,31 @@ async def _wait_watching(completion: LoopCompletion, receive: Receive) -> InferR
         watcher.cancel()
 
 
-def _requested_headers(pending: PendingRequest, more: Headers) -> Headers:
+def _requested_headers(pending: PendingRequest, extra_headers: Headers) -> Headers:
     """The headers of a response, and those that the request asks for: timing, load report."""
     if pending.parameters:
-        more = more.and_more(timing_headers(pending.parameters))
+        extra_headers = extra_headers.with_pairs(timing_headers(pending.parameters))
     if pending.load is not None:
-        more = more.and_more(orca_headers(pending.load, pending.options.load_format))
-    return more
+        extra_headers = extra_headers.with_pairs(orca_headers(pending.load, pending.options.load_format))
+    return extra_headers
 
 
-async def _send_answer(
+async def _send_response(
     send: Send,
     connection: Connection | None,
     header_size: int | None,
     parts: Body,
     accept_encoding: str,
-    more: Headers,
+    extra_headers: Headers,
 ) -> None:
     size = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
-    encoding = compression.choose(accept_encoding, size) if accept_encoding else ""
+    encoding = compression.select_encoding(accept_encoding, size) if accept_encoding else ""
     if encoding:
         parts = [compression.compress(b"".join(parts), encoding)]
         size = len(parts[0])
     elif connection is not None:
         head = _JSON_HEAD % size if header_size is None else _BINARY_HEAD % (header_size, size)
-        if connection.answer(send, head + more.lines, parts):
+        if connection.write_response(send, head + extra_headers.lines, parts):
             return
     headers = [_JSON_TYPE]
     if header_size is not None:
@@ -272,12 +274,12 @@ async def _send_answer(
     if encoding:
         headers.append((b"content-encoding", encoding.encode()))
     headers.append((b"content-length", b"%d" % size))
-    headers.extend(more.pairs)
+    headers.extend(extra_headers.pairs)
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"".join(parts)})
 
 
-def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+def error_response(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body, `{"error": text}`; where coming back makes sense, when: Retry-After, and the same finer.
 
     Counts the error.
@@ -294,10 +296,10 @@ def error_answer(error: HeadraceError) -> tuple[int, list[tuple[bytes, bytes]], 
     return http_status(error), headers, body
 
 
-async def send_error(send: Send, error: HeadraceError, more: Sequence[Header] = ()) -> None:
+async def send_error(send: Send, error: HeadraceError, extra_headers: Sequence[Header] = ()) -> None:
     """Answer with an error, and more headers."""
-    status, headers, body = error_answer(error)
-    headers.extend(more)
+    status, headers, body = error_response(error)
+    headers.extend(extra_headers)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -24,8 +24,8 @@ _HUGE = re.compile(rb"[eE]\+?0*[1-9][0-9]{2}|[0-9]{300}")
 _MAX_NON_FINITE_BYTES = 16 << 20
 # Each part of a text between two quotes is an object; texts with Inf or -NaN have few strings.
 _MAX_QUOTES = 1 << 17
-_KEPT = b'[]{}:"'
-_DROPPED = bytes(set(range(256)) - set(_KEPT))
+_STRUCTURE = b'[]{}:"'
+_NOT_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
 _STEPS = np.zeros(256, np.int8)
 _STEPS[[ord("["), ord("{")]] = 1
 _STEPS[[ord("]"), ord("}")]] = -1
@@ -50,8 +50,8 @@ def check_json(text: bytes, client_limits: ClientLimits) -> int:
         steps = _STEPS[np.frombuffer(outside, np.uint8)]
         depth = int(np.max(np.cumsum(steps, dtype=np.int32)))
         if depth > limits.max_json_depth:
-            told = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} is taken"
-            raise client_limits.refused("max_json_depth", told)
+            detail = f"the JSON is nested {depth} deep, at most {limits.max_json_depth} is taken"
+            raise client_limits.refused("max_json_depth", detail)
     return keys
 
 
@@ -124,16 +124,16 @@ def _finite(text: str) -> float:
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of its members; raises BadRequest if a key is there twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise BadRequest(f"the JSON has the key {twice[:64]!r} twice in one object")
-    return found
+    return members
 
 
 def _outside_strings(text: bytes) -> bytes:
     r"""Brackets, braces and colons that are not in a string."""
     if b'\\"' in text:  # a quote inside of a string; first all pairs, of which the second backslash escapes nothing
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    kept = text.translate(None, _DROPPED)
-    return b"".join(kept.split(b'"')[::2])
+    structure = text.translate(None, _NOT_STRUCTURE)
+    return b"".join(structure.split(b'"')[::2])

@@ -29,7 +29,7 @@ class Stage(IntEnum):
     """Its client's leaving: the last words are said."""
 
 
-class Mortal(Protocol):
+class TimedConnection(Protocol):
     """A connection; see `headrace.http.connection.HeadraceHttpProtocol`.
 
     Attributes:
@@ -43,20 +43,20 @@ class Mortal(Protocol):
     def unread_bytes(self) -> int:
         """Of answers that the client does not read; 0 if it reads well."""
 
-    def forgotten(self) -> bool:
+    def is_idle_without_timer(self) -> bool:
         """True between two requests if nothing will end the connection."""
 
-    def excused(self) -> bool:
+    def is_waiting_for_server(self) -> bool:
         """True if the body waits for the server: an earlier request on the connection is being answered."""
 
     def time_out(self, text: str) -> None:
         """Tell the client that it took too long (408), and end."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End at once."""
 
 
-class Lifetimes:
+class ConnectionTimeouts:
     """Of all connections of one listener. Ownership: the event loop.
 
     Args:
@@ -77,16 +77,16 @@ class Lifetimes:
         self._client_limits = client_limits
         self._timer: asyncio.TimerHandle | None = None
         # Connections, each with what its client had not read when that last became less, and in which epoch that was.
-        self._connections: dict[Mortal, tuple[int, int]] = {}
+        self._connections: dict[TimedConnection, tuple[int, int]] = {}
         self.epoch = 0
 
-    def add(self, connection: Mortal) -> None:
+    def add(self, connection: TimedConnection) -> None:
         """A connection was made."""
         self._connections[connection] = (0, self.epoch)
         if self._timer is None:
             self._arm()
 
-    def discard(self, connection: Mortal) -> None:
+    def discard(self, connection: TimedConnection) -> None:
         """It is lost."""
         self._connections.pop(connection, None)
         if not self._connections and self._timer is not None:
@@ -100,31 +100,31 @@ class Lifetimes:
         self.epoch += 1
         self._timer = None
         for connection, unread in list(self._connections.items()):
-            self._look_at(connection, *unread)
+            self._check(connection, *unread)
         if self._connections:
             self._arm()
 
-    def _look_at(self, connection: Mortal, unread_before: int, since: int) -> None:
+    def _check(self, connection: TimedConnection, unread_before: int, since: int) -> None:
         unread, epoch = connection.unread_bytes(), self.epoch
         if not unread or unread != unread_before:
             self._connections[connection] = (unread, epoch)
         elif epoch - since > self._stall_ticks:
             self._client_limits.hit("stall_timeout_s")
-            connection.cut()
+            connection.abort()
             return
         stage, age = connection.stage, epoch - connection.since
         if stage is Stage.BETWEEN:
-            if connection.forgotten():
+            if connection.is_idle_without_timer():
                 connection.stage, connection.since = Stage.HEADERS, epoch
         elif stage is Stage.HEADERS:
             if age > self._header_ticks:
                 self._client_limits.hit("header_timeout_s")
                 connection.time_out("the headers of a request did not arrive in time")
         elif stage is Stage.BODY:
-            if connection.excused():
+            if connection.is_waiting_for_server():
                 connection.since = epoch
             elif age > self._body_ticks:
                 self._client_limits.hit("body_timeout_s")
                 connection.time_out("the body of the request did not arrive in time")
         elif age > self._linger_ticks:
-            connection.cut()
+            connection.abort()

@@ -167,7 +167,7 @@ def _models(control: ControlPlane) -> Iterator[Route]:
             "load",
             "/load",
             "Queue, running batches and predicted wait of the model",
-            control.load_of,
+            control.model_load,
             bodies.LoadResponse,
         ),
         ("profile", "/explain", "What limits the model now, and what would help", control.explain, bodies.Explanation),

@@ -29,7 +29,7 @@ _SCRATCH = memoryview(bytearray(READ_BYTES))
 class _Body:
     array: BodyBytes | None
     missing_bytes: int
-    whole: asyncio.Future[BodyBytes | None]
+    complete: asyncio.Future[BodyBytes | None]
     on_complete: Callable[[BodyBytes | None], None]
 
 
@@ -46,7 +46,7 @@ class SocketReader(asyncio.BufferedProtocol):
         self._on_body_data = on_body_data
         self._body: _Body | None = None
 
-    def expect(
+    def receive_body(
         self, size_bytes: int, start: bytes | bytearray, on_complete: Callable[[BodyBytes | None], None]
     ) -> asyncio.Future[BodyBytes | None]:
         """Receive a body directly from here on.
@@ -63,20 +63,20 @@ class SocketReader(asyncio.BufferedProtocol):
         """
         array: BodyBytes = np.empty(size_bytes, np.uint8)
         array.data[: len(start)] = start
-        whole: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
-        self._body = _Body(array, size_bytes - len(start), whole, on_complete)
-        return whole
+        complete: asyncio.Future[BodyBytes | None] = asyncio.get_running_loop().create_future()
+        self._body = _Body(array, size_bytes - len(start), complete, on_complete)
+        return complete
 
     def drop_body(self) -> None:
         """Keep nothing of the body, and read the rest of it away."""
         if self._body is not None:
             self._body.array = None
 
-    def forget_body(self) -> None:
+    def end_body(self) -> None:
         """What comes from here on is no body any more."""
         body, self._body = self._body, None
-        if body is not None and not body.whole.done():
-            body.whole.set_result(None)
+        if body is not None and not body.complete.done():
+            body.complete.set_result(None)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: never more room than the body has, so that the next request is not swallowed."""
@@ -96,12 +96,12 @@ class SocketReader(asyncio.BufferedProtocol):
         if self._body is body and not body.missing_bytes:
             self._body = None
             body.on_complete(body.array)
-            if not body.whole.done():
-                body.whole.set_result(body.array)
+            if not body.complete.done():
+                body.complete.set_result(body.array)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client left, maybe in the middle of its body."""
-        self.forget_body()
+        self.end_body()
         self._http.connection_lost(exc)
 
     def eof_received(self) -> bool | None:

@@ -40,25 +40,25 @@ def decompress(body: bytes, encoding: str, client_limits: ClientLimits) -> bytes
         raise BadRequest(f"Content-Encoding {encoding[:32]!r} is not known here; gzip, deflate and identity are")
     limits = client_limits.limits
     by_ratio = max(_FREE_BYTES, len(body) * limits.max_unpack_ratio)
-    most = min(limits.max_body_bytes, by_ratio)
+    max_bytes = min(limits.max_body_bytes, by_ratio)
     stream = zlib.decompressobj(_EITHER_WINDOW)
     try:
-        plain = stream.decompress(body, most + 1)
+        decompressed = stream.decompress(body, max_bytes + 1)
     except zlib.error as error:
         raise BadRequest(f"the body is not valid {encoding}: {error}") from error
-    if len(plain) > most:
-        if most < limits.max_body_bytes:
+    if len(decompressed) > max_bytes:
+        if max_bytes < limits.max_body_bytes:
             text = f"the body unpacks to more than {limits.max_unpack_ratio} times its size: send it as it is"
             raise client_limits.too_large("max_unpack_ratio", text)
-        raise client_limits.too_large("max_body_bytes", f"the body is larger than {most} bytes when unpacked")
+        raise client_limits.too_large("max_body_bytes", f"the body is larger than {max_bytes} bytes when unpacked")
     if not stream.eof:
         raise BadRequest(f"the body's {encoding} data end too early")
     if stream.unused_data:
         raise BadRequest(f"{len(stream.unused_data)} bytes stand behind the body's {encoding} data")
-    return plain
+    return decompressed
 
 
-def choose(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> str:
+def select_encoding(accepted: str, size_bytes: int = MIN_COMPRESSED_BYTES) -> str:
     """Select the encoding of an answer (RFC 9110, section 12.5.3).
 
     Args:
@@ -93,6 +93,6 @@ def _preferred(accepted: str) -> tuple[str, bool]:
 
 
 def compress(body: bytes, encoding: str) -> bytes:
-    """Apply a Content-Encoding that `choose` gave."""
+    """Apply a Content-Encoding that `select_encoding` gave."""
     stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP_WINDOW if encoding == "gzip" else _ZLIB_WINDOW)
     return stream.compress(body) + stream.flush()

@@ -16,7 +16,7 @@ from headrace.inference.models import Handle, Services
 _FILE = "file:"
 # Of names in errors: one that is longer than any model may have is shown by its beginning.
 _LONGEST_NAME = 128
-_SHOWN_OF_LONGER = 40
+_SHORTENED_CHARS = 40
 
 
 class ControlPlane:
@@ -92,7 +92,7 @@ class ControlPlane:
         """What limits a version now; raises NotFound or Unavailable."""
         return self.services.explain(model, version)
 
-    def load_of(self, model: str, version: str = "") -> dict[str, object]:
+    def model_load(self, model: str, version: str = "") -> dict[str, object]:
         """How busy a version is; raises NotFound or Unavailable."""
         with self._lease(model, version) as handle:
             load = handle.load()
@@ -173,7 +173,7 @@ def _failed_to(action: str, model: str) -> Iterator[None]:
     try:
         yield
     except HeadraceError as error:
-        name = model if len(model) <= _LONGEST_NAME else f"{model[:_SHOWN_OF_LONGER]}..."
+        name = model if len(model) <= _LONGEST_NAME else f"{model[:_SHORTENED_CHARS]}..."
         error.prefix(f"failed to {action} {name!r}: ")
         raise
 

@@ -28,7 +28,7 @@ class Headers(NamedTuple):
     pairs: tuple[Header, ...]
     lines: bytes
 
-    def and_more(self, pairs: list[Header]) -> Headers:
+    def with_pairs(self, pairs: list[Header]) -> Headers:
         """These, and others."""
         return Headers((*self.pairs, *pairs), self.lines + _lines(pairs))
 
@@ -61,8 +61,8 @@ def orca_headers(load: ModelLoad, form: str) -> list[Header]:
     if form == "json":
         return [(b"endpoint-load-metrics", b"JSON " + orjson.dumps({"named_metrics": metrics}))]
     if form == "text":
-        told = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
-        return [(b"endpoint-load-metrics", f"TEXT {told}".encode())]
+        text = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+        return [(b"endpoint-load-metrics", f"TEXT {text}".encode())]
     return []
 
 

@@ -19,7 +19,7 @@ LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 # Triton's: an error ends its gRPC stream with the error's code, instead of being a message of it.
 STREAM_ERROR_HEADER = "triton_grpc_error"
 
-_OURS = (
+_OPTION_HEADERS = (
     *(TIMEOUT_HEADER, TIMING_HEADER, LOAD_FORMAT_HEADER, TRACEPARENT_HEADER, TRACESTATE_HEADER),
     STREAM_ERROR_HEADER,
 )
@@ -31,7 +31,7 @@ _FLAGS = {"0": False, "false": False, "1": True, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """What one request's headers ask.
 
     Attributes:
@@ -50,15 +50,15 @@ class Asked:
     trace: TraceContext | None = None
     ends_stream: bool = False
 
-    def deadline_ns(self, begun_ns: int, transport_ns: int = 0) -> int:
-        """The earlier of the request's deadline, if it began at `begun_ns`, and the transport's; monotonic, 0 for none."""
-        return earlier(begun_ns + self.timeout_ns if self.timeout_ns else 0, transport_ns)
+    def deadline_ns(self, start_ns: int, transport_ns: int = 0) -> int:
+        """The earlier of the request's deadline, if it began at `start_ns`, and the transport's; monotonic, 0 for none."""
+        return earlier(start_ns + self.timeout_ns if self.timeout_ns else 0, transport_ns)
 
 
-NOTHING = Asked()
+NO_OPTIONS = RequestOptions()
 
 
-class AskedHeaders:
+class RequestOptionsReader:
     """Reads them.
 
     Args:
@@ -71,22 +71,22 @@ class AskedHeaders:
 
     def __init__(self, client_header: str = CLIENT_HEADER) -> None:
         self._client_header = client_header
-        self.names = frozenset((client_header, *_OURS))
+        self.names = frozenset((client_header, *_OPTION_HEADERS))
         self.wire_names = {name.encode(): name for name in self.names}
 
-    def read(self, headers: Mapping[str, str]) -> Asked:
+    def read(self, headers: Mapping[str, str]) -> RequestOptions:
         """What the headers ask; others than `names` are passed over.
 
         Raises:
             BadRequest: a value that its header does not take.
         """
         if not headers:
-            return NOTHING
+            return NO_OPTIONS
         client = headers.get(self._client_header, "")
         if client and not _CLIENT.fullmatch(client):
             # Not what it is: the operator may have made a key the client's name.
             raise BadRequest(f"{self._client_header}: the value is not 1 to 128 visible ASCII characters")
-        return Asked(
+        return RequestOptions(
             client,
             _timeout_ns(headers.get(TIMEOUT_HEADER, "0")),
             _flag(TIMING_HEADER, headers.get(TIMING_HEADER, "0")),
@@ -109,7 +109,7 @@ def _timeout_ns(text: str) -> int:
 
 
 def _flag(name: str, text: str) -> bool:
-    found = _FLAGS.get(text.strip().lower())
-    if found is None:
+    value = _FLAGS.get(text.strip().lower())
+    if value is None:
         raise BadRequest(f"{name}: {text[:32]!r} is neither 1 nor 0")
-    return found
+    return value

@@ -1,8 +1,8 @@
 """What a request says of itself, held against the model; the same for every protocol.
 
-A codec reads its own wire format into names, shapes and parameters and hands them to a `Draft`; out comes a `Plan`, which can
-be kept for every request that says the same. Triton's shared memory extension is here too: a plan knows where in which region a
-tensor lies, the region itself is looked up anew for every request.
+A codec reads names, shapes and parameters from its wire format and passes them to a `TemplateBuilder`. The resulting
+`RequestTemplate` can be cached and used for every request with the same header. Triton's shared memory extension is here too: a
+template has the region and offset of a tensor, and the region is looked up for each request.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from headrace.inference.request_parameters import (
 
 _MAX_PRIORITY = 2**31
 # Requests repeat what they say of themselves; this many plans are kept for a model version.
-MAX_PLANS = 256
-MAX_PLAN_BYTES = 4096
+MAX_TEMPLATES = 256
+MAX_TEMPLATE_BYTES = 4096
 # Of one request, read out of shared memory: a few bytes can name gigabytes of it.
 MAX_SHARED_BYTES = 128 << 20
 
 
-class WantedOutput(msgspec.Struct, frozen=True, eq=False):
+class RequestedOutput(msgspec.Struct, frozen=True, eq=False):
     """How one output goes back.
 
     Attributes:
@@ -72,15 +72,15 @@ class RawInput(msgspec.Struct, frozen=True, eq=False):
     shared: SharedRange | None = None
 
 
-class Plan(msgspec.Struct, frozen=True, eq=False):
+class RequestTemplate(msgspec.Struct, frozen=True, eq=False):
     """What a request says of itself, checked; reusable for every request that says the same.
 
     Attributes:
         raw: binary inputs in the order of their data in the message.
-        given: inputs whose data came with what the request says (JSON, typed contents).
+        literals: inputs whose data came with what the request says (JSON, typed contents).
         shared: inputs whose data lie in shared memory.
         rows, shape_key: as in `InferRequest`.
-        wanted: the outputs to send.
+        outputs: the outputs to send.
         needs_regions: True if inputs or outputs are in shared memory: `attach` comes before the request is queued.
         targets: the regions to write outputs to, by output; empty until `attach`, and in every plan that is kept.
         request_id, priority: as the request says.
@@ -91,11 +91,11 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """
 
     raw: tuple[RawInput, ...]
-    given: dict[str, Array]
+    literals: dict[str, Array]
     shared: tuple[RawInput, ...]
     rows: int
     shape_key: object
-    wanted: tuple[WantedOutput, ...]
+    outputs: tuple[RequestedOutput, ...]
     needs_regions: bool
     request_id: str
     priority: int
@@ -109,7 +109,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         """The earlier of the request's own deadline and the transport's, monotonic; 0 for none."""
         return earlier(received_ns + self.deadline_us * NS_PER_US if self.deadline_us else 0, transport_ns)
 
-    def attach(self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]) -> tuple[Plan, int]:
+    def attach(
+        self, regions: Regions | None, inputs: dict[str, Array], devices: frozenset[int]
+    ) -> tuple[RequestTemplate, int]:
         """Look up the shared memory of one request: read or locate its inputs, find and check where its outputs will go.
 
         Args:
@@ -128,46 +130,46 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         if regions is None:
             raise Forbidden("shared memory is off: start the server with --allow-client-shm")
         targets: dict[str, Region] = {}
-        for wanted in self.wanted:
-            if wanted.shared is not None:
-                name = wanted.spec.name
-                targets[name] = regions.find(wanted.shared.region)
+        for output in self.outputs:
+            if output.shared is not None:
+                name = output.spec.name
+                targets[name] = regions.find(output.shared.region)
                 with _named(f"output '{name}'"):
-                    targets[name].check(wanted.shared.offset, wanted.shared.size_bytes)
+                    targets[name].check(output.shared.offset, output.shared.size_bytes)
         size_bytes = 0
-        for piece in self.shared:
-            assert piece.shared is not None
-            region = regions.find(piece.shared.region)
-            with _named(f"input '{piece.spec.name}'"):
-                size_bytes += _take(piece, region, piece.shared.offset, devices, inputs)
+        for entry in self.shared:
+            assert entry.shared is not None
+            region = regions.find(entry.shared.region)
+            with _named(f"input '{entry.spec.name}'"):
+                size_bytes += _read_shared_input(entry, region, entry.shared.offset, devices, inputs)
         return msgspec.structs.replace(self, targets=targets), size_bytes
 
-    def write(self, wanted: WantedOutput, data: bytes | memoryview) -> dict[str, str | int]:
+    def write_output(self, output: RequestedOutput, data: bytes | memoryview) -> dict[str, str | int]:
         """Write an output to the shared memory that it is wanted in; what the answer says instead of the data.
 
         Args:
-            wanted: one of `self.wanted` with a `shared`.
+            output: one of `self.outputs` with a `shared`.
             data: the tensor's bytes.
 
         Raises:
             BadRequest: the data are larger than the range, or the memory is gone.
         """
-        where, name = wanted.shared, wanted.spec.name
-        assert where is not None
-        if len(data) > where.size_bytes:
+        shared_range, name = output.shared, output.spec.name
+        assert shared_range is not None
+        if len(data) > shared_range.size_bytes:
             raise BadRequest(
-                f"output '{name}' has {len(data)} bytes, its shared_memory_byte_size is only {where.size_bytes}"
+                f"output '{name}' has {len(data)} bytes, its shared_memory_byte_size is only {shared_range.size_bytes}"
             )
         with _named(f"output '{name}'"):
-            self.targets[name].write(where.offset, data)
+            self.targets[name].write(shared_range.offset, data)
         return {
-            "shared_memory_region": where.region,
-            "shared_memory_offset": where.offset,
+            "shared_memory_region": shared_range.region,
+            "shared_memory_offset": shared_range.offset,
             "shared_memory_byte_size": len(data),
         }
 
 
-class PlanMaker:
+class TemplateFactory:
     """Makes the plans for one model version.
 
     Args:
@@ -182,10 +184,12 @@ class PlanMaker:
             not tensor.optional and -1 not in tensor.shape[1 if spec.max_batch_size else 0 :]
             for tensor in spec.inputs.values()
         )
-        self.all_binary = tuple(WantedOutput(tensor, True, 0) for tensor in spec.outputs.values())
-        self.all_json = tuple(WantedOutput(tensor, False, 0) for tensor in spec.outputs.values())
+        self.all_binary = tuple(RequestedOutput(tensor, True, 0) for tensor in spec.outputs.values())
+        self.all_json = tuple(RequestedOutput(tensor, False, 0) for tensor in spec.outputs.values())
 
-    def wanted(self, outputs: Iterable[tuple[str, Mapping[str, Any]]], binary: bool) -> tuple[WantedOutput, ...]:
+    def select_outputs(
+        self, outputs: Iterable[tuple[str, Mapping[str, Any]]], binary: bool
+    ) -> tuple[RequestedOutput, ...]:
         """The outputs to send, or to write to shared memory.
 
         Args:
@@ -195,14 +199,14 @@ class PlanMaker:
         Raises:
             BadRequest: an unknown or repeated output, or parameters it does not take.
         """
-        wanted: dict[str, WantedOutput] = {}
+        selected: dict[str, RequestedOutput] = {}
         for name, parameters in outputs:
             spec = self.spec.outputs.get(name)
             if spec is None:
                 raise BadRequest(
                     f"model '{self.spec.name}' has no output {name[:128]!r}; its outputs are {list(self.spec.outputs)}"
                 )
-            if name in wanted:
+            if name in selected:
                 raise BadRequest(f"output '{name}' is asked for twice")
             shared = tensor_parameters(parameters, "output", name) if parameters else None
             classes = integer(parameters, "classification")
@@ -210,21 +214,21 @@ class PlanMaker:
                 raise BadRequest(f"output '{name}': classification must be at least 1, not {classes}")
             if shared is not None and classes:
                 raise BadRequest(f"output '{name}': classification cannot go to shared memory, leave one of them out")
-            wanted[name] = WantedOutput(spec, flag(parameters, "binary_data", binary), classes, shared)
-        if not wanted:
+            selected[name] = RequestedOutput(spec, flag(parameters, "binary_data", binary), classes, shared)
+        if not selected:
             return self.all_binary if binary else self.all_json
-        return tuple(wanted.values())
+        return tuple(selected.values())
 
 
-class Draft:
+class TemplateBuilder:
     """A plan in the making: the inputs of one request one after the other, then the rest."""
 
-    __slots__ = ("_given", "_maker", "_raw", "_shapes", "_shared", "_shared_bytes")
+    __slots__ = ("_factory", "_literals", "_raw", "_shapes", "_shared", "_shared_bytes")
 
-    def __init__(self, maker: PlanMaker) -> None:
-        self._maker = maker
+    def __init__(self, factory: TemplateFactory) -> None:
+        self._factory = factory
         self._raw: list[RawInput] = []
-        self._given: dict[str, Array] = {}
+        self._literals: dict[str, Array] = {}
         self._shared: list[RawInput] = []
         self._shared_bytes = 0
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -235,7 +239,7 @@ class Draft:
         Raises:
             BadRequest: says what came and what was expected.
         """
-        model = self._maker.spec
+        model = self._factory.spec
         spec = model.inputs.get(name)
         if spec is None:
             raise BadRequest(f"model '{model.name}' has no input {name[:128]!r}; its inputs are {list(model.inputs)}")
@@ -247,27 +251,27 @@ class Draft:
         checked = self._shapes[name] = tuple(shape)
         return RawInput(spec, checked, elements)
 
-    def add_raw(self, piece: RawInput, size_bytes: int) -> None:
+    def add_raw(self, entry: RawInput, size_bytes: int) -> None:
         """Its data will come in the message; `size_bytes` as in `RawInput`."""
-        self._raw.append(RawInput(piece.spec, piece.shape, piece.elements, size_bytes))
+        self._raw.append(RawInput(entry.spec, entry.shape, entry.elements, size_bytes))
 
-    def add_given(self, piece: RawInput, array: Array) -> None:
+    def add_literal(self, entry: RawInput, array: Array) -> None:
         """Its data are here."""
-        self._given[piece.spec.name] = array
+        self._literals[entry.spec.name] = array
 
-    def add_shared(self, piece: RawInput, where: SharedRange) -> None:
+    def add_shared(self, entry: RawInput, shared_range: SharedRange) -> None:
         """Its data lie in shared memory.
 
         Raises:
             BadRequest: the range has another size than the tensor.
             TooLarge: the request's inputs in shared memory are too many bytes.
         """
-        tensor_codec.check_size(piece.spec, piece.shape, piece.elements, where.size_bytes)
-        self._shared_bytes += where.size_bytes
-        limit = self._maker.max_shared_bytes
+        tensor_codec.check_size(entry.spec, entry.shape, entry.elements, shared_range.size_bytes)
+        self._shared_bytes += shared_range.size_bytes
+        limit = self._factory.max_shared_bytes
         if self._shared_bytes > limit:
             raise TooLarge(f"the inputs in shared memory have {self._shared_bytes} bytes, at most {limit} are read")
-        self._shared.append(RawInput(piece.spec, piece.shape, piece.elements, where.size_bytes, where))
+        self._shared.append(RawInput(entry.spec, entry.shape, entry.elements, shared_range.size_bytes, shared_range))
 
     def finish(
         self,
@@ -275,28 +279,27 @@ class Draft:
         binary: bool,
         parameters: Mapping[str, Any],
         request_id: str,
-    ) -> Plan:
+    ) -> RequestTemplate:
         """The plan, once all inputs are in.
 
         Args:
-            outputs, binary: as in `PlanMaker.wanted`.
+            outputs, binary: as in `TemplateFactory.select_outputs`.
             parameters: of the request.
             request_id: the caller's own; "" where it is not part of the plan.
 
         Raises:
-            BadRequest: inputs are missing or differ in rows, or what `PlanMaker.wanted` raises, or a parameter has a value
-                it does not take.
+            BadRequest: inputs are missing or differ in rows, a parameter has an invalid value, or `select_outputs` raised it.
         """
         rows = self._rows()
-        wanted = self._maker.wanted(outputs, binary)
-        return Plan(
+        selected = self._factory.select_outputs(outputs, binary)
+        return RequestTemplate(
             raw=tuple(self._raw),
-            given=self._given,
+            literals=self._literals,
             shared=tuple(self._shared),
             rows=rows,
-            shape_key=None if self._maker.one_shape else self._shape_key(),
-            wanted=wanted,
-            needs_regions=bool(self._shared) or any(output.shared for output in wanted),
+            shape_key=None if self._factory.one_shape else self._shape_key(),
+            outputs=selected,
+            needs_regions=bool(self._shared) or any(output.shared for output in selected),
             request_id=request_id,
             priority=min(max(integer(parameters, "priority"), 0), _MAX_PRIORITY),
             queue_timeout_ns=_clamped_us(integer(parameters, "timeout")) * NS_PER_US,
@@ -311,7 +314,7 @@ class Draft:
         Raises:
             BadRequest: inputs are missing, or differ in rows.
         """
-        model, shapes = self._maker.spec, self._shapes
+        model, shapes = self._factory.spec, self._shapes
         missing = [name for name, spec in model.inputs.items() if name not in shapes and not spec.optional]
         if missing:
             raise BadRequest(f"model '{model.name}' needs the inputs {missing}, which are not there")
@@ -324,57 +327,59 @@ class Draft:
         return rows.pop()
 
     def _shape_key(self) -> object:
-        model, shapes = self._maker.spec, self._shapes
+        model, shapes = self._factory.spec, self._shapes
         start = 1 if model.max_batch_size else 0
         return tuple((name, shapes[name][start:]) for name in model.inputs if name in shapes)
 
 
-class PlanCache:
+class TemplateCache:
     """Plans by what was said, byte for byte; bounded, and emptied when it is full."""
 
-    __slots__ = ("_plans", "find")
+    __slots__ = ("_templates", "find")
 
     def __init__(self) -> None:
-        self._plans: dict[bytes, Plan] = {}
-        self.find = self._plans.get
+        self._templates: dict[bytes, RequestTemplate] = {}
+        self.find = self._templates.get
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._templates)
 
-    def keep(self, header: bytes, plan: Plan) -> None:
+    def add(self, header: bytes, template: RequestTemplate) -> None:
         """Keep a plan, unless it holds data or the caller's id, or its header is long: such do not come again."""
-        if plan.given or plan.request_id or len(header) > MAX_PLAN_BYTES:
+        if template.literals or template.request_id or len(header) > MAX_TEMPLATE_BYTES:
             return
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[header] = plan
+        if len(self._templates) >= MAX_TEMPLATES:
+            self._templates.clear()
+        self._templates[header] = template
 
 
-def _take(piece: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]) -> int:
+def _read_shared_input(
+    entry: RawInput, region: Region, offset: int, devices: frozenset[int], inputs: dict[str, Array]
+) -> int:
     """Put an input that lies in shared memory into `inputs`; how many bytes were read."""
-    spec, size_bytes = piece.spec, piece.size_bytes
+    spec, size_bytes = entry.spec, entry.size_bytes
     if not size_bytes:
         region.check(offset, 0)
-        inputs[spec.name] = np.empty(piece.shape, spec.datatype.dtype)
+        inputs[spec.name] = np.empty(entry.shape, spec.datatype.dtype)
         return 0
     # Text is taken apart here, and what has no dimensions has no rows.
-    if spec.datatype is not BYTES and piece.shape:
+    if spec.datatype is not BYTES and entry.shape:
         rows = region.locate(offset, size_bytes, devices)
         if rows is not None:
-            inputs[spec.name] = as_input(rows.as_tensor(spec.datatype.dtype, piece.shape))
+            inputs[spec.name] = as_input(rows.as_tensor(spec.datatype.dtype, entry.shape))
             return 0
     data = region.read(offset, size_bytes)
-    inputs[spec.name] = tensor_codec.from_binary(spec, piece.shape, piece.elements, data.view(np.uint8), 0, size_bytes)
+    inputs[spec.name] = tensor_codec.from_binary(spec, entry.shape, entry.elements, data.view(np.uint8), 0, size_bytes)
     return size_bytes
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _named(tensor: str) -> Iterator[None]:
     """Say which tensor it is that shared memory refuses."""
     try:
         yield
     except BadRequest as error:
-        raise type(error)(f"{what}: {error}") from error
+        raise type(error)(f"{tensor}: {error}") from error
 
 
 def _clamped_us(duration_us: int) -> int:

@@ -22,8 +22,8 @@ from headrace.core.request import InferRequest, InferResponse, ModelLoad
 from headrace.core.tensor import ModelSpec
 from headrace.inference.load_report import load_parameters
 from headrace.inference.models import Handle, Services
-from headrace.inference.request_options import NOTHING, Asked
-from headrace.inference.request_template import Plan
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions
+from headrace.inference.request_template import RequestTemplate
 from headrace.inference.timing import timing
 from headrace.observability.access_log import OK, AccessRecord
 from headrace.observability.tracing import SamplingDecision
@@ -38,7 +38,7 @@ class Codec(Protocol[Content, Layout, Encoded]):
 
     def decode(
         self, content: Content, layout: Layout, received_ns: int, deadline_ns: int, client: str, /
-    ) -> tuple[InferRequest, Plan]:
+    ) -> tuple[InferRequest, RequestTemplate]:
         """Decode a request; inputs are views of `content`.
 
         Args:
@@ -53,13 +53,18 @@ class Codec(Protocol[Content, Layout, Encoded]):
         """
 
     def encode(
-        self, response: InferResponse, plan: Plan, request_id: str, parameters: Mapping[str, int | str] | None, /
+        self,
+        response: InferResponse,
+        template: RequestTemplate,
+        request_id: str,
+        parameters: Mapping[str, int | str] | None,
+        /,
     ) -> Encoded:
         """Encode a response.
 
         Args:
             response: every output of the model.
-            plan: of the request, from `decode`.
+            template: of the request, from `decode`.
             request_id: the caller's own, "" for none.
             parameters: of the response.
 
@@ -98,7 +103,7 @@ class PendingRequest:
         handle: the leased version, None before `lease`.
         id: the caller's own, "" for none.
         rows: of the request, 0 before it is decoded.
-        plan: of the request, after `enqueue`.
+        template: of the request, after `enqueue`.
         completion: to wait for, after `enqueue`.
         queued_ns: monotonic; 0 before `enqueue`.
         done_ns: monotonic time at which its response was there; 0 before `finish`.
@@ -118,19 +123,19 @@ class PendingRequest:
         "model",
         "options",
         "parameters",
-        "plan",
         "queued_ns",
         "received_ns",
         "rows",
         "sampling",
+        "template",
         "version",
     )
 
     codec: Codec[Any, Any, Any]
     completion: LoopCompletion
-    plan: Plan
+    template: RequestTemplate
 
-    def __init__(self, model: str, version: str, received_ns: int, options: Asked = NOTHING) -> None:
+    def __init__(self, model: str, version: str, received_ns: int, options: RequestOptions = NO_OPTIONS) -> None:
         self.model = model
         self.version = version
         self.received_ns = received_ns
@@ -144,7 +149,7 @@ class PendingRequest:
         self.load: ModelLoad | None = None
         self.sampling: SamplingDecision | None = None
 
-    def account(
+    def access_record(
         self,
         wire: Wire,
         ended_ns: int,
@@ -235,8 +240,8 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if codec is None:
             codec = self._codecs[handle] = self._new_codec(handle.spec)
         options = pending.options
-        request, plan = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client)
-        pending.codec, pending.plan, pending.id, pending.rows = codec, plan, request.id, request.rows
+        request, template = codec.decode(content, layout, pending.received_ns, deadline_ns, options.client)
+        pending.codec, pending.template, pending.id, pending.rows = codec, template, request.id, request.rows
         if self._observer.active:
             pending.sampling = self._observer.sample(handle.spec.name, options.trace)
         pending.queued_ns = self._clock()
@@ -255,13 +260,15 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         if not isinstance(response, InferResponse):
             raise response if isinstance(response, HeadraceError) else Unavailable("the request was not answered")
         options = pending.options
-        if options is not NOTHING or pending.plan.timing:
+        if options is not NO_OPTIONS or pending.template.timing:
             pending.parameters = self._parameters(pending, handle, response)
-        encoded: Encoded = pending.codec.encode(response, pending.plan, pending.id, pending.parameters)
+        encoded: Encoded = pending.codec.encode(response, pending.template, pending.id, pending.parameters)
         ended_ns = self._clock()
         handle.recorder.record_codec_times(pending.queued_ns - pending.received_ns, ended_ns - done_ns)
         if pending.sampling is not None:
-            self._observer.answered(pending.sampling, pending.account(self._wire, ended_ns, response), handle.recorder)
+            self._observer.answered(
+                pending.sampling, pending.access_record(self._wire, ended_ns, response), handle.recorder
+            )
         pending.leased = False
         handle.release()
         return encoded
@@ -277,13 +284,13 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         elif isinstance(error, asyncio.CancelledError):  # the time to drain is over
             failure = Unavailable("the server is shutting down and could not wait for this request")
         else:
-            failure = fault(error, self._logger)
+            failure = internal_error(error, self._logger)
         handle = pending.handle
         if handle is not None and pending.leased:
             pending.leased = False
             handle.failed(failure, pending.received_ns)
             handle.release()
-        self._observer.failed(pending.sampling, pending.account(self._wire, self._clock(), error=failure))
+        self._observer.failed(pending.sampling, pending.access_record(self._wire, self._clock(), error=failure))
         return failure
 
     def drop(self, pending: PendingRequest) -> None:
@@ -296,7 +303,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
     ) -> dict[str, int | str] | None:
         options = pending.options
         parameters: dict[str, int | str] = {}
-        if options.timing or pending.plan.timing:
+        if options.timing or pending.template.timing:
             parameters = timing(response, pending.received_ns, pending.done_ns)
         if options.load_format:
             load = pending.load = handle.load(by_level=False)
@@ -305,7 +312,7 @@ class InferenceService(Generic[Content, Layout, Encoded]):
         return parameters or None
 
 
-def fault(error: BaseException, logger: logging.Logger) -> ModelFailed:
+def internal_error(error: BaseException, logger: logging.Logger) -> ModelFailed:
     """Log an exception under a reference; the error for the caller has the reference only."""
     reference = uuid.uuid4().hex[:12]
     logger.error("request failed in the front end (reference %s)", reference, exc_info=error)

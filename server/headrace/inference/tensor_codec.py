@@ -59,7 +59,7 @@ def check_shape(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> int
     """
     expected = spec.shape
     fits = len(shape) == len(expected) and all(
-        have == want or want == -1 for have, want in zip(shape, expected, strict=True)
+        size == allowed_size or allowed_size == -1 for size, allowed_size in zip(shape, expected, strict=True)
     )
     if not fits:
         raise BadRequest(
@@ -81,14 +81,14 @@ def _check_empty(spec: TensorSpec, shape: Sequence[int], model: ModelSpec) -> in
         BadRequest: a dimension below 0, a batch dimension of 0, or other dimensions so large that a model could make large
             outputs of a request without data.
     """
-    told = f"input '{spec.name}' has shape {list(shape)}"
+    subject = f"input '{spec.name}' has shape {list(shape)}"
     if model.max_batch_size and shape[0] < 1:
-        raise BadRequest(f"{told}: the first dimension is the batch, it must be at least 1")
+        raise BadRequest(f"{subject}: the first dimension is the batch, it must be at least 1")
     if min(shape) < 0:
-        raise BadRequest(f"{told}: every dimension must be at least 0")
+        raise BadRequest(f"{subject}: every dimension must be at least 0")
     if math.prod(size for size in shape if size) > _MAX_EMPTY_ELEMENTS:
         raise BadRequest(
-            f"{told}: beside a dimension of 0, the product of the others must be at most {_MAX_EMPTY_ELEMENTS}"
+            f"{subject}: beside a dimension of 0, the product of the others must be at most {_MAX_EMPTY_ELEMENTS}"
         )
     return 0
 
@@ -224,8 +224,8 @@ def _convert(spec: TensorSpec, flat: list[Any], kinds: set[type]) -> Array:
     datatype = spec.datatype
     allowed, expected = _JSON_TYPES[datatype.name]
     if not kinds <= allowed:
-        stranger = next(kind for kind in map(type, flat) if kind not in allowed)
-        raise BadRequest(f"input '{spec.name}' is {datatype}: data must be {expected}, not {_json_word(stranger)}")
+        wrong_kind = next(kind for kind in map(type, flat) if kind not in allowed)
+        raise BadRequest(f"input '{spec.name}' is {datatype}: data must be {expected}, not {_json_word(wrong_kind)}")
     if datatype is BYTES:
         texts = np.empty(len(flat), dtype=object)
         texts[:] = [item.encode("utf-8") for item in flat]

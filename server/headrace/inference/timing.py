@@ -30,28 +30,28 @@ def timing(response: InferResponse, received_ns: int, now_ns: int) -> dict[str, 
         `headrace_total_us`, and where it is known `headrace_queue_us` and so on for each part, `headrace_batch_rows` and
         `headrace_batch_closed` (the metrics' word for why).
     """
-    told: dict[str, int | str] = {}
+    parameters: dict[str, int | str] = {}
     times = response.times
     if times is not None:
         before_ns = received_ns
         for part, end_ns in zip(_PARTS, (*times, now_ns), strict=True):
-            told[f"{_PREFIX}{part}_us"] = max(end_ns - before_ns, 0) // NS_PER_US
+            parameters[f"{_PREFIX}{part}_us"] = max(end_ns - before_ns, 0) // NS_PER_US
             before_ns = end_ns
-        told[f"{_PREFIX}batch_rows"] = response.batch_rows
-        told[f"{_PREFIX}batch_closed"] = response.closed
-    told[f"{_PREFIX}total_us"] = max(now_ns - received_ns, 0) // NS_PER_US
-    return told
+        parameters[f"{_PREFIX}batch_rows"] = response.batch_rows
+        parameters[f"{_PREFIX}batch_closed"] = response.closed
+    parameters[f"{_PREFIX}total_us"] = max(now_ns - received_ns, 0) // NS_PER_US
+    return parameters
 
 
-def timing_headers(told: dict[str, int | str]) -> list[tuple[bytes, bytes]]:
+def timing_headers(parameters: dict[str, int | str]) -> list[tuple[bytes, bytes]]:
     """The same as headers: `headrace-timing`, and `server-timing` as browsers and proxies read it (W3C Server Timing)."""
-    plain = {name.removeprefix(_PREFIX): value for name, value in told.items()}
-    ours = ", ".join(f"{name}={value}" for name, value in plain.items())
-    theirs = [
+    values = {name.removeprefix(_PREFIX): value for name, value in parameters.items()}
+    headrace_timing = ", ".join(f"{name}={value}" for name, value in values.items())
+    server_timing = [
         f"{name.removesuffix('_us')};dur={value / 1000:.3f}"
-        for name, value in plain.items()
+        for name, value in values.items()
         if isinstance(value, int) and name.endswith("_us")
     ]
-    if "batch_rows" in plain:
-        theirs.append(f'batch;desc="{plain["batch_rows"]} rows, {plain["batch_closed"]}"')
-    return [(b"headrace-timing", ours.encode()), (b"server-timing", ", ".join(theirs).encode())]
+    if "batch_rows" in values:
+        server_timing.append(f'batch;desc="{values["batch_rows"]} rows, {values["batch_closed"]}"')
+    return [(b"headrace-timing", headrace_timing.encode()), (b"server-timing", ", ".join(server_timing).encode())]

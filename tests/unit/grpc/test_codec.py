@@ -129,10 +129,10 @@ def test_headers_that_repeat_are_read_once_whatever_the_id() -> None:
 def test_few_headers_are_remembered_and_none_with_contents() -> None:
     one = codec()
     decode(typed("B", "fp32_contents", [1, 2]), of=one)
-    assert len(one._plans) == 0
+    assert len(one._templates) == 0
     for columns in range(1, 1_000):
         decode(request([tensor("A", A), tensor("B", np.zeros((2, columns), np.float32))]), of=one)
-    assert 0 < len(one._plans) <= 256
+    assert 0 < len(one._templates) <= 256
 
 
 def typed(name: str, field: str, values: Sequence[Any], **fields: Any) -> pb.ModelInferRequest:

@@ -13,7 +13,7 @@ from headrace.core.errors import BadRequest
 from headrace.core.request import BatchTimes, InferResponse
 from headrace.grpc.infer import GrpcInference
 from headrace.grpc.stream import InferStreams
-from headrace.inference.request_options import Asked
+from headrace.inference.request_options import RequestOptions
 from tritonclient.grpc import service_pb2
 
 from tests.unit.grpc.test_service import Call, Model, Streaming, message, run, until
@@ -24,7 +24,7 @@ pb: Any = service_pb2
 def test_metadata_tell_who_asks_how_long_he_waits_and_what_he_wants_to_know() -> None:
     async def test() -> None:
         model, call = Model(), Call()
-        call.asked = Asked("shop", timeout_ns=1_000, timing=True)
+        call.options = RequestOptions("shop", timeout_ns=1_000, timing=True)
         call.received_ns = monotonic_ns()
         call.deadline_ns = call.received_ns + 5_000
         asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
@@ -48,7 +48,7 @@ def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
     async def test() -> None:
         model = Model()
         call = Streaming()
-        call.asked = Asked("shop", timeout_ns=10**9, timing=True)
+        call.options = RequestOptions("shop", timeout_ns=10**9, timing=True)
         serving = asyncio.ensure_future(InferStreams(GrpcInference(model.services(), 1 << 20), 1 << 20).serve(call))
         call.sent.put_nowait(message("1"))
         call.sent.put_nowait(message("2"))
@@ -67,7 +67,7 @@ def test_the_metadata_of_a_stream_count_for_each_of_its_requests() -> None:
 def test_a_request_is_told_the_load_if_its_metadata_ask() -> None:
     async def test() -> None:
         model, call = Model(), Call()
-        call.asked = Asked(load_format="text")
+        call.options = RequestOptions(load_format="text")
         asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message(), call))
         await until(lambda: model.waiting)
         model.answer()

@@ -26,7 +26,7 @@ from headrace.grpc.infer import GrpcInference
 from headrace.grpc.status import error_status
 from headrace.grpc.stream import InferStreams
 from headrace.inference.models import Services
-from headrace.inference.request_options import NOTHING, Asked
+from headrace.inference.request_options import NO_OPTIONS, RequestOptions
 from headrace.observability.counters import ERRORS, Recorder
 from tritonclient.grpc import service_pb2
 
@@ -98,19 +98,19 @@ class Model:
 class Call:
     received_ns = 1
     deadline_ns = 0
-    asked: Asked = NOTHING
-    caller: LoopCompletion | None = None
+    options: RequestOptions = NO_OPTIONS
+    completion: LoopCompletion | None = None
 
 
 class Streaming:
     """A stream call of a client under the test's control."""
 
     deadline_ns = 0
-    asked: Asked = NOTHING
+    options: RequestOptions = NO_OPTIONS
     stopping = False
 
     def __init__(self, client_limits: ClientLimits | None = None) -> None:
-        self.held = (client_limits or ClientLimits()).reserve()
+        self.reservation = (client_limits or ClientLimits()).reserve()
         self.sent: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
         self.got: list[Any] = []
         self.reads = 0
@@ -146,12 +146,12 @@ def test_a_request_from_message_to_message() -> None:
         model, call = Model(), Call()
         asking = asyncio.ensure_future(GrpcInference(model.services(), 1 << 20).infer(message("7"), call))
         await until(lambda: model.waiting)
-        assert call.caller is model.waiting[0][1]
+        assert call.completion is model.waiting[0][1]
         model.answer()
         response = pb.ModelInferResponse.FromString(b"".join(await asking))
         assert (response.id, response.model_name) == ("7", "fake")
         assert np.frombuffer(response.raw_output_contents[0], np.float32).tolist() == [2, 4]
-        assert (model.leases, model.failures, call.caller) == (0, [], None)
+        assert (model.leases, model.failures, call.completion) == (0, [], None)
 
     run(test)
 

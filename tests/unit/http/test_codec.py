@@ -11,7 +11,7 @@ import pytest
 from headrace.core.errors import BadRequest
 from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BY_NAME, Array, ModelSpec, TensorSpec
-from headrace.http.codec import ModelCodec, Plan
+from headrace.http.codec import ModelCodec, RequestTemplate
 
 LABELS = ("cat", "dog")
 
@@ -54,7 +54,7 @@ def body(header: object, *tensors: bytes) -> tuple[bytes, int | None]:
     return b"".join((text, *tensors)), len(text) if tensors else None
 
 
-def decode(header: object, *tensors: bytes, of: ModelCodec | None = None) -> tuple[InferRequest, Plan]:
+def decode(header: object, *tensors: bytes, of: ModelCodec | None = None) -> tuple[InferRequest, RequestTemplate]:
     content, size = body(header, *tensors)
     return (of or codec()).decode(content, size, 1_000)
 
@@ -139,7 +139,7 @@ def test_headers_with_data_or_an_id_are_never_remembered() -> None:
     assert decode({"inputs": [changed, B]}, of=one)[0].inputs["A"].tolist() == [[9, 9], [9, 9]]
     for number in range(1_000):
         decode({"inputs": [BINARY_A, BINARY_B], "id": str(number)}, A_WIRE, B_WIRE, of=one)
-    assert len(one._plans) == 0
+    assert len(one._templates) == 0
 
 
 def test_few_headers_are_remembered() -> None:
@@ -147,7 +147,7 @@ def test_few_headers_are_remembered() -> None:
     for columns in range(1, 1_000):
         wide = without(BINARY_B, shape=[2, columns], parameters={"binary_data_size": 8 * columns})
         decode({"inputs": [BINARY_A, wide]}, A_WIRE, B_WIRE * columns, of=one)
-    assert 0 < len(one._plans) <= 256
+    assert 0 < len(one._templates) <= 256
 
 
 def test_requests_of_one_shape_share_a_key_and_others_do_not() -> None:

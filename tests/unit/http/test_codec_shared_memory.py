@@ -14,7 +14,7 @@ from headrace.core.request import InferRequest, InferResponse
 from headrace.core.tensor import BYTES, FP32, Array, ModelSpec, ResidentRows, TensorSpec
 from headrace.grpc.codec import GrpcCodec, scan
 from headrace.http.codec import ModelCodec
-from headrace.inference.request_template import Plan
+from headrace.inference.request_template import RequestTemplate
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc._utils import _get_inference_request
 from tritonclient.utils import serialize_byte_tensor
@@ -91,12 +91,14 @@ class Http:
     def __init__(self, regions: FakeRegions | None, spec: ModelSpec = SPEC, **options: Any) -> None:
         self.codec = ModelCodec(spec, regions, **options)
 
-    def decode(self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None) -> tuple[InferRequest, Plan]:
+    def decode(
+        self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+    ) -> tuple[InferRequest, RequestTemplate]:
         body, size = triton_http.InferenceServerClient.generate_request_body(inputs, outputs=outputs)
         self.size_bytes = len(body)
         return self.codec.decode(body, size, 1)
 
-    def answer(self, plan: Plan, response: InferResponse) -> Any:
+    def answer(self, plan: RequestTemplate, response: InferResponse) -> Any:
         size, parts = self.codec.encode(response, plan)
         return triton_http.InferResult.from_response_body(b"".join(parts), header_length=size)
 
@@ -112,13 +114,15 @@ class Grpc:
     def __init__(self, regions: FakeRegions | None, spec: ModelSpec = SPEC, **options: Any) -> None:
         self.codec = GrpcCodec(spec, regions, **options)
 
-    def decode(self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None) -> tuple[InferRequest, Plan]:
+    def decode(
+        self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+    ) -> tuple[InferRequest, RequestTemplate]:
         message = _get_inference_request("m", inputs, "", "", outputs, 0, False, False, 0, None, None)
         wire = message.SerializeToString()
         self.size_bytes = len(wire)
         return self.codec.decode(wire, scan(wire), 1)
 
-    def answer(self, plan: Plan, response: InferResponse) -> Any:
+    def answer(self, plan: RequestTemplate, response: InferResponse) -> Any:
         wire = b"".join(self.codec.encode(response, plan, ""))
         message = pb.ModelInferResponse.FromString(wire)
         assert len(message.raw_output_contents) == len(message.outputs)
@@ -171,8 +175,8 @@ def test_inputs_are_read_anew_for_every_request(side: Side) -> None:
         assert request.inputs["N"].tolist() == N.tolist()
         assert request.size_bytes == one.size_bytes + 8 + len(N_WIRE)
         plans.append(plan)
-    assert len(one.codec._plans) == 1
-    assert not plans[0].given
+    assert len(one.codec._templates) == 1
+    assert not plans[0].literals
 
 
 @both
@@ -195,7 +199,7 @@ def test_outputs_are_written_and_the_grpc_answer_says_where(side: Side) -> None:
     one = side(FakeRegions(r=region))
     wanted = [shared_output(side, "Y", "r", 32, 8), shared_output(side, "M", "r", 64, 40)]
     _, plan = one.decode([sent(side, "X")], wanted)
-    assert [output.shared is not None for output in plan.wanted] == [True, True]
+    assert [output.shared is not None for output in plan.outputs] == [True, True]
     result = one.answer(plan, answer())
     assert region.memory[8:16] == (X * 2).tobytes()
     assert region.memory[40 : 40 + len(N_WIRE)] == N_WIRE
