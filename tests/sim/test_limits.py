@@ -108,14 +108,14 @@ def test_requests_that_are_not_merged(explained) -> None:  # type: ignore[no-unt
     assert first(now).setting == "dynamic_batching {}"
     gain = (16 / 2.6) / (1 / 1.1)
     assert first(now).expected.startswith(
-        f"{gain:.1f} times as much: 6,154 rows/s in batches of 16, 909 in those of now"
+        f"{gain:.1f} times the throughput: 6,154 rows/s in batches of 16, 909 at present"
     )
 
 
 def test_a_full_queue_is_told_beside_its_cause(explained) -> None:  # type: ignore[no-untyped-def]
     now = explained(3000, policy(merge=False, queue=50))
     assert [limit.kind for limit in find_bottlenecks(now)] == ["overloaded", "unmerged"]
-    assert "the profile has 6,154 rows/s at the most, in batches of 16" in first(now).explanation
+    assert "the capacity is 6,154 rows/s, in batches of 16" in first(now).explanation
 
 
 def test_shapes_split_batches(explained) -> None:  # type: ignore[no-untyped-def]
@@ -127,8 +127,8 @@ def test_shapes_split_batches(explained) -> None:  # type: ignore[no-untyped-def
 
 def test_a_preferred_size_that_is_too_small(explained) -> None:  # type: ignore[no-untyped-def]
     found = {limit.kind: limit for limit in find_bottlenecks(explained(6000, policy(preferred_rows=(4,), queue=200)))}
-    assert found["preferred"].cure == "prefer 16 rows, or nothing"
-    assert "in batches of 16, 2,857 in those of now" in found["preferred"].expected
+    assert found["preferred"].cure == "prefer 16 rows, or remove the preferred sizes"
+    assert "in batches of 16, 2,857 at present" in found["preferred"].expected
 
 
 def test_batches_that_close_too_soon(explained) -> None:  # type: ignore[no-untyped-def]
@@ -154,15 +154,15 @@ def test_instances_that_disturb_each_other_are_told(explained) -> None:  # type:
     now = explained(6000, policy(queue=300, instances=2), batch_us=10, row_us=1000)
     now.profile.seed({rows: [(10 + rows * 1900) * 1000] for rows in (1, 2, 4, 8, 16)}, 2)
     (limit,) = [limit for limit in find_bottlenecks(now) if limit.kind == "compute"]
-    assert "2 instances get 1.1 times as much done as one" in limit.explanation
-    assert limit.cure.startswith("keep one instance")
+    assert "2 instances have 1.1 times the throughput of one" in limit.explanation
+    assert limit.cure.startswith("use one instance")
 
 
 def test_a_delay_that_nobody_shares(explained) -> None:  # type: ignore[no-untyped-def]
     limit = first(explained(20, policy(delay_ms=10)))
-    assert (limit.kind, limit.cure) == ("delay_too_long", "wait less")
+    assert (limit.kind, limit.cure) == ("delay_too_long", "shorten the delay")
     assert "too sparse for a delay of 10 ms" in limit.explanation
-    assert limit.expected.startswith("answers 9.")
+    assert limit.expected.startswith("responses 9.")
 
 
 def test_bursts_wait_though_there_is_time(explained) -> None:  # type: ignore[no-untyped-def]
@@ -175,7 +175,7 @@ def test_a_promise_that_is_not_kept(explained) -> None:  # type: ignore[no-untyp
     now = explained(50, policy())
     late = dataclasses.replace(now, policy=policy(objective_ns=MS // 2))
     assert (
-        "0.5 ms are promised: a single row takes 1.1 ms"
+        "the objective 0.5 ms: a single row takes 1.1 ms"
         in {limit.kind: limit for limit in find_bottlenecks(late)}["late"].explanation
     )
     kept = dataclasses.replace(now, policy=policy(objective_ns=10 * MS))
@@ -198,7 +198,7 @@ def test_padding_copies_and_quotas() -> None:
     profile.seed({1: [MS], 5: [MS], 8: [MS]})
     padded = LoadSnapshot(batches(5, "full").recent(), policy(8), profile, 1, buckets=(1, 2, 4, 8))
     limit = {limit.kind: limit for limit in find_bottlenecks(padded)}["padding"]
-    assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times as much", True)
+    assert (limit.expected, "38 % of the rows" in limit.explanation) == ("up to 1.6 times the throughput", True)
     copied = LoadSnapshot(batches(4, "idle", assembly_ms=2, count=300).recent(), policy(), profile, 1)
     assert first(copied).kind == "copies"
     recorder = batches(4, "idle", count=100)
@@ -206,7 +206,7 @@ def test_padding_copies_and_quotas() -> None:
         recorder.failure("quota", 1)
     limit = first(LoadSnapshot(recorder.recent(), policy(), profile, 1))
     assert (limit.kind, limit.setting) == ("quota", "rate_limits")
-    assert limit.explanation == "17 % of the requests were refused because their client was over its quota"
+    assert limit.explanation == "17 % of the requests were rejected because their client exceeded its quota"
 
 
 def test_a_promise_that_keeps_batches_small() -> None:
@@ -214,8 +214,8 @@ def test_a_promise_that_keeps_batches_small() -> None:
     profile.seed({1: [MS], 2: [MS], 32: [4 * MS]})
     now = LoadSnapshot(batches(2, "deadline", count=960).recent(), policy(32, objective_ns=5 * MS), profile, 1)
     limit = {limit.kind: limit for limit in find_bottlenecks(now)}["promise"]
-    assert (limit.setting, limit.cure) == ("slo.p99_ms", "promise 8 ms or more")
-    assert limit.expected.startswith("4.0 times as much")
+    assert (limit.setting, limit.cure) == ("slo.p99_ms", "raise the objective to 8 ms or more")
+    assert limit.expected.startswith("4.0 times the throughput")
 
 
 def test_something_is_said_of_any_load() -> None:
@@ -238,7 +238,7 @@ def test_parked_models_and_dead_instances_come_first() -> None:
     recent = batches(8, "full", count=500).recent()
     assert first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 0, evicted=True)).kind == "parked"
     dead = first(LoadSnapshot(recent, policy(instances=2), LatencyTable(), 1))
-    assert (dead.kind, "1 of 2 instances live" in dead.explanation) == ("instances", True)
+    assert (dead.kind, "1 of 2 instances are running" in dead.explanation) == ("instances", True)
 
 
 def test_threads_that_come_late_are_told_apart_from_bursts() -> None:
@@ -246,7 +246,7 @@ def test_threads_that_come_late_are_told_apart_from_bursts() -> None:
     profile.seed({1: [MS]})
     limit = first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), policy(), profile, 1))
     assert (limit.kind, "a batch takes 1 ms" in limit.explanation) == ("processor", True)
-    assert limit.expected == "answers up to 4 ms sooner on average"
+    assert limit.expected == "responses up to 4 ms sooner on average"
     for changed in (policy(merge=False), policy(max_rows=1)):  # one waits for the other
         assert (
             first(LoadSnapshot(batches(1, "idle", queue_ms=5, count=100).recent(), changed, profile, 1)).kind == "queue"

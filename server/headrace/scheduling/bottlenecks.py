@@ -17,10 +17,10 @@ from headrace.scheduling.batching import CloseReason
 from headrace.scheduling.latency_table import LatencyTable
 from headrace.scheduling.policy import HandlePolicy
 
-# A batch size that gives so much of the best throughput is as good, and its answers come sooner.
+# The smallest batch size with this share of the best throughput counts as the best: its latency is lower.
 _NEARLY = 0.98
 OVERLOAD = ("overloaded", "would_miss", "queue_timeout", "deadline")
-"""Reasons of errors that requests get because there are too many."""
+"""Reasons of errors that overload causes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class LoadSnapshot:
     """Figures of a version over the last seconds.
 
     Attributes:
-        recent: what was counted over the last seconds.
-        policy: how requests are treated.
-        profile: how long batches compute.
-        instances: how many live.
-        depth: requests that wait now.
-        batched: the model has a batch dimension.
-        buckets: rows to which the backend pads batches, ascending; empty if it does not.
-        evicted: the model is out of memory until somebody asks.
+        recent: counters of the last seconds.
+        policy: the version's policy.
+        profile: compute times by rows.
+        instances: number of live instances.
+        depth: number of queued requests.
+        batched: True if the model has a batch dimension.
+        buckets: rows to which the backend pads batches, ascending; empty without padding.
+        evicted: True if the model is out of GPU memory until the next request.
     """
 
     recent: RecentTotals
@@ -49,64 +49,64 @@ class LoadSnapshot:
 
     @property
     def utilization(self) -> float:
-        """Share of the time for which an instance was kept by batches, on average over all instances."""
+        """Share of the time for which an instance was busy with batches, averaged over the instances."""
         return min(self.recent.totals.busy_ns / (self.recent.seconds * NS_PER_S * max(self.instances, 1)), 1.0)
 
     @property
     def batches(self) -> int:
-        """Batches that were answered."""
+        """Number of completed batches."""
         return sum(size.count for size in self.recent.totals.sizes.values())
 
     @property
     def mean_rows(self) -> float:
-        """Rows of a batch, on average."""
+        """Mean rows of a batch."""
         return sum(rows * size.count for rows, size in self.recent.totals.sizes.items()) / max(self.batches, 1)
 
     @property
     def refused(self) -> dict[str, int]:
-        """Requests that got an error because of what the server could not do for them then, by reason."""
+        """Number of requests rejected because of overload or a quota, by reason."""
         failures = self.recent.totals.failures
         return {reason: count for reason in (*OVERLOAD, "quota") if (count := failures[reason])}
 
     @property
     def received(self) -> int:
-        """Requests that came, as far as they were answered or refused."""
+        """Number of requests that were answered or failed."""
         return self.recent.totals.requests + self.recent.totals.failures.total()
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest batch that can come about."""
+        """Rows of the largest possible batch."""
         return self.policy.batch.max_rows if self.batched else 1
 
     def share(self, *reasons: CloseReason) -> float:
-        """Of the batches, those closed for one of these reasons."""
+        """Return the share of batches that were closed for one of `reasons`."""
         counted = self.recent.totals.reasons
         return sum(counted[reason.value] for reason in reasons) / max(counted.total(), 1)
 
     def mean_ns(self, sum_ns: int) -> float:
-        """Of one request."""
+        """Return the mean over requests of a time that is summed over them."""
         return sum_ns / max(self.recent.totals.requests, 1)
 
     @property
     def wait_ns(self) -> float:
-        """How long a request waits in the queue, on average."""
+        """Mean queue time of a request."""
         return self.mean_ns(self.recent.totals.queue_ns)
 
     @property
     def total_ns(self) -> float:
-        """How long a request takes from arrival to answer, on average."""
+        """Mean latency of a request from arrival to response."""
         return self.mean_ns(self.recent.totals.request_ns)
 
     def per_s(self, count: float) -> float:
-        """Of something that happened `count` times."""
+        """Return the rate of an event that was counted `count` times, per second."""
         return count / self.recent.seconds
 
     def throughput(self, rows: float, instances: int = 0) -> float:
-        """Rows a second, if all instances run batches of `rows`; 0 if the profile does not know.
+        """Predict the rows per second of all instances with batches of `rows`; 0 while latencies are unmeasured.
 
         Args:
-            rows: of each batch; may lie between two whole numbers.
-            instances: how many there are; 0: those there are now.
+            rows: mean rows of a batch.
+            instances: number of instances; 0 for the live ones.
         """
         count = instances or max(self.instances, 1)
         below = max(int(rows), 1)
@@ -116,7 +116,7 @@ class LoadSnapshot:
 
     @property
     def best_rows(self) -> int:
-        """The smallest batch, of those that were measured, that gives (nearly) the best throughput; 0 if none was."""
+        """The smallest measured batch size with nearly the best throughput; 0 if none was measured."""
         known = {known.rows for known in self.profile.known() if known.rows <= self.max_rows}
         rates = {rows: self.throughput(rows) for rows in sorted(known)}
         best = max(rates.values(), default=0.0)
@@ -124,19 +124,19 @@ class LoadSnapshot:
 
     @property
     def gain(self) -> float:
-        """How many times as much batches of the best size would get done as those that were run; 1 if that is not known."""
+        """Throughput of batches of the best size over that of the present batches; 1 if unknown."""
         load, best = self.throughput(self.mean_rows), self.throughput(self.best_rows or 1)
         return max(best / load, 1.0) if load and self.best_rows > self.mean_rows else 1.0
 
     @property
     def expected_gain(self) -> str:
-        """`gain` in words."""
+        """`gain` as a sentence."""
         rows = f"{self.throughput(self.best_rows):,.0f} rows/s in batches of {self.best_rows}"
-        return f"{self.gain:.1f} times as much: {rows}, {self.throughput(self.mean_rows):,.0f} in those of now"
+        return f"{self.gain:.1f} times the throughput: {rows}, {self.throughput(self.mean_rows):,.0f} at present"
 
 
 def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
-    """Figures that the rules read, for display and scripts."""
+    """Return the figures that the rules read, as a JSON object for display and scripts."""
     totals = load.recent.totals
     total = totals.phases["total"]
     shown: dict[str, object] = {
@@ -168,22 +168,22 @@ def snapshot_figures(load: LoadSnapshot) -> dict[str, object]:
     return shown
 
 
-_BUSY = 0.85  # of the time, from which on an instance counts as busy: what comes finds it so nearly always
-_OFTEN = 0.25  # of all batches, or of a request's time: enough to be worth telling
-_REFUSED = 0.01  # of all requests
-_GAIN = 1.15  # times as much: less is not worth a change of settings
+_BUSY = 0.85  # utilisation from which an instance counts as busy
+_OFTEN = 0.25  # share of batches, or of a request's latency, from which a cause is reported
+_REFUSED = 0.01  # share of rejected requests from which they are reported
+_GAIN = 1.15  # throughput ratio from which a change of settings is proposed
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """One thing that limits a version.
+    """A cause that limits a version's throughput or latency.
 
     Attributes:
         kind: one word, for scripts.
-        explanation: what it is, with the figures it is told from.
-        cure: what to change; "" if there is nothing.
-        setting: field of the configuration that the cure changes; "" if it is none.
-        expected: what the change would bring, "" if that is not known.
+        explanation: the cause, with the figures that show it.
+        cure: the change to make; "" if there is none.
+        setting: configuration field that the cure changes; "" if it changes none.
+        expected: predicted effect of the change; "" if unknown.
     """
 
     kind: str
@@ -194,7 +194,7 @@ class Bottleneck:
 
 
 def find_bottlenecks(load: LoadSnapshot) -> list[Bottleneck]:
-    """Bottlenecks of a version, the most important first; never empty."""
+    """Return the bottlenecks of a version, the most important first; never empty."""
     found = [limit for rule in _RULES if (limit := rule(load)) is not None]
     return found or [_headroom(load)]
 
@@ -213,23 +213,26 @@ def _ms(time_ns: float) -> str:
 def _evicted(load: LoadSnapshot) -> Bottleneck | None:
     if not load.evicted:
         return None
-    explanation = "the model is parked, since others need the GPU's memory: a request waits until it is loaded again"
-    return Bottleneck("parked", explanation, "pin it, or give it and the others room", "keep_loaded, gpu_memory_budget")
+    explanation = (
+        "the model is evicted, because other models use the GPU memory: a request waits until it is loaded again"
+    )
+    cure = "keep it loaded, or raise the budget of GPU memory"
+    return Bottleneck("parked", explanation, cure, "keep_loaded, gpu_memory_budget")
 
 
 def _dead_instances(load: LoadSnapshot) -> Bottleneck | None:
     if load.evicted or load.instances >= load.policy.instances:
         return None
     explanation = (
-        f"{load.instances} of {load.policy.instances} instances live: the others have died, the server's log says why"
+        f"{load.instances} of {load.policy.instances} instances are running: the others have failed, see the server log"
     )
-    return Bottleneck("instances", explanation, "mend what they died of; they are started again by themselves")
+    return Bottleneck("instances", explanation, "fix the cause; failed instances restart automatically")
 
 
 def _no_requests(load: LoadSnapshot) -> Bottleneck | None:
     if load.received:
         return None
-    return Bottleneck("idle", f"nobody has asked for the model in the last {load.recent.seconds:.0f} s")
+    return Bottleneck("idle", f"the model received no request in the last {load.recent.seconds:.0f} s")
 
 
 def _quotas(load: LoadSnapshot) -> Bottleneck | None:
@@ -237,14 +240,10 @@ def _quotas(load: LoadSnapshot) -> Bottleneck | None:
     if refused < _REFUSED * load.received or not refused:
         return None
     explanation = (
-        f"{_percent(refused / load.received)} of the requests were refused because their client was over its quota"
+        f"{_percent(refused / load.received)} of the requests were rejected because their client exceeded its quota"
     )
-    return Bottleneck(
-        "quota",
-        explanation,
-        "raise the client's limit, or have it ask less often; the request log names the clients",
-        "rate_limits",
-    )
+    cure = "raise the client's quota, or send fewer requests; the access log names the clients"
+    return Bottleneck("quota", explanation, cure, "rate_limits")
 
 
 def _overload(load: LoadSnapshot) -> Bottleneck | None:
@@ -255,36 +254,39 @@ def _overload(load: LoadSnapshot) -> Bottleneck | None:
     rows = load.recent.totals.rows / max(load.recent.totals.requests, 1)
     why = ", ".join(f"{reason} {number}" for reason, number in refused.items())
     explanation = (
-        f"{_percent(count / load.received)} of the requests were refused or came too late ({why}): "
-        f"{load.per_s(load.received) * max(rows, 1):,.0f} rows/s were asked for"
+        f"{_percent(count / load.received)} of the requests were rejected or too late ({why}): "
+        f"{load.per_s(load.received) * max(rows, 1):,.0f} rows/s were requested"
     )
     best = load.best_rows
     if best:
-        explanation += f", the profile has {load.throughput(best):,.0f} rows/s at the most, in batches of {best}"
+        explanation += f", the capacity is {load.throughput(best):,.0f} rows/s, in batches of {best}"
     if load.utilization < _BUSY:
         cure = (
-            f"the instances were busy for {_percent(load.utilization)} of the time only: allow longer waits or queues"
+            f"the instances were busy for only {_percent(load.utilization)} of the time: allow longer waits or queues"
         )
         return Bottleneck("overloaded", explanation, cure, "slo.p99_ms, default_queue_policy")
-    return Bottleneck("overloaded", explanation, "send less, or see what keeps the instances busy")
+    return Bottleneck("overloaded", explanation, "send less, or read the next bottleneck")
 
 
 def _late(load: LoadSnapshot) -> Bottleneck | None:
     predicted_ns = load.policy.batch.objective_ns
     reached_s = load.recent.totals.phases["total"].quantile_s(0.99)
-    if not predicted_ns or reached_s is None or reached_s * NS_PER_S <= 1.1 * predicted_ns:  # it is known within 9 %
+    # The buckets of the histogram are 9 % wide.
+    if not predicted_ns or reached_s is None or reached_s * NS_PER_S <= 1.1 * predicted_ns:
         return None
-    explanation = f"99 of 100 answers take up to {_ms(reached_s * NS_PER_S)}, {_ms(predicted_ns)} are promised"
+    explanation = (
+        f"the 99th percentile of the latency is {_ms(reached_s * NS_PER_S)}, the objective {_ms(predicted_ns)}"
+    )
     alone_ns = load.profile.promise_ns(1, load.instances)
     if alone_ns > predicted_ns:
         explanation += f": a single row takes {_ms(alone_ns)}"
-    return Bottleneck("late", explanation, "promise what the model can do, or have it do less at a time", "slo.p99_ms")
+    return Bottleneck("late", explanation, "raise the objective, or use a faster engine", "slo.p99_ms")
 
 
 def _unmerged(load: LoadSnapshot) -> Bottleneck | None:
     if load.utilization < _BUSY or load.policy.batch.merge or load.max_rows < 2 or load.gain < _GAIN:
         return None
-    explanation = f"{_compute(load)}, one request at a time: the model batches, but its requests are not merged"
+    explanation = f"{_compute(load)}, one request at a time: the model supports batches, but dynamic batching is off"
     return Bottleneck("unmerged", explanation, "let requests share batches", "dynamic_batching {}", load.expected_gain)
 
 
@@ -296,7 +298,7 @@ def _shapes(load: LoadSnapshot) -> Bottleneck | None:
         f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: requests of different shapes cannot share one, and "
         f"{_percent(changes / load.batches)} of the batches had another shape than the one before"
     )
-    cure = "bring requests to few shapes: pad or resize them before they are sent"
+    cure = "use few shapes: pad or resize inputs before they are sent"
     return Bottleneck("shapes", explanation, cure, "", load.expected_gain)
 
 
@@ -306,7 +308,7 @@ def _preferred(load: LoadSnapshot) -> Bottleneck | None:
     if load.utilization < _BUSY or not is_often or load.gain < _GAIN or max(preferred) >= load.best_rows:
         return None
     explanation = f"{_compute(load)}, and batches close at preferred sizes of {', '.join(map(str, preferred))} rows"
-    cure = f"prefer {load.best_rows} rows, or nothing"
+    cure = f"prefer {load.best_rows} rows, or remove the preferred sizes"
     return Bottleneck("preferred", explanation, cure, "dynamic_batching.preferred_batch_size", load.expected_gain)
 
 
@@ -315,26 +317,26 @@ def _latency_objective(load: LoadSnapshot) -> Bottleneck | None:
     if load.utilization < _BUSY or load.gain < _GAIN or load.share(CloseReason.DEADLINE) < _OFTEN:
         return None
     explanation = (
-        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: larger ones would answer some requests too late"
+        f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows: in larger ones requests would miss their deadline"
     )
-    cure = "allow more time"
+    cure = "allow longer deadlines"
     if batch.objective_ns:
-        explanation += f" (promised: {_ms(batch.objective_ns)})"
-        cure = f"promise {_ms(2 * load.profile.promise_ns(load.best_rows, load.instances))} or more"
+        explanation += f" (objective: {_ms(batch.objective_ns)})"
+        cure = f"raise the objective to {_ms(2 * load.profile.promise_ns(load.best_rows, load.instances))} or more"
     return Bottleneck("promise", explanation, cure, "slo.p99_ms" if batch.objective_ns else "", load.expected_gain)
 
 
 def _delay_too_short(load: LoadSnapshot) -> Bottleneck | None:
-    """Batches that close before they are worth it, though there is not enough time for small ones."""
+    """Busy instances whose batches close small, since no delay or a short one is allowed."""
     batch, reasons = load.policy.batch, (CloseReason.IDLE, CloseReason.DELAY)
     if load.utilization < _BUSY or not batch.merge or load.gain < _GAIN or load.share(*reasons) < _OFTEN:
         return None
     needed_ns = load.best_rows / max(load.per_s(load.recent.totals.rows), 1e-9) * NS_PER_S
     explanation = (
         f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows, which close after "
-        f"{'no delay' if not batch.max_delay_ns else _ms(batch.max_delay_ns)}; {load.best_rows} rows come in {_ms(needed_ns)}"
+        f"{'no delay' if not batch.max_delay_ns else _ms(batch.max_delay_ns)}; {load.best_rows} rows arrive in {_ms(needed_ns)}"
     )
-    cure = f"wait {needed_ns / NS_PER_US:.0f} us for company, or promise a latency and leave the rest to Headrace (slo)"
+    cure = f"allow a delay of {needed_ns / NS_PER_US:.0f} us, or set a latency objective (slo) instead of a delay"
     return Bottleneck(
         "delay_too_short", explanation, cure, "dynamic_batching.max_queue_delay_microseconds", load.expected_gain
     )
@@ -360,45 +362,35 @@ def _padding(load: LoadSnapshot) -> Bottleneck | None:
         explanation,
         cure,
         "dynamic_batching.preferred_batch_size",
-        f"up to {run / (run - padded):.1f} times as much",
+        f"up to {run / (run - padded):.1f} times the throughput",
     )
 
 
 def _computing(load: LoadSnapshot) -> Bottleneck | None:
-    """Busy, and in batches that are as good as they get."""
+    """Busy instances with batches of nearly the best size."""
     if load.utilization < _BUSY or load.gain >= _GAIN:
         return None
     explanation = f"{_compute(load)}, in batches of {load.mean_rows:.1f} rows"
     max_rows, count = load.max_rows, max(load.instances, 1)
-    expected_gain = load.throughput(2 * max_rows) / (
-        load.throughput(max_rows) or 1.0
-    )  # beyond the largest the profile rather says too little
+    # Beyond the largest measured size the latency table rather overestimates times, so this gain is a lower bound.
+    expected_gain = load.throughput(2 * max_rows) / (load.throughput(max_rows) or 1.0)
     last = load.throughput(max_rows) / (load.throughput(max_rows / 2) or 1.0) if max_rows > 1 else 1.0
     if load.batched and load.mean_rows > 0.9 * max_rows and max(expected_gain, last) >= _GAIN:
-        expected = f"up to {max(expected_gain, last):.1f} times as much, if it goes on as from {max_rows // 2} to {max_rows} rows"
-        return Bottleneck(
-            "compute", f"{explanation}: full ones", f"allow {2 * max_rows} rows in a batch", "max_batch_size", expected
-        )
+        gain = max(expected_gain, last)
+        expected = f"up to {gain:.1f} times the throughput, if it scales as from {max_rows // 2} to {max_rows} rows"
+        cure = f"allow {2 * max_rows} rows in a batch"
+        return Bottleneck("compute", f"{explanation}: all are full", cure, "max_batch_size", expected)
     if count == 1:
-        cure = "try a second instance, a faster engine (`headrace build`), or another machine beside this one"
+        cure = "try a second instance, a faster engine (`headrace build`), or a second machine"
         return Bottleneck("compute", explanation, cure, "instance_group")
     alone, together = load.throughput(load.mean_rows, 1), load.throughput(load.mean_rows)
-    explanation += f"; {count} instances get {together / alone:.1f} times as much done as one" if alone else ""
+    explanation += f"; {count} instances have {together / alone:.1f} times the throughput of one" if alone else ""
     if alone and together < _GAIN * alone:
-        cure = "keep one instance, and try a faster engine (`headrace build`), or another machine beside this one"
-        return Bottleneck(
-            "compute",
-            explanation,
-            cure,
-            "instance_group",
-            "answers that come sooner, since instances disturb each other",
-        )
-    return Bottleneck(
-        "compute",
-        explanation,
-        "try more instances, a faster engine (`headrace build`), or another machine",
-        "instance_group",
-    )
+        cure = "use one instance, and try a faster engine (`headrace build`), or a second machine"
+        expected = "lower latency, since instances slow each other down"
+        return Bottleneck("compute", explanation, cure, "instance_group", expected)
+    cure = "try more instances, a faster engine (`headrace build`), or a second machine"
+    return Bottleneck("compute", explanation, cure, "instance_group")
 
 
 def _delay_too_long(load: LoadSnapshot) -> Bottleneck | None:
@@ -406,34 +398,34 @@ def _delay_too_long(load: LoadSnapshot) -> Bottleneck | None:
     if load.utilization >= _BUSY or load.share(CloseReason.DELAY) < _OFTEN or load.wait_ns < _OFTEN * load.total_ns:
         return None
     members = load.recent.totals.requests / max(load.batches, 1)
-    explanation = f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} for company"
+    explanation = f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} for others to share a batch"
     if members < 2:
         rate_hz = load.per_s(load.recent.totals.requests)
-        explanation += f", and then run {members:.1f} together: "
+        explanation += f", and a batch then holds {members:.1f}: "
         explanation += f"{rate_hz:,.0f} requests/s are too sparse for a delay of {_ms(delay_ns)}"
     else:
-        explanation += f", which the instances, busy for {_percent(load.utilization)} of the time, do not need"
-    expected = f"answers {_ms(load.wait_ns)} sooner on average"
-    return Bottleneck(
-        "delay_too_long", explanation, "wait less", "dynamic_batching.max_queue_delay_microseconds", expected
-    )
+        explanation += f", though the instances are busy for only {_percent(load.utilization)} of the time"
+    expected = f"responses {_ms(load.wait_ns)} sooner on average"
+    setting = "dynamic_batching.max_queue_delay_microseconds"
+    return Bottleneck("delay_too_long", explanation, "shorten the delay", setting, expected)
 
 
 def _wake_ups(load: LoadSnapshot) -> Bottleneck | None:
-    """An instance that is free takes all that waits: nobody should wait much longer than for one batch that is not full."""
+    """Requests that wait much longer than one small batch, though an idle instance takes all queued requests."""
     batch_ns = load.recent.totals.busy_ns / max(load.batches, 1)
     free = load.policy.batch.merge and load.share(CloseReason.IDLE) >= 0.5 and load.mean_rows <= load.max_rows / 2
     if load.utilization >= _BUSY or not free or load.wait_ns < max(2 * batch_ns, _OFTEN * load.total_ns):
         return None
     explanation = (
-        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} though the instances are free for "
+        f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} though the instances are idle for "
         f"{_percent(1 - load.utilization)} of the time "
-        f"and a batch takes {_ms(batch_ns)}: their threads come late to the processor, which is busy with other work"
+        f"and a batch takes {_ms(batch_ns)}: the processor is busy with other work, so the instances' threads are scheduled late"
     )
-    cure = "leave the server cores for itself (clients, other models), or send more rows in each request"
-    return Bottleneck(
-        "processor", explanation, cure, "", f"answers up to {_ms(load.wait_ns - batch_ns)} sooner on average"
+    cure = (
+        "reserve processor cores for the server (clients and other models use them), or send more rows in each request"
     )
+    expected = f"responses up to {_ms(load.wait_ns - batch_ns)} sooner on average"
+    return Bottleneck("processor", explanation, cure, "", expected)
 
 
 def _bursts(load: LoadSnapshot) -> Bottleneck | None:
@@ -446,19 +438,15 @@ def _bursts(load: LoadSnapshot) -> Bottleneck | None:
         return None
     explanation = (
         f"requests wait {_ms(load.wait_ns)} of {_ms(load.total_ns)} in the queue, though the instances are busy for "
-        f"{_percent(load.utilization)} of the time: they come at the same time"
+        f"only {_percent(load.utilization)} of the time: they arrive in bursts"
     )
     if not load.policy.batch.merge and load.max_rows > 1:
-        return Bottleneck(
-            "queue", f"{explanation}, and run one by one", "let requests share batches", "dynamic_batching {}"
-        )
+        explanation += ", and run one by one"
+        return Bottleneck("queue", explanation, "let requests share batches", "dynamic_batching {}")
     if load.instances == 1:
-        return Bottleneck(
-            "queue", f"{explanation}, and there is one instance", "try a second instance", "instance_group"
-        )
-    return Bottleneck(
-        "queue", explanation, "try more instances, or have callers spread their requests", "instance_group"
-    )
+        explanation += ", and there is one instance"
+        return Bottleneck("queue", explanation, "try a second instance", "instance_group")
+    return Bottleneck("queue", explanation, "try more instances, or spread the requests over time", "instance_group")
 
 
 def _copies(load: LoadSnapshot) -> Bottleneck | None:
@@ -466,14 +454,15 @@ def _copies(load: LoadSnapshot) -> Bottleneck | None:
     copied_ns, compute_ns = load.mean_ns(totals.assembly_ns + totals.split_ns), load.mean_ns(totals.compute_ns)
     if not totals.requests or copied_ns < 2 * _OFTEN * compute_ns or copied_ns < _OFTEN * load.total_ns:
         return None
-    explanation = f"copying inputs and outputs takes {_ms(copied_ns)} of a request's time, computing {_ms(compute_ns)}"
-    return Bottleneck(
-        "copies", explanation, "send pictures as bytes (preprocess by: server), or use shared memory", "preprocess"
+    explanation = (
+        f"copying inputs and outputs takes {_ms(copied_ns)} of a request's latency, computing {_ms(compute_ns)}"
     )
+    cure = "send images as encoded bytes (preprocess by: server), or use shared memory"
+    return Bottleneck("copies", explanation, cure, "preprocess")
 
 
 def _sparse(load: LoadSnapshot) -> Bottleneck | None:
-    """Nothing waits: whoever wants more has to ask for more at the same time."""
+    """Idle instances and an empty queue: more concurrency is the only way to more throughput."""
     totals = load.recent.totals
     if load.utilization >= _BUSY or not totals.requests or load.wait_ns >= _OFTEN * load.total_ns:
         return None
@@ -484,20 +473,17 @@ def _sparse(load: LoadSnapshot) -> Bottleneck | None:
     )
     best = load.best_rows
     expected = f"up to {load.throughput(best):,.0f} rows/s, now {load.per_s(totals.rows):,.0f}" if best else ""
-    return Bottleneck(
-        "arrivals", explanation, "for more, send more requests at the same time, or more rows in each", "", expected
-    )
+    cure = "for more throughput send more requests concurrently, or more rows in each"
+    return Bottleneck("arrivals", explanation, cure, "", expected)
 
 
 def _headroom(load: LoadSnapshot) -> Bottleneck:
-    return Bottleneck(
-        "nothing", f"nothing stands out: the instances are busy for {_percent(load.utilization)} of the time"
-    )
+    return Bottleneck("nothing", f"no bottleneck: the instances are busy for {_percent(load.utilization)} of the time")
 
 
 def _compute(load: LoadSnapshot) -> str:
-    several = f"{load.instances} instances compute" if load.instances > 1 else "the instance computes"
-    return f"{several} for {_percent(load.utilization)} of the time"
+    instances = f"{load.instances} instances compute" if load.instances > 1 else "the instance computes"
+    return f"{instances} for {_percent(load.utilization)} of the time"
 
 
 _RULES: Iterable[Callable[[LoadSnapshot], Bottleneck | None]] = (
