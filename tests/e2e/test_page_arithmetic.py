@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 from headrace.pipelines.image import decode, prepare, to_pixels
-from headrace.pipelines.recipe import ImageRecipe
-from headrace.pipelines.resampling import Resampling, axis, resample
+from headrace.pipelines.recipe import ImageRecipe, Resampling, axis, resample
 from PIL import Image
 
 from tests.support.browser import Page, chromium
@@ -78,7 +77,7 @@ def test_pixels_are_those_of_the_client(page: Page, fields: dict[str, object], p
     expected = to_pixels(image, recipe) if recipe.by == "server" else prepare(image, recipe)
     found = in_browser(page, picture, recipe, "FP32")
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    # One of 255 where Pillow begins with the other pass, a few where a bicubic one overshoots: see pipelines/resampling.py.
+    # One of 255 where Pillow begins with the other pass, a few where a bicubic one overshoots: see pipelines/recipe.py.
     pixels = np.abs(found.astype(float) - expected.astype(float))
     if recipe.by == "client":
         pixels *= recipe.std if recipe.layout == "nhwc" else np.reshape(recipe.std, (-1, 1, 1))

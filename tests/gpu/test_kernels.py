@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.path.insert(0, ".")
 
 from headrace.cuda import driver
-from headrace.cuda.graphs import CudaGraph
+from headrace.cuda.driver import CudaGraph
 from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer
 from headrace.pipelines.recipe import ImageRecipe

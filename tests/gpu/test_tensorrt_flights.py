@@ -20,7 +20,7 @@ from headrace.backends.tensorrt.backend import MAX_BATCH_SIZE, TensorRtBackend
 from headrace.core.errors import ModelFailed
 from headrace.core.tensor import ResidentRows
 from headrace.cuda.driver import current, loaded
-from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.cuda.memory import DeviceBuffer, pinned_empty, pinned_rows
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.progress import silent

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from headrace.cuda import driver
-from headrace.cuda.graphs import CudaGraph
-from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather
-from headrace.cuda.kernels.stages import picture_kernel
+from headrace.cuda.driver import CudaGraph
+from headrace.cuda.kernels.launching import Classifier, PictureScaler, Preprocessor, RowGather, picture_kernel
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 from headrace.pipelines.recipe import ImageRecipe
 

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from headrace.core.tensor import Array
 from headrace.pipelines.execution import softmax, top_k
-from headrace.pipelines.recipe import ImageRecipe
-from headrace.pipelines.resampling import Resampling, resample
+from headrace.pipelines.recipe import ImageRecipe, Resampling, resample
 
 
 def prepare(pixels: npt.NDArray[np.uint8], recipe: ImageRecipe, dtype: npt.DTypeLike) -> Array:

@@ -14,8 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from headrace.commands.health import get
-from headrace.commands.show import printable
-from headrace.core.command_line import open_console
+from headrace.core.command_line import open_console, printable
 from headrace.core.errors import BadRequest, HeadraceError, ModelFailed, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -3,23 +3,385 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
 import orjson
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from headrace.commands import pictures, show, tensor_files
 from headrace.core.clock import NS_PER_MS
-from headrace.core.command_line import open_console
-from headrace.core.errors import HeadraceError
+from headrace.core.command_line import open_console, printable
+from headrace.core.errors import BadRequest, HeadraceError, ModelFailed
+from headrace.pipelines.recipe import ImageRecipe, parameter_value
 
 if TYPE_CHECKING:
-    from headrace.commands.infer_client import InferClient
+    from headrace.commands.infer_client import AnyArray, InferClient
+
+
+# What a recipe's floats can be sent as.
+_PIXEL_TYPES = {"FP32": np.float32, "FP16": np.float16, "UINT8": np.uint8}
+
+
+class Client(Protocol):
+    """A client of one server; see `headrace.commands.infer_client.InferClient`."""
+
+    def infer(
+        self, model: str, inputs: Mapping[str, AnyArray], version: str = "", outputs: Mapping[str, int] | None = None
+    ) -> dict[str, AnyArray]:
+        """Run a model; `outputs` has the number of classes to return, 0 for the tensor itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedClass:
+    """One class of a picture.
+
+    Attributes:
+        score: what the model gave, a probability or not.
+        index: of the class.
+        label: its name, empty if the server has none.
+    """
+
+    score: float
+    index: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """A picture's best classes, best first."""
+
+    file: str
+    classes: list[RankedClass]
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTask:
+    """How one model takes pictures and names classes.
+
+    Attributes:
+        model: its name.
+        recipe: how a picture becomes a tensor.
+        input, datatype: of the tensor.
+        batched: True if the tensor's first dimension is the batch; several pictures then share a request.
+        one_dimension_less: True if the model takes a picture without a batch dimension of 1.
+        output: the scores.
+        ranked: names of the outputs with scores, classes and, where they have names, labels, if the server ranks them itself.
+        pictures_per_request: at most.
+    """
+
+    model: str
+    recipe: ImageRecipe
+    input: str
+    datatype: str
+    batched: bool
+    one_dimension_less: bool
+    output: str
+    ranked: tuple[str, ...]
+    pictures_per_request: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Self:
+        """Read it from the server's answers.
+
+        Raises:
+            BadRequest: the model takes no pictures; says what its configuration lacks.
+            ConfigError: its recipe is wrong.
+        """
+        try:
+            return cls._read(config, metadata)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ModelFailed(
+                f"the server's metadata or configuration of the model lack a field: {type(error).__name__} {error}"
+            ) from error
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Self:
+        model: str = metadata["name"]
+        recipe = ImageRecipe.from_parameters(config.get("parameters") or {}, f"the server's configuration of '{model}'")
+        if recipe is None:
+            raise BadRequest(
+                f"model '{model}' does not say how a picture becomes its input: add a `preprocess` section to its "
+                f"config.yaml (`headrace.preprocess.*` parameters to a config.pbtxt), or send tensors with --raw FILE.npz"
+            )
+        inputs = {tensor["name"]: tensor for tensor in metadata["inputs"]}
+        name = recipe.input or next(iter(inputs))
+        if name not in inputs or (len(inputs) > 1 and not recipe.input):
+            raise BadRequest(
+                f"model '{model}' has the inputs {', '.join(inputs)}: its `preprocess.input` must name the one that takes "
+                f"the picture{f', {recipe.input!r} is none of them' if recipe.input else ''}"
+            )
+        datatype: str = inputs[name]["datatype"]
+        if datatype not in _PIXEL_TYPES:
+            raise BadRequest(
+                f"input '{name}' of '{model}' is {datatype}; pictures go to one of {', '.join(_PIXEL_TYPES)}"
+            )
+        labelled = [output["name"] for output in config.get("output", []) if output.get("label_filename")]
+        max_batch_size = int(config.get("max_batch_size") or 0)
+        return cls(
+            model=model,
+            recipe=recipe,
+            input=name,
+            datatype=datatype,
+            batched=max_batch_size > 0,
+            one_dimension_less=max_batch_size == 0 and len(inputs[name].get("shape", ())) == 3,
+            output=labelled[0] if labelled else metadata["outputs"][0]["name"],
+            ranked=_ranked_outputs(config.get("parameters") or {}, [tensor["name"] for tensor in metadata["outputs"]]),
+            pictures_per_request=max(max_batch_size, 1),
+        )
+
+    def requests(self, pictures: int) -> int:
+        """How many requests so many pictures take."""
+        return -(-pictures // self.pictures_per_request)
+
+
+def classify(client: Client, task: PictureTask, files: Sequence[str], top: int, version: str = "") -> list[Classified]:
+    """The best classes of every picture, in the order of the files.
+
+    Args:
+        client: of the server.
+        task: of the model.
+        files: paths of pictures.
+        top: how many classes for each.
+        version: of the model.
+
+    Raises:
+        BadRequest: a file cannot be read, or is no picture; names it.
+        HeadraceError: the server refused or failed.
+    """
+    found: list[Classified] = []
+    for start in range(0, len(files), task.pictures_per_request):
+        some = files[start : start + task.pictures_per_request]
+        tensor = np.concatenate([_tensor(file, task) for file in some])
+        if task.one_dimension_less:
+            tensor = tensor[0]
+        if task.ranked:
+            outputs = client.infer(task.model, {task.input: tensor}, version, dict.fromkeys(task.ranked, 0))
+            found += _read_ranks(some, [outputs.get(name) for name in task.ranked], top)
+            continue
+        outputs = client.infer(task.model, {task.input: tensor}, version, {task.output: top})
+        lines = outputs.get(task.output)
+        if lines is None or lines.dtype != object or (task.batched and lines.shape[:1] != (len(some),)):
+            raise ModelFailed(
+                f"the server did not classify output '{task.output}': does it offer the classification extension?"
+            )
+        for file, row in zip(some, lines.reshape(len(some), -1).tolist(), strict=True):
+            found.append(Classified(file, [_ranked(line) for line in row]))
+    return found
+
+
+def server_time_ns(before: tuple[int, int] | None, after: tuple[int, int] | None, requests: int) -> int | None:
+    """Time that the server spent on our requests, by its statistics before and after them.
+
+    Args:
+        before, after: number of successful requests and their time in ns; None from a server without statistics.
+        requests: how many were sent in between.
+
+    Returns:
+        Nanoseconds, or None if there are no statistics or the server had other requests meanwhile.
+    """
+    if before is None or after is None or after[0] - before[0] != requests:
+        return None
+    return after[1] - before[1]
+
+
+def _tensor(file: str, task: PictureTask) -> AnyArray:
+    # Pillow is loaded where a picture is, not by every `headrace serve`.
+    from headrace.pipelines.image import decode, prepare, to_pixels
+
+    try:
+        image = decode(Path(file).read_bytes())
+        if task.recipe.by == "server":
+            return to_pixels(image, task.recipe)
+        pixels = prepare(image, task.recipe)
+    except OSError as error:
+        raise BadRequest(f"{file}: cannot be read: {error.strerror or error}") from None
+    except BadRequest as error:
+        raise type(error)(f"{file}: {error}") from None
+    if task.datatype == "UINT8":
+        return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+    return pixels.astype(_PIXEL_TYPES[task.datatype], copy=False)
+
+
+def _ranked_outputs(parameters: Mapping[str, Any], offered: Sequence[str]) -> tuple[str, ...]:
+    """The outputs of `postprocess` by the model's parameters, none where the server does not rank."""
+    prefix = "headrace.postprocess."
+    told = {
+        name.removeprefix(prefix): parameter_value(parameter.get("string_value", ""))
+        for name, parameter in parameters.items()
+        if name.startswith(prefix)
+    }
+    if int(told.get("top_k", 0)) == 0:
+        return ()
+    names = [str(told.get(field, field)) for field in ("scores", "classes", "labels")]
+    return tuple(name for name in names if name in offered)
+
+
+def _read_ranks(files: Sequence[str], outputs: Sequence[AnyArray | None], top: int) -> list[Classified]:
+    """The classes that a server has ranked; `outputs` are scores, classes and perhaps labels, a row a picture."""
+    if len(outputs) < 2 or any(output is None or output.size % len(files) for output in outputs):
+        raise ModelFailed("the server's answer has no row of scores and classes for every picture")
+    scores, classes, *labels = [
+        output.reshape(len(files), -1)[:, :top].tolist() for output in outputs if output is not None
+    ]
+    found = []
+    for number, file in enumerate(files):
+        names = [text.decode("utf-8", "replace") for text in labels[0][number]] if labels else [""] * top
+        ranks = zip(scores[number], classes[number], names, strict=False)
+        found.append(Classified(file, [RankedClass(score, index, name) for score, index, name in ranks]))
+    return found
+
+
+def _ranked(line: bytes) -> RankedClass:
+    """One element of the classification extension: b"score:index" or b"score:index:label"."""
+    score, _, rest = line.decode("utf-8", "replace").partition(":")
+    index, _, label = rest.partition(":")
+    try:
+        return RankedClass(float(score), int(index), label)
+    except ValueError:
+        raise ModelFailed(f"the server's answer {line[:64]!r} is no score:index:label") from None
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_MAX_BAR, _MIN_BAR = 40, 4
+_MAX_LABEL = 40
+_FIRST_VALUES = 4
+
+
+def print_classes(console: Console, results: Sequence[Classified]) -> None:
+    """Each picture's file name, and its classes with a bar for each.
+
+    Scores between 0 and 1 that add up to no more than 1 are probabilities: they are shown in percent, the bar from 0 to 1.
+    Others are shown as they are, the bar in proportion to the picture's best.
+    """
+    percent = all(_are_probabilities([c.score for c in result.classes]) for result in results)
+    for result in results:
+        console.print(Text(_fit_encoding(console, printable(result.file)), style="bold"), soft_wrap=True)
+        ratios = [c.score for c in result.classes] if percent else _ratios([c.score for c in result.classes])
+        scores = [f"{c.score:.1%}" if percent else f"{c.score:.3f}" for c in result.classes]
+        for line in _lines(console, [_label(console, c) for c in result.classes], scores, ratios):
+            console.print(line, no_wrap=True, overflow="crop")
+
+
+def print_times(console: Console, pictures: int, requests: int, total_ns: int, server_ns: int | None) -> None:
+    """One line: how much was sent and how long it took.
+
+    Args:
+        console: where to.
+        pictures: how many, 0 if tensors were sent.
+        requests: how many.
+        total_ns: from the first question to the last answer, pre-processing included.
+        server_ns: of it in the server, None if it is not known.
+    """
+    what = (
+        f"{_plural(pictures, 'picture')} in {_plural(requests, 'request')}"
+        if pictures
+        else _plural(requests, "request")
+    )
+    server = "" if server_ns is None else f", {server_ns / NS_PER_MS:.1f} ms of it in the server"
+    console.print(Text(f"{what}: {total_ns / NS_PER_MS:.1f} ms{server}", style="dim"), soft_wrap=True)
+
+
+def print_tensors(console: Console, outputs: Mapping[str, AnyArray], datatypes: Mapping[str, str]) -> None:
+    """Datatype, shape, range and first values of every output.
+
+    Args:
+        console: where to.
+        outputs: arrays by name.
+        datatypes: the protocol's name of each output's datatype.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("output", "datatype", "shape", "min", "mean", "max", "first values"):
+        table.add_column(title, overflow="fold")
+    for name, array in outputs.items():
+        datatype = datatypes[name]
+        if datatype == "BF16":  # NumPy's functions of statistics do not take it
+            array = array.astype(np.float32)
+        numbers = array.astype(np.float64) if array.size and array.dtype.kind in "fiub" else None
+        spread = (
+            ["", "", ""]
+            if numbers is None
+            else [f"{v:.6g}" for v in (np.min(numbers), np.mean(numbers), np.max(numbers))]
+        )
+        first = " ".join(_value(value) for value in array.ravel()[:_FIRST_VALUES].tolist())
+        more = " ..." if array.size > _FIRST_VALUES else ""
+        cells = [printable(name), datatype, str(list(array.shape)), *spread, first + more]
+        table.add_row(*(Text(_fit_encoding(console, cell)) for cell in cells))
+    console.print(table)
+
+
+def tensor_as_json(array: AnyArray, datatype: str) -> dict[str, Any]:
+    """An output for JSON: datatype, shape, and its elements as a flat list; bytes as text, BF16 as its bits."""
+    elements = (array.view(np.uint16) if datatype == "BF16" else array).ravel().tolist()
+    if array.dtype == object:
+        elements = [element.decode("utf-8", "replace") for element in elements]
+    return {"datatype": datatype, "shape": list(array.shape), "data": elements}
+
+
+def bar(ratio: float, width: int, ascii_only: bool = False) -> str:
+    """A bar of `ratio` of `width` cells, to an eighth of a cell, padded with blanks."""
+    ratio = min(max(ratio, 0.0), 1.0) if math.isfinite(ratio) else 0.0
+    if ascii_only:
+        return ("#" * round(ratio * width)).ljust(width)
+    full, eighths = divmod(round(ratio * width * 8), 8)
+    return ("█" * full + _EIGHTHS[eighths].strip()).ljust(width)
+
+
+def _lines(console: Console, labels: list[str], scores: list[str], ratios: list[float]) -> list[Text]:
+    """Lines "  label  bar  score" that fit the console; the bar goes first where it is narrow."""
+    score_width = max((len(score) for score in scores), default=0)
+    room = console.width - 2 - 1 - score_width
+    label_width = min(max((cell_len(label) for label in labels), default=0), _MAX_LABEL)
+    bar_width = min(room - label_width - 1, _MAX_BAR)
+    if bar_width < _MIN_BAR:
+        bar_width = _MIN_BAR if room >= 3 * _MIN_BAR else 0
+        label_width = min(label_width, max(room - bar_width - (1 if bar_width else 0), 1))
+    ascii_only = console.options.ascii_only
+    lines: list[Text] = []
+    for label, score, ratio in zip(labels, scores, ratios, strict=True):
+        name = Text(label)
+        name.truncate(label_width, overflow="crop" if ascii_only else "ellipsis", pad=True)
+        drawn = Text(bar(ratio, bar_width, ascii_only) + " " if bar_width else "", style="cyan")
+        lines.append(Text.assemble("  ", name, " ", drawn, score.rjust(score_width)))
+    return lines
+
+
+def _label(console: Console, ranked: RankedClass) -> str:
+    return _fit_encoding(console, printable(ranked.label or f"class {ranked.index}"))
+
+
+def _fit_encoding(console: Console, text: str) -> str:
+    """The text, with "?" for what a terminal or pipe of another encoding cannot show."""
+    return text.encode(console.encoding, "replace").decode(console.encoding)
+
+
+def _are_probabilities(scores: Sequence[float]) -> bool:
+    return all(0.0 <= score <= 1.0 for score in scores) and sum(scores) <= 1.0001
+
+
+def _ratios(scores: Sequence[float]) -> list[float]:
+    """Each score in proportion to the best; of negative ones the best is the one closest to 0."""
+    best = max(scores, default=0.0)
+    if best > 0:
+        return [score / best for score in scores]
+    return [best / score if score else 1.0 for score in scores]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bytes):
+        return repr(value.decode("utf-8", "replace"))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,10 +470,10 @@ def _classify(
     client: InferClient, model: str, version: str, files: Sequence[str], top: int, console: Console, as_json: bool
 ) -> None:
     start_ns = time.monotonic_ns()
-    task = pictures.PictureTask.of(client.config(model, version), client.metadata(model, version))
+    task = PictureTask.of(client.config(model, version), client.metadata(model, version))
     before = client.successes(model, version)
-    results = pictures.classify(client, task, files, top, version)
-    server_ns = pictures.server_time_ns(before, client.successes(model, version), task.requests(len(files)))
+    results = classify(client, task, files, top, version)
+    server_ns = server_time_ns(before, client.successes(model, version), task.requests(len(files)))
     total_ns = time.monotonic_ns() - start_ns
     if as_json:
         shown = {
@@ -122,8 +484,8 @@ def _classify(
         }
         _print_json(console, shown)
         return
-    show.classes(console, results)
-    show.times(console, len(files), task.requests(len(files)), total_ns, server_ns)
+    print_classes(console, results)
+    print_times(console, len(files), task.requests(len(files)), total_ns, server_ns)
 
 
 def _send_tensors(
@@ -135,22 +497,22 @@ def _send_tensors(
     console: Console,
     as_json: bool,
 ) -> None:
-    from headrace.commands.infer_client import datatype_of
+    from headrace.commands.infer_client import bfloat16_inputs, datatype_of, read_json, read_npz
 
     metadata = client.metadata(model, version)
-    inputs = {} if json_input is None else tensor_files.read_json(json_input)
+    inputs = {} if json_input is None else read_json(json_input)
     if raw is not None:
-        inputs = tensor_files.bfloat16_inputs(metadata, tensor_files.read_npz(raw))
+        inputs = bfloat16_inputs(metadata, read_npz(raw))
     start_ns = time.monotonic_ns()
     outputs = client.infer(model, inputs, version)
     total_ns = time.monotonic_ns() - start_ns
     datatypes = {name: datatype_of(array, name) for name, array in outputs.items()}
     if as_json:
-        plain = {name: show.plain(array, datatypes[name]) for name, array in outputs.items()}
+        plain = {name: tensor_as_json(array, datatypes[name]) for name, array in outputs.items()}
         _print_json(console, {"model": model, "outputs": plain})
         return
-    show.tensors(console, outputs, datatypes)
-    show.times(console, 0, 1, total_ns, None)
+    print_tensors(console, outputs, datatypes)
+    print_times(console, 0, 1, total_ns, None)
 
 
 def _print_json(console: Console, value: object) -> None:
@@ -158,7 +520,7 @@ def _print_json(console: Console, value: object) -> None:
 
 
 def _complain(errors: Console, message: str) -> None:
-    errors.print(Text.assemble(("headrace infer: ", "bold red"), show.printable(message)), soft_wrap=True)
+    errors.print(Text.assemble(("headrace infer: ", "bold red"), printable(message)), soft_wrap=True)
 
 
 def _count(text: str) -> int:

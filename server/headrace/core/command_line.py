@@ -147,3 +147,8 @@ def pickup_text(model: str, repository: str) -> str:
         f"else start it again:\n"
         f"  headrace serve --model-repository {shlex.quote(repository)}"
     )
+
+
+def printable(text: str) -> str:
+    """Text from a server or a file name with control characters, which could drive the terminal, replaced."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

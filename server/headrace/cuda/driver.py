@@ -15,7 +15,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from headrace.core.errors import HeadraceError, Unsupported
@@ -235,3 +235,64 @@ def is_context_usable() -> bool:
     except cuda.Error:
         return False
     return True
+
+
+# CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do in the meantime does not spoil the capture.
+_THREAD_LOCAL = 1
+
+
+class CudaGraph:
+    """Work of a stream, ready to be replayed. Made and used with the stream's device current.
+
+    Args:
+        stream: where the work is recorded and replayed.
+        enqueue: queues the work on that stream and does nothing else: no allocation, no waiting.
+
+    Raises:
+        DeviceError: the work cannot be captured.
+    """
+
+    def __init__(self, stream: CudaStream, enqueue: Callable[[], None]) -> None:
+        self._stream = ctypes.c_void_p(stream.handle)
+        self._executable = ctypes.c_void_p()
+        cuda = library()
+        succeeded(cuda.cuStreamBeginCapture_v2(self._stream, _THREAD_LOCAL), "starting to capture a CUDA graph")
+        graph = ctypes.c_void_p()
+        try:
+            enqueue()
+        except BaseException:
+            # The stream must come out of capturing, whatever has become of the graph.
+            cuda.cuStreamEndCapture(self._stream, ctypes.byref(graph))
+            if graph:
+                cuda.cuGraphDestroy(graph)
+            raise
+        succeeded(cuda.cuStreamEndCapture(self._stream, ctypes.byref(graph)), "capturing a CUDA graph")
+        try:
+            executable = ctypes.byref(self._executable)
+            flags = ctypes.c_ulonglong(0)
+            succeeded(cuda.cuGraphInstantiateWithFlags(executable, graph, flags), "instantiating a CUDA graph")
+        finally:
+            cuda.cuGraphDestroy(graph)
+        try:
+            # Else the first launch would pay for it.
+            succeeded(cuda.cuGraphUpload(self._executable, self._stream), "uploading a CUDA graph")
+        except BaseException:
+            self.close()
+            raise
+        self._launch = cuda.cuGraphLaunch
+
+    def launch(self) -> None:
+        """Queue the work once more.
+
+        Raises:
+            DeviceError: the driver refuses it.
+        """
+        result = self._launch(self._executable, self._stream)
+        if result:
+            succeeded(result, "launching a CUDA graph")
+
+    def close(self) -> None:
+        """Give the graph back; its work must be done."""
+        executable, self._executable = self._executable, ctypes.c_void_p()
+        if executable:
+            library().cuGraphExecDestroy(executable)

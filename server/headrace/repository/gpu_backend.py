@@ -7,16 +7,15 @@ import math
 from collections.abc import Sequence
 
 from headrace.backends.process.backend import IsolatedModel
-from headrace.backends.tensorrt.api import installed
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtModel, gpu_count
-from headrace.backends.tensorrt.plan import PlanTensor
+from headrace.backends.tensorrt.plan import PlanTensor, installed
 from headrace.config.completion import instances_on_each_gpu
 from headrace.config.manifest import Machine
 from headrace.core.errors import ConfigError, Finding
 from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import BY_CONFIG_NAME
 from headrace.core.tensor_config import ModelInput, ModelOutput
-from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.pipelines.execution import Steps
 
 logger = logging.getLogger("headrace.tensorrt")

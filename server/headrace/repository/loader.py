@@ -187,7 +187,7 @@ class Loader:
         Raises:
             ConfigError: no runtime on this machine runs it, or its file cannot be read.
         """
-        from headrace.backends.tensorrt.api import gpu_is_visible
+        from headrace.backends.tensorrt.plan import gpu_is_visible
 
         gpu = GpuRuntime(self._tensorrt_machine, gpu_is_visible)
         return serving_plan(folder, version, gpu, self.engines(folder.path, version))

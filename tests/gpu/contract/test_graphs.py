@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from headrace.cuda import driver, memory
-from headrace.cuda.graphs import CudaGraph
+from headrace.cuda.driver import CudaGraph
 
 from tests.gpu.contract.conftest import GpuUnderTest
 

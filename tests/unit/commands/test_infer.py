@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import skimage
 from headrace.commands import infer as infer_command
-from headrace.commands import show
-from headrace.commands.pictures import Classified, RankedClass, server_time_ns
+from headrace.commands.infer import Classified, RankedClass, server_time_ns
 from headrace.pipelines.image import ImageRecipe, decode, prepare
 from rich.console import Console
 
@@ -319,7 +318,7 @@ def drawn(scores: list[float], labels: list[str], width: int = 60, encoding: str
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding=encoding, write_through=True) as out:
         ranked = [RankedClass(score, 7, label) for score, label in zip(scores, labels, strict=True)]
-        show.classes(Console(file=out, width=width), [Classified("[red]a.jpg", ranked)])
+        infer_command.print_classes(Console(file=out, width=width), [Classified("[red]a.jpg", ranked)])
         return raw.getvalue().decode(encoding).splitlines()
 
 
@@ -355,8 +354,8 @@ def test_control_characters_of_a_label_do_not_reach_the_terminal() -> None:
 
 @pytest.mark.parametrize(("ratio", "cells"), [(0, ""), (0.0625, "▌"), (0.5, "████"), (1, "████████"), (9, "████████")])
 def test_bar(ratio: float, cells: str) -> None:
-    assert show.bar(ratio, 8) == cells.ljust(8)
-    assert show.bar(float("nan"), 8) == " " * 8
+    assert infer_command.bar(ratio, 8) == cells.ljust(8)
+    assert infer_command.bar(float("nan"), 8) == " " * 8
 
 
 def test_server_time_is_told_only_if_it_is_ours() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from headrace.core.errors import Unsupported
-from headrace.cuda import devices, driver, graphs
+from headrace.cuda import devices, driver
 
 from tests.support.fake_cuda import FakeCuda, install
 
@@ -42,10 +42,10 @@ def test_a_failed_capture_leaves_the_stream_usable(cuda: FakeCuda) -> None:
     with driver.current():
         stream = driver.CudaStream()
         with pytest.raises(ValueError, match="refused"):
-            graphs.CudaGraph(stream, fail)
+            driver.CudaGraph(stream, fail)
         stream.synchronize()
         cuda.refuse_capture = True
         with pytest.raises(driver.DeviceError, match=r"capturing a CUDA graph failed.*INVALIDATED, 901"):
-            graphs.CudaGraph(stream, lambda: None)
+            driver.CudaGraph(stream, lambda: None)
         stream.synchronize()
     assert not cuda.graphs

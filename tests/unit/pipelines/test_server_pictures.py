@@ -11,8 +11,7 @@ from headrace.core.model_config import ModelConfig
 from headrace.core.tensor import Array
 from headrace.pipelines.execution import PictureExecution, softmax, steps_of, top_k, with_pictures
 from headrace.pipelines.image import PixelSteps, prepare, to_pixels
-from headrace.pipelines.recipe import ImageRecipe
-from headrace.pipelines.resampling import Resampling, axis, resample
+from headrace.pipelines.recipe import ImageRecipe, Resampling, axis, resample
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays

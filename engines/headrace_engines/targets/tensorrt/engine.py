@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from headrace.cuda.devices import describe
-from headrace.cuda.driver import CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
-from headrace.cuda.graphs import CudaGraph
+from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, OutOfDeviceMemory, TimingEvent, current
 from headrace.cuda.memory import DeviceBuffer, PinnedBuffer, download, upload
 
 from headrace_engines.errors import BuildError

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.backends.base import ExecutionLost, InFlightBatch, InputRefused, ProcessStatus
-from headrace.backends.process.channel import Message, TensorLayout, end_offset, lay_out_tensors, read_layouts
+from headrace.backends.process.child import Message, TensorLayout, end_offset, lay_out_tensors, read_layouts
 from headrace.backends.process.supervisor import ChildProcess, ModelProcess
 from headrace.core.errors import (
     BadRequest,

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from headrace.backends.base import ExecutionLost
-from headrace.backends.process.channel import Channel, Message, SharedSlot
+from headrace.backends.process.child import Channel, Message, SharedSlot
 from headrace.core.clock import NS_PER_S, monotonic_ns
 from headrace.core.errors import ConfigError, Finding, Unavailable
 from headrace.core.ledger import Holding, NoRoom

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.backends.base import ExecutionLost, InFlightBatch
-from headrace.backends.tensorrt.api import installed, load
 from headrace.backends.tensorrt.buffers import BufferSlot
 from headrace.backends.tensorrt.contexts import (
     BatchViews,
@@ -43,6 +42,8 @@ from headrace.backends.tensorrt.plan import (
     Shape,
     TensorRtPlan,
     choose_profile,
+    installed,
+    load,
     plan_error,
 )
 from headrace.backends.tensorrt.tuning import tune

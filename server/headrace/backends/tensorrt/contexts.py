@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from headrace.backends.base import ResidentInput
-from headrace.backends.tensorrt.api import TuningResult
 from headrace.backends.tensorrt.buffers import IDLE_BLOCKS, SHARED_BLOCKS, BufferSizes, BufferSlot, RowTable, gather
 from headrace.backends.tensorrt.plan import (
     Launch,
@@ -24,6 +23,7 @@ from headrace.backends.tensorrt.plan import (
     Shape,
     Shapes,
     TensorRtPlan,
+    TuningResult,
     buckets,
     choose_profile,
     largest,
@@ -32,8 +32,7 @@ from headrace.backends.tensorrt.plan import (
 from headrace.core.errors import ModelFailed
 from headrace.core.ledger import Kind
 from headrace.core.tensor import Array
-from headrace.cuda.driver import CudaStream, DeviceError, is_context_usable
-from headrace.cuda.graphs import CudaGraph
+from headrace.cuda.driver import CudaGraph, CudaStream, DeviceError, is_context_usable
 from headrace.cuda.kernels.launching import RowGather
 from headrace.cuda.memory import DeviceBuffer
 

@@ -13,9 +13,8 @@ from functools import partial
 from itertools import pairwise
 from time import perf_counter_ns
 
-from headrace.backends.tensorrt.api import BucketTiming, TuningResult
 from headrace.backends.tensorrt.contexts import BatchViews, DeviceResources, InstancePlacement
-from headrace.backends.tensorrt.plan import TensorRtPlan, buckets, choose_profile
+from headrace.backends.tensorrt.plan import BucketTiming, TensorRtPlan, TuningResult, buckets, choose_profile
 from headrace.core.clock import NS_PER_US
 
 # A bucket is worth its graphs and contexts if batches are this much faster than in the next larger one; running a batch as it is,

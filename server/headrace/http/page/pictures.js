@@ -1,5 +1,5 @@
 // From a picture to the tensor that a model takes, as its configuration describes it: what `headrace infer` does, in a browser.
-// The arithmetic of resizing is that of server/headrace/pipelines/resampling.py, where it is explained; so the answers are the same.
+// The arithmetic of resizing is that of server/headrace/pipelines/recipe.py, where it is explained; so the answers are the same.
 
 // What a server takes of `headrace infer`, too (server/headrace/pipelines/image.py).
 const MAX_PIXELS = 50e6;

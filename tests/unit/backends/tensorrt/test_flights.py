@@ -20,7 +20,7 @@ from headrace.backends.tensorrt.contexts import PreparedContext
 from headrace.core.tensor import PINNED
 from headrace.cuda.driver import DeviceError
 from headrace.cuda.kernels import launching, loading
-from headrace.cuda.kernels.stages import ClassStage, PictureStage
+from headrace.cuda.kernels.launching import ClassStage, PictureStage
 from headrace.pipelines.recipe import ImageRecipe
 from headrace_engines.targets.base import ShapeRange, TargetSpec
 from onnx import helper

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from headrace.backends.tensorrt import plan as tensorrt_plan
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
-from headrace.backends.tensorrt.api import load
 from headrace.backends.tensorrt.backend import GPUS, MAX_BATCH_SIZE, TensorRtBackend
 from headrace.backends.tensorrt.contexts import PreparedContext
+from headrace.backends.tensorrt.plan import load
 from headrace.core.ledger import HOST, Kind, Ledger, NoRoom
 from headrace.cuda.driver import DeviceError
 

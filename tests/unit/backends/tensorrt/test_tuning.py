@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from headrace.backends.tensorrt import tuning as tensorrt_tuning
-from headrace.backends.tensorrt.api import BucketTiming, TuningResult
-from headrace.backends.tensorrt.plan import ProfileRange, buckets
+from headrace.backends.tensorrt.plan import BucketTiming, ProfileRange, TuningResult, buckets
 from headrace.backends.tensorrt.tuning import exact_rows, latency_us, measured_us, useful_buckets
 from hypothesis import given
 from hypothesis import strategies as st
